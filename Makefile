@@ -1,0 +1,53 @@
+# `make demo`   train a small mixture of experts through a real expert server
+# `make test`   the whole test suite
+# `make check`  what CI runs: format, lint, types, generated code, tests, examples
+# `make bench`  every benchmark, each printing its table
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+JOBS ?= 2
+
+.PHONY: setup demo test check lint types proto proto-check examples bench soak clean
+.DEFAULT_GOAL := test
+
+# The stamp is written last: an interrupted set-up is done again.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+setup: .venv/.ready
+
+demo: setup
+	$(BIN)/python examples/demo.py --out demo-out
+
+test: setup
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+proto: setup
+	$(BIN)/python -m moe_autograd.wire.generate
+
+proto-check: setup
+	$(BIN)/python -m moe_autograd.wire.generate --check
+
+examples: setup
+	set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(BIN)/python -W error $$example; done
+
+check: lint types proto-check test examples
+
+bench: setup
+	set -e; for folder in benchmarks/*/; do name=$$(basename $$folder); [ "$$name" = __pycache__ ] || { echo "== $$name"; $(BIN)/python -m benchmarks.$$name.main; }; done
+
+soak: setup
+	$(BIN)/python -m pytest -m soak --soak-minutes 20
+
+clean:
+	rm -rf .venv demo-out build dist *.egg-info

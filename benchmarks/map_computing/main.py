@@ -1,0 +1,132 @@
+"""Experts that compute: `parallel_apply` against the plain loop that uses all cores inside each operator.
+
+Feed-forward experts of three sizes, float32. A step is a forward and a backward (no optimizer: it would take the
+same time on both sides). Peak memory is what the process holds at most beyond what it held before the first step,
+each kind in a process of its own, by the kernel's count (`VmHWM`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.measure import print_table, stopwatch, take_turns
+from moe_autograd import parallel_apply
+
+
+@dataclass(frozen=True)
+class Size:
+    num_experts: int
+    num_tokens: int
+    d_model: int
+    d_ff: int
+    repeats: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.num_experts} x ({self.num_tokens} tokens, {self.d_model}, {self.d_ff})"
+
+
+SIZES = {
+    "tiny": Size(32, 8, 32, 64, repeats=20),
+    "small": Size(16, 64, 128, 512, repeats=10),
+    "middling": Size(8, 256, 512, 2048),
+    "large": Size(4, 1024, 1024, 4096),
+}
+
+
+def plain_loop(modules: Sequence[nn.Module], inputs: Sequence[Any]) -> list[Any]:
+    return [module(*args) for module, args in zip(modules, inputs, strict=True)]
+
+
+KINDS: dict[str, Callable[..., list[Any]]] = {"loop": plain_loop, "map": parallel_apply}
+
+
+def steps(apply: Callable[..., list[Any]], size: Size) -> Callable[[], Mapping[str, float]]:
+    torch.manual_seed(0)
+    experts = [
+        nn.Sequential(nn.Linear(size.d_model, size.d_ff), nn.GELU(), nn.Linear(size.d_ff, size.d_model))
+        for _ in range(size.num_experts)
+    ]
+    xs = [torch.randn(size.num_tokens, size.d_model, requires_grad=True) for _ in experts]
+    ones = [torch.ones_like(x) for x in xs]
+    tensors = [*xs, *(p for expert in experts for p in expert.parameters())]
+
+    def run() -> Mapping[str, float]:
+        outputs: list[Any] = []
+
+        def forward() -> None:
+            outputs[:] = apply(experts, [(x,) for x in xs])
+
+        forward_s = backward_s = 0.0
+        for _ in range(size.repeats):
+            for tensor in tensors:
+                tensor.grad = None
+            forward_s += stopwatch(forward)
+            backward_s += stopwatch(lambda: torch.autograd.backward(outputs, ones))
+            outputs.clear()
+        return {
+            "forward": forward_s / size.repeats,
+            "backward": backward_s / size.repeats,
+            "step": (forward_s + backward_s) / size.repeats,
+        }
+
+    return run
+
+
+def peak_bytes(kind: str, name: str) -> int:
+    """Return the peak of a process that runs ten steps of one kind and nothing else."""
+    command = [sys.executable, "-m", "benchmarks.map_computing.main", "--peak-of", kind, name]
+    return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+
+def print_peak(kind: str, name: str) -> None:
+    run = steps(KINDS[kind], SIZES[name])
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    for _ in range(10):
+        run()
+    print(resident_bytes("VmHWM") - before)
+
+
+def resident_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+def main(rounds: int, names: Sequence[str]) -> None:
+    rows = []
+    for name in names:
+        size = SIZES[name]
+        taken = take_turns({kind: steps(apply, size) for kind, apply in KINDS.items()}, rounds=rounds)
+        for part in ("forward", "backward", "step"):
+            loop, mapped = taken["loop"][part], taken["map"][part]
+            rows.append((name, part, loop.median_ms, mapped.median_ms, loop.ratio_to(mapped)))
+    print_table(("experts", "pass", "loop, ms", "map, ms", "times as fast"), rows)
+    print()
+    peaks = [(name, *(peak_bytes(kind, name) for kind in KINDS)) for name in names]
+    print_table(
+        ("experts", "size", "loop, peak MB", "map, peak MB", "map / loop"),
+        [(name, SIZES[name], loop / 1e6, mapped / 1e6, mapped / loop) for name, loop, mapped in peaks],
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--peak-of", nargs=2, metavar=("KIND", "SIZE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak_of:
+        print_peak(*arguments.peak_of)
+    else:
+        main(arguments.rounds, arguments.sizes)

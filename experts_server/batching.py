@@ -1,0 +1,269 @@
+"""The queue of one expert: what waits for it, who is next, and which calls are computed together.
+
+Rules:
+
+1. *One turn at a time.* The queue is in the worker pool at most once, so the expert's calls never overlap and
+   need no lock around the module; a hanging expert holds one worker and its own queue.
+2. *In order for each client, in turn between clients.* A client's calls begin in the order they came; between
+   clients the turn goes round, so one with a thousand calls delays another's by one batch. An `InspectCall` runs
+   after all that came before it and before all that come after: one put to all experts at once cuts every step
+   of theirs on the same side.
+3. *Checked before joined.* A call reaches this queue after `HostedExpert.check`; rows are joined only for
+   forwards with one input of equal dtype and row shape, of an expert whose width is known, up to
+   `max_batch_tokens`. If a joined computation fails, each call is computed by itself and fails by itself.
+   Backwards are not joined: gradients gather by client, and the number of updates never depends on timing.
+4. *Nothing in vain.* A call that was cancelled or is past its deadline when its turn comes is not begun.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experts_server.budget import Budget
+from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, UpdateCall
+from experts_server.executor import WorkerPool
+from experts_server.hosted import HostedExpert
+from experts_server.metrics import ExpertStats
+from moe_autograd.errors import DeadlineExceededError
+
+Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
+
+# Weights of the newest turn in the running mean of a turn's time. A crowded machine makes turns longer than they are,
+# never shorter: so shorter ones count for more, else a crowd would send small experts to the long lane.
+_WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER = 0.5, 0.05
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """What waits at most, over all experts of a server, and how calls are joined."""
+
+    calls: Budget
+    bytes: Budget
+    max_batch_tokens: int = 4096
+    max_wait_s: float = 0.0
+
+
+class ExpertQueue:
+    """The calls that wait for one expert; itself a turn of the worker pool.
+
+    Args:
+        hosted: the expert.
+        pool: where turns are taken.
+        limits: shared with the other experts' queues.
+        call_later: runs a function after so many seconds, from any thread; needed only if `max_wait_s > 0`.
+    """
+
+    def __init__(
+        self,
+        hosted: HostedExpert,
+        pool: WorkerPool,
+        limits: QueueLimits,
+        *,
+        call_later: Callable[[float, Callable[[], None]], None] | None = None,
+    ) -> None:
+        self.hosted = hosted
+        self.expected_s = 0.0005
+        self.computing_since: float | None = None  # on time.monotonic's clock, while a batch is computed
+        self._pool = pool
+        self._limits = limits
+        self._call_later = call_later
+        self.stats = ExpertStats()
+        self._lock = threading.Lock()
+        self._epochs: deque[Waiting] = deque(
+            [OrderedDict()]
+        )  # an `InspectCall` has one of its own; the first is next
+        self._num_waiting = 0
+        self._num_tokens = 0
+        self._is_scheduled = False
+        self._has_timer = False
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<ExpertQueue {self.hosted.name!r} {self._num_waiting} calls>"
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def put(self, calls: Sequence[Call]) -> None:
+        """Let these calls wait for their turn.
+
+        Raises:
+            ServerBusyError: there is no room; none of them waits.
+        """
+        if self.add(calls):
+            self._pool.put([self])
+
+    def add(self, calls: Sequence[Call]) -> bool:
+        """As `put`, but return whether the caller has to put this queue into the pool."""
+        num_bytes = sum([call.num_bytes for call in calls])
+        self._limits.calls.take(len(calls))
+        try:
+            self._limits.bytes.take(num_bytes)
+        except BaseException:
+            self._limits.calls.give_back(len(calls))
+            raise
+        with self._lock:
+            for call in calls:
+                self._append(call)
+            if self._is_scheduled:
+                return False
+            if self._limits.max_wait_s > 0 and self._may_wait(calls):
+                self._start_timer()
+                return False
+            self._is_scheduled = True
+            return True
+
+    def run(self) -> None:
+        """Compute the next batch, and come again if more waits."""
+        batch = self._take()
+        if batch:
+            self._compute(batch)
+        with self._lock:
+            self._is_scheduled = self._num_waiting > 0
+            if not self._is_scheduled:
+                return
+        self._pool.put([self])
+
+    # ---- choosing
+
+    def _may_wait(self, calls: Sequence[Call]) -> bool:
+        return self._num_tokens < self._limits.max_batch_tokens and all(
+            self._join_key(call) is not None for call in calls
+        )
+
+    def _start_timer(self) -> None:
+        if not self._has_timer and self._call_later is not None:
+            self._has_timer = True
+            self._call_later(self._limits.max_wait_s, self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
+        with self._lock:
+            self._has_timer = False
+            if self._is_scheduled or not self._num_waiting:
+                return
+            self._is_scheduled = True
+        self._pool.put([self])
+
+    def _take(self) -> list[Call]:
+        """Take the next call, and those that can be joined with it."""
+        batch: list[Call] = []
+        key: object = None
+        num_tokens = 0
+        with self._lock:
+            while len(self._epochs) > 1 and not self._epochs[0]:
+                self._epochs.popleft()
+            waiting = self._epochs[0]
+            skipped: set[bytes] = set()
+            while len(skipped) < len(waiting):
+                client_id = next(iter(waiting))
+                call = waiting[client_id][0]
+                if batch and not (
+                    key is not None
+                    and self._join_key(call) == key
+                    and num_tokens + call.num_tokens <= self._limits.max_batch_tokens
+                ):
+                    skipped.add(client_id)
+                    waiting.move_to_end(client_id)
+                    continue
+                self._remove_first(waiting, client_id)
+                if self._is_in_vain(call):
+                    continue
+                if not batch and self._num_waiting:
+                    key = self._join_key(call)
+                batch.append(call)
+                num_tokens += call.num_tokens
+                if key is None:
+                    break
+        return batch
+
+    def _append(self, call: Call) -> None:
+        if isinstance(call, InspectCall):
+            self._epochs.append(OrderedDict({call.client_id: deque([call])}))
+            self._epochs.append(OrderedDict())
+        else:
+            waiting = self._epochs[-1]
+            queue = waiting.get(call.client_id)
+            if queue is None:
+                queue = waiting[call.client_id] = deque()
+            queue.append(call)
+        self._num_waiting += 1
+        self._num_tokens += call.num_tokens
+
+    def _remove_first(self, waiting: Waiting, client_id: bytes) -> None:
+        """Take out the client's first call; the turn goes to the next client."""
+        queue = waiting[client_id]
+        self._num_tokens -= queue.popleft().num_tokens
+        self._num_waiting -= 1
+        if queue:
+            waiting.move_to_end(client_id)
+        else:
+            del waiting[client_id]
+
+    def _is_in_vain(self, call: Call) -> bool:
+        now = time.monotonic()
+        if not call.is_cancelled and (call.deadline is None or now < call.deadline):
+            return False
+        waited_s = now - call.arrived_at
+        self._finish(
+            call,
+            DeadlineExceededError(
+                f"expert {self.hosted.name!r}: expected to begin before the deadline, got there after "
+                f"{waited_s:.3f} s in the queue. Allow more time, or send less at once."
+            ),
+        )
+        return True
+
+    def _join_key(self, call: Call) -> object:
+        """Calls of equal keys may be joined; `None`: with none."""
+        if not isinstance(call, ForwardCall) or not self.hosted.can_join or len(call.inputs) != 1:
+            return None
+        x = call.inputs[0]
+        if x.dim() < 2 or self.hosted.spec.mismatch(self.hosted.name, call.inputs) is not None:
+            return None
+        return (call.evaluate, x.dtype, x.shape[1:])
+
+    # ---- computing
+
+    def _compute(self, batch: list[Call]) -> None:
+        started = time.monotonic()
+        for call in batch:
+            call.started_at = started
+        self.computing_since = started
+        results = self._results(batch)
+        self.computing_since = None
+        compute_s = time.monotonic() - started
+        change_s = compute_s - self.expected_s
+        self.expected_s += change_s * (_WEIGHT_OF_SHORTER if change_s < 0 else _WEIGHT_OF_LONGER)
+        self.stats.computed(batch, results, started, compute_s)
+        for call, result in zip(batch, results, strict=True):
+            self._finish(call, result)
+
+    def _results(self, batch: list[Call]) -> Sequence[Any]:
+        """One result, or exception, for each call."""
+        try:
+            return self._call_expert(batch)
+        except BaseException as error:  # whatever a user's module raises is that call's answer
+            if len(batch) == 1:
+                return [error]
+        return [self._results([call])[0] for call in batch]
+
+    def _call_expert(self, batch: list[Call]) -> Sequence[Any]:
+        hosted, call = self.hosted, batch[0]
+        if isinstance(call, ForwardCall):
+            return hosted.forward([c for c in batch if isinstance(c, ForwardCall)])
+        if isinstance(call, BackwardCall):
+            return [hosted.backward(call)]
+        if isinstance(call, UpdateCall):
+            return [hosted.update(call)]
+        assert isinstance(call, InspectCall), f"unknown call {call!r}"
+        return [call.function(hosted)]
+
+    def _finish(self, call: Call, result: Any) -> None:
+        self._limits.calls.give_back(1)
+        self._limits.bytes.give_back(call.num_bytes)
+        call.reply(call, result)

@@ -1,0 +1,56 @@
+"""A number of bytes (or calls) that many share, and that is never exceeded."""
+
+from __future__ import annotations
+
+import threading
+
+from moe_autograd.errors import ServerBusyError
+
+
+class Budget:
+    """Counts what is in use against a limit.
+
+    Args:
+        limit: the most that may be in use at once.
+        what: named in the error when there is no room: `"queued bytes"`.
+        retry_after_s: the hint that the error carries.
+
+    Threads: any.
+    """
+
+    def __init__(self, limit: int, what: str, retry_after_s: float = 0.1) -> None:
+        self.limit = limit
+        self.what = what
+        self.retry_after_s = retry_after_s
+        self.in_use = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Budget {self.what}: {self.in_use} of {self.limit}>"
+
+    def has_taken(self, amount: int) -> bool:
+        """Take `amount` if there is room; return whether there was."""
+        with self._lock:
+            if self.in_use + amount > self.limit:
+                return False
+            self.in_use += amount
+            return True
+
+    def take(self, amount: int) -> None:
+        """Take `amount`.
+
+        Raises:
+            ServerBusyError: there is no room for it now.
+        """
+        if not self.has_taken(amount):
+            raise ServerBusyError(
+                f"{self.what}: expected at most {self.limit}, got {amount} more than the {self.in_use} in use. "
+                "Try again later, or raise the server's limit.",
+                retry_after_s=self.retry_after_s,
+            )
+
+    def give_back(self, amount: int) -> None:
+        """Return what was taken."""
+        with self._lock:
+            self.in_use -= amount
+            assert self.in_use >= 0, f"{self.what}: more given back than taken"

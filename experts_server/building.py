@@ -1,0 +1,116 @@
+"""Modules, optimizers and schedules from their names in the configuration.
+
+Built-in expert classes are `ffn`, `swiglu`, `transformer` and `identity`; any other is `module:Class`, imported
+and called with the entry's `args`. Optimizers and schedules are looked up in `torch.optim`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from experts_server.config import ExpertConfig, OptimizerConfig, ScheduleConfig
+from experts_server.hosted import Training
+from experts_server.modules import IdentityExpert, TransformerExpert
+from moe_autograd.errors import ConfigError
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    "ffn": FeedForwardExpert,
+    "swiglu": SwiGLUExpert,
+    "transformer": TransformerExpert,
+    "identity": IdentityExpert,
+}
+
+
+def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
+    """Return the module of one expert; the same seed and name give the same weights.
+
+    Raises:
+        ConfigError: the class does not exist, or does not take these arguments.
+    """
+    place = f"config, expert {name!r}"
+    make = _find_class(place, config.class_name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + zlib.crc32(name.encode()))
+        module = _call(f"{place}, key 'args'", make, config.args)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"{place}, key 'class': expected a torch.nn.Module, got {type(module).__name__} from {config.class_name!r}."
+        )
+    return module.eval() if config.eval_only else module.train()
+
+
+def build_training(
+    name: str, module: nn.Module, config: OptimizerConfig | None, update: Any
+) -> Training | None:
+    """Return how the expert is trained; `None` if it is not, or has nothing to train."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if config is None or not parameters:
+        return None
+    place = f"config, expert {name!r}, key 'optimizer"
+    make = _find_in(torch.optim, torch.optim.Optimizer, f"{place}.name'", config.name)
+    optimizer = _call(f"{place}.args'", lambda **args: make(parameters, lr=config.lr, **args), config.args)
+    schedule = None if config.schedule is None else _build_schedule(place, optimizer, config.schedule)
+    return Training(optimizer, update, schedule, config.clip_grad_norm)
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """Return `make(parameters)`; `None` without a maker or without anything to train."""
+    wanted = [p for p in parameters if p.requires_grad]
+    return None if make is None or not wanted else make(wanted)
+
+
+def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:
+    make = _find_in(lr_scheduler, lr_scheduler.LRScheduler, f"{place}.schedule.name'", config.name)
+    return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args)
+
+
+def _find_class(place: str, class_name: str) -> Callable[..., Any]:
+    if class_name in BUILT_IN:
+        return BUILT_IN[class_name]
+    module_name, colon, attribute = class_name.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"{place}, key 'class': expected one of {', '.join(BUILT_IN)} or module:Class, got {class_name!r}."
+        )
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{place}, key 'class': expected a class that can be imported, got {class_name!r} ({error}). "
+            "Is its package installed, or its folder in PYTHONPATH?"
+        ) from error
+    return found
+
+
+def _find_in(package: Any, base: type, place: str, name: str) -> Any:
+    """Return the class of `package` whose name is `name`, in any case."""
+    known = {
+        key: value
+        for key, value in vars(package).items()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value is not base
+        and not key.startswith("_")
+    }
+    found = next((value for key, value in known.items() if key.lower() == name.lower()), None)
+    if found is None:
+        raise ConfigError(f"{place}: expected one of {', '.join(sorted(known))} (in any case), got {name!r}.")
+    return found
+
+
+def _call(place: str, make: Callable[..., Any], args: dict[str, Any]) -> Any:
+    try:
+        return make(**args)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{place}: expected arguments that it takes, got {args} ({error}).") from error

@@ -1,0 +1,98 @@
+"""What can be asked of an expert, once it has been decoded: plain records, without grpc or protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Call:
+    """One thing asked of one expert.
+
+    Args:
+        client_id: who asks.
+        reply: given this call and its result, or the exception; called once, from any thread, never blocks.
+        is_cancelled: set by anyone when nobody waits for the answer any more; looked at before it begins.
+        deadline: on `time.monotonic`'s clock, or `None`.
+        arrived_at: on the same clock.
+        tag: the asker's own.
+    """
+
+    client_id: bytes
+    reply: Callable[[Call, Any], None]
+    is_cancelled: bool = field(default=False, kw_only=True)
+    deadline: float | None = field(default=None, kw_only=True)
+    arrived_at: float = field(default=0.0, kw_only=True)
+    started_at: float = field(default=0.0, kw_only=True)
+    tag: Any = field(default=None, kw_only=True)
+    num_tokens: int = field(default=0, kw_only=True)
+    num_bytes: int = field(default=0, kw_only=True)
+
+
+@dataclass(slots=True)
+class ForwardCall(Call):
+    """Compute outputs. The inputs are the call's own: nobody else reads or writes them."""
+
+    call_id: int
+    inputs: tuple[Tensor, ...]
+    input_requires_grad: tuple[bool, ...] = ()
+    keep_graph: bool = False
+    evaluate: bool = False
+
+
+@dataclass(slots=True)
+class BackwardCall(Call):
+    """Compute the gradients of the inputs, and take in those of the weights."""
+
+    call_id: int
+    sequence: int
+    settled_below: int
+    grad_outputs: tuple[Tensor | None, ...]
+    wants_input_grads: tuple[bool, ...]
+    wants_weight_grads: bool = True
+    keep_graph: bool = False
+    inputs: tuple[Tensor, ...] | None = None
+    evaluate: bool = False
+
+
+@dataclass(slots=True)
+class UpdateCall(Call):
+    """Step with the gradients that this client gave, or forget them.
+
+    Args:
+        gathered: at least and at most so many backwards must have given them; `None`: any number.
+    """
+
+    kind: Literal["step", "zero_grad"]
+    sequence: int
+    settled_below: int
+    gathered: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class InspectCall(Call):
+    """Run a function on the expert between its other calls: nothing else touches it meanwhile."""
+
+    function: Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class Outputs:
+    """The result of a forward: one tensor, or the tensors of a tuple or list."""
+
+    tensors: tuple[Tensor, ...]
+    is_sequence: bool
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of all of them."""
+        return tuple([tensor.shape for tensor in self.tensors])
+
+    def detached(self) -> Outputs:
+        """Return the same values without their graph."""
+        return Outputs(tuple([tensor.detach() for tensor in self.tensors]), self.is_sequence)

@@ -1,0 +1,216 @@
+"""Checkpoints on disk: whole generations beside each other, of which the newest whole one counts.
+
+    checkpoint_dir/
+      generation-00000007/          what a server would load
+        manifest.json               every file with its length and checksum; itself checksummed
+        ffn.0.safetensors           weights, optimizer state, gathered gradients; plain values as metadata
+        ...
+      generation-00000006/          the one before; the last `keep` stay
+      writing-00000008/             one that was not finished: removed at the next save or start
+      lock                          held by the server that writes here
+
+Rules, from which it follows that at every moment there is a whole generation to load (once one was written):
+
+1. A generation is written under another name; its files and the folder are flushed to the disk; then one rename
+   makes it count, and the rename is flushed.
+2. Older ones are removed after that, and only by being renamed out of the way first.
+3. What is read is believed only if lengths and checksums are those of the manifest. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import safetensors.torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from experts_server.names import check_name
+from experts_server.snapshot import FORMAT, Snapshot
+from moe_autograd.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+PLAIN_KEY = "experts_server"
+_GENERATION = re.compile(r"generation-(\d{8,})")
+
+
+class CheckpointFolder:
+    """The generations in one folder; opening it takes its lock.
+
+    Args:
+        folder: made if it is not there.
+        keep: how many generations stay.
+
+    Raises:
+        CheckpointError: the folder cannot be used, or another server uses it.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder = folder
+        self.keep = keep
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("a")
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint_dir {str(folder)!r}: expected a folder to write to, got {error.strerror!r}. "
+                "Choose another, or correct its permissions."
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise CheckpointError(
+                f"checkpoint_dir {str(folder)!r}: expected it to be free, got one that another server uses. "
+                "Stop that one, or choose another folder."
+            ) from error
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- writing
+
+    def write(self, snapshots: Iterable[Snapshot]) -> str:
+        """Write a generation and make it the current one; return its name.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is untouched.
+        """
+        self.remove_leftovers()
+        number = max(self.generations(), default=0) + 1
+        writing, name = self.folder / f"writing-{number:08}", f"generation-{number:08}"
+        try:
+            writing.mkdir()
+            files = {snapshot.plain["expert"]: _write_expert(writing, snapshot) for snapshot in snapshots}
+            _write_file(
+                writing / MANIFEST, _sealed({"format": FORMAT, "generation": number, "experts": files})
+            )
+            _flush_folder(writing)
+            writing.rename(self.folder / name)
+            _flush_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected room for {name}, got {error.strerror!r}. "
+                "The one before is untouched; make room and save again."
+            ) from error
+        self._remove_old()
+        return name
+
+    def remove_leftovers(self) -> None:
+        """Remove what an interrupted save or removal has left."""
+        for pattern in ("writing-*", "removing-*"):
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_old(self) -> None:
+        for number in sorted(self.generations())[: -self.keep]:
+            removing = self.folder / f"removing-{number:08}"
+            with contextlib.suppress(OSError):  # it is tried again after the next save
+                (self.folder / f"generation-{number:08}").rename(removing)
+                shutil.rmtree(removing)
+
+    # ---- reading
+
+    def generations(self) -> list[int]:
+        """Return the numbers of the generations that are there, whole or not."""
+        found = (_GENERATION.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def read_newest(self) -> tuple[str, dict[str, Snapshot]] | None:
+        """Return the newest whole generation, its name and the experts' snapshots; `None` if nothing was saved yet.
+
+        Raises:
+            CheckpointError: there are generations, and none is whole.
+        """
+        numbers = self.generations()
+        for number in reversed(numbers):
+            name = f"generation-{number:08}"
+            try:
+                return name, _read_generation(self.folder / name)
+            except CheckpointError as error:
+                logger.error("%s. Falling back to the generation before.", error)
+        if numbers:
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected a whole generation, got {len(numbers)} damaged. "
+                "The log says how; restore the folder from a backup, or start with an empty one."
+            )
+        return None
+
+
+def _write_expert(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+    file = f"{check_name(snapshot.plain['expert'])}.safetensors"
+    content = safetensors.torch.save(snapshot.tensors, {PLAIN_KEY: json.dumps(snapshot.plain)})
+    _write_file(folder / file, content)
+    return {"file": file, "num_bytes": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content)}
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sealed(manifest: Mapping[str, Any]) -> bytes:
+    body = json.dumps(manifest, indent=1)
+    return json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(body.encode()), "manifest": body}).encode()
+
+
+def _read_generation(folder: Path) -> dict[str, Snapshot]:
+    try:
+        manifest = _read_manifest(folder / MANIFEST)
+        return {name: _read_expert(folder, name, entry) for name, entry in manifest["experts"].items()}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: expected a whole generation, got {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_manifest(path: Path) -> Any:
+    sealed = json.loads(path.read_bytes())
+    body = sealed["manifest"]
+    if xxhash.xxh3_64_hexdigest(body.encode()) != sealed["xxh3_64"]:
+        raise ValueError(f"the checksum of {path.name} is not that of its content")
+    manifest = json.loads(body)
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"format {manifest['format']}, where this version reads {FORMAT}")
+    return manifest
+
+
+def _read_expert(folder: Path, name: str, entry: Mapping[str, Any]) -> Snapshot:
+    file = folder / f"{check_name(name)}.safetensors"
+    content = file.read_bytes()
+    if len(content) != entry["num_bytes"] or xxhash.xxh3_64_hexdigest(content) != entry["xxh3_64"]:
+        raise ValueError(f"{file.name} has {len(content)} bytes that are not those of the manifest")
+    with safe_open(file, framework="pt") as opened:
+        plain = json.loads(opened.metadata()[PLAIN_KEY])
+    return Snapshot(safetensors.torch.load(content), plain)

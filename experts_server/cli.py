@@ -1,0 +1,175 @@
+"""The command line. stdout is for what was asked for; the log goes to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from experts_server import console
+from experts_server.config import load_config
+from experts_server.daemon import run
+from experts_server.logs import start_logging
+from experts_server.server import from_config
+from experts_server.top import watch
+from moe_autograd.errors import MoeAutogradError
+
+
+def _connection_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add what every command that talks to a server takes."""
+    options = (
+        click.option(
+            "--token-file", type=click.Path(path_type=Path), help="A file that holds the bearer token."
+        ),
+        click.option(
+            "--ca", type=click.Path(path_type=Path), help="What signed its certificate; turns TLS on."
+        ),
+        click.option("--timeout-s", type=float, default=60.0, show_default=True),
+    )
+    for option in options:
+        function = option(function)
+    return function
+
+
+class _Group(click.Group):
+    """Shows an error of ours as one line and exits 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MoeAutogradError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group)
+@click.version_option(package_name="moe-autograd")
+def main() -> None:
+    """Host experts, and look at servers that do."""
+
+
+@main.command()
+@click.option("--config", "file", type=click.Path(path_type=Path), help="A TOML file; flags win over it.")
+@click.option("--listen", metavar="HOST:PORT", help="Port 0 takes a free one.")
+@click.option(
+    "--expert", "expert_class", metavar="CLASS", help="ffn, swiglu, transformer, identity or module:Class."
+)
+@click.option(
+    "--num-experts", type=click.IntRange(1, 65_536), help="How many of --expert; named CLASS.0, CLASS.1, ..."
+)
+@click.option("--d-model", type=click.IntRange(1), help="Their width.")
+@click.option("--d-ff", type=click.IntRange(1), help="Their inner width.")
+@click.option("--optimizer", metavar="NAME", help="Of torch.optim, in any case; 'none': not trained.")
+@click.option("--lr", type=float, help="The optimizer's learning rate.")
+@click.option("--update", type=click.Choice(["on_step", "on_backward"]), help="When it steps.")
+@click.option("--seed", type=int, help="Of the experts' first weights.")
+@click.option("--latency-ms", type=float, help="Added to every pass, for demonstrations.")
+@click.option("--checkpoint-dir", type=click.Path(path_type=Path), help="Where checkpoints are kept.")
+@click.option("--metrics-listen", metavar="HOST:PORT", help="Where /metrics is served; nowhere by default.")
+@click.option("--drain-timeout-s", type=float, help="How long a stop waits for calls in flight.")
+@click.option("--insecure", is_flag=True, default=None, help="Listen beyond loopback without credentials.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", help="One line an event, on stderr."
+)
+def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> None:
+    """Host experts until SIGTERM or Ctrl-C.
+
+    Once it serves, it prints one line to stdout: "experts-server: serving N experts at HOST:PORT". The first
+    signal drains, saves and exits 0; the second one exits at once.
+    """
+    config = load_config(file, _settings_of(flags))
+    start_logging(log_level, as_json=log_format == "json")
+    sys.exit(asyncio.run(run(config)))
+
+
+@main.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@_connection_options
+def info(address: str, as_json: bool, **connection: Any) -> None:
+    """Show what the server at HOST:PORT hosts."""
+    reply = console.ask_info(address, **connection)
+    if as_json:
+        click.echo(json.dumps(console.as_plain(address, reply), indent=2))
+    else:
+        console.print_table(address, reply)
+
+
+@main.command()
+@click.argument("address", metavar="METRICS_HOST:PORT")
+@click.option("--interval-s", type=click.FloatRange(0.1), default=2.0, show_default=True)
+@click.option("--looks", type=click.IntRange(1), help="Stop after so many; without it, at Ctrl-C.")
+def top(address: str, interval_s: float, looks: int | None) -> None:
+    """Watch experts, load, latency and updates, at the server's metrics_listen."""
+    watch(address, interval_s, looks)
+
+
+@main.command("config")
+@click.option(
+    "--check", "file", required=True, type=click.Path(path_type=Path), help="The TOML file to check."
+)
+def check(file: Path) -> None:
+    """Check a configuration without serving it: keys, values, classes, arguments and files."""
+    config = load_config(file)
+    from_config(config)
+    click.echo(f"{file}: {len(config.experts)} experts, no mistakes")
+
+
+@main.command()
+@click.argument("address", metavar="HOST:PORT")
+@_connection_options
+def save(address: str, **connection: Any) -> None:
+    """Let the server at HOST:PORT write a checkpoint; prints its name when it is safe on the disk."""
+    click.echo(console.ask_save(address, **connection))
+
+
+@main.command("export")
+@click.argument("address", metavar="HOST:PORT")
+@click.argument("expert")
+@click.argument("file", type=click.Path(path_type=Path))
+@_connection_options
+def export_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
+    """Write the weights of EXPERT to FILE, as plain safetensors that any PyTorch user can load."""
+    console.export_weights(address, expert, file, **connection)
+
+
+@main.command("import")
+@click.argument("address", metavar="HOST:PORT")
+@click.argument("expert")
+@click.argument("file", type=click.Path(path_type=Path))
+@_connection_options
+def import_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
+    """Set the weights of EXPERT to those in FILE, a safetensors file with the keys of its state_dict."""
+    console.import_weights(address, expert, file, **connection)
+
+
+def _settings_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """Give flags the shape that the configuration file has."""
+    experts, optimizer = _expert_flags(flags), _optimizer_flags(flags)
+    security = {"insecure": flags.pop("insecure")}
+    return {**flags, "experts": experts, "optimizer": optimizer, "security": security}
+
+
+def _expert_flags(flags: dict[str, Any]) -> dict[str, Any] | None:
+    class_name, count = flags.pop("expert_class"), flags.pop("num_experts")
+    args = {"d_model": flags.pop("d_model"), "d_ff": flags.pop("d_ff")}
+    if class_name is None:
+        if count is not None or any(value is not None for value in args.values()):
+            raise click.UsageError(
+                "--num-experts, --d-model and --d-ff: expected --expert with them. Add it."
+            )
+        return None
+    name = class_name.rpartition(":")[2]
+    return {f"{name}.[0:{count or 1}]": {"class": class_name, "args": args}}
+
+
+def _optimizer_flags(flags: dict[str, Any]) -> Any:
+    name, lr = flags.pop("optimizer"), flags.pop("lr")
+    if name == "none":
+        return "none"
+    return {"name": name, "lr": lr} if name is not None or lr is not None else None

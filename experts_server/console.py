@@ -1,0 +1,167 @@
+"""What the commands ask of a running server, and how they show it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import safetensors.torch
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError
+
+from moe_autograd.errors import ConfigError, CorruptDataError
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import methods
+from moe_autograd.wire.framing import seal, unseal
+from moe_autograd.wire.options import CHANNEL_OPTIONS
+from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
+from moe_autograd.wire.status import error_of, error_of_rpc
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A connection and what goes with every RPC on it."""
+
+    channel: grpc.Channel
+    terms: dict[str, Any]
+
+    def ask(self, rpc: str, sealed: bytes) -> bytes:
+        return cast(bytes, self.channel.unary_unary(methods.path(rpc), None, None)(sealed, **self.terms))
+
+
+@contextlib.contextmanager
+def _connected(address: str, token_file: Path | None, ca: Path | None, timeout_s: float) -> Iterator[_Line]:
+    """Connect; within, errors of grpc become ours."""
+    token = None if token_file is None else _read(token_file).decode().strip()
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    if ca is None:
+        channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+    else:
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(_read(ca)), CHANNEL_OPTIONS)
+    with channel:
+        try:
+            yield _Line(channel, {"timeout": timeout_s, "metadata": metadata})
+        except grpc.RpcError as error:
+            call = cast(Any, error)
+            place = f"server at {address}"
+            raise error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place) from error
+
+
+def ask_info(address: str, **connection: Any) -> pb.InfoReply:
+    """Return what the server at `address` says of itself.
+
+    Raises:
+        RemoteError: it does not answer, or refuses; the subclass says why. So do the functions below.
+    """
+    with _connected(address, **connection) as line:
+        return unseal(pb.InfoReply, line.ask("Info", seal(pb.InfoRequest())))
+
+
+def ask_save(address: str, **connection: Any) -> str:
+    """Let the server save; return the generation's name."""
+    request = pb.SaveRequest(client_id=secrets.token_bytes(16), sequence=1)
+    with _connected(address, **connection) as line:
+        return unseal(pb.SaveReply, line.ask("Save", seal(request))).generation
+
+
+def export_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
+    """Write an expert's `state_dict` to a safetensors file."""
+    reader = ParcelReader()
+    state: dict[str, torch.Tensor] = {}
+    with _connected(address, **connection) as line:
+        call = line.channel.unary_stream(methods.path("GetState"), None, None)
+        for message in call(seal(pb.GetStateRequest(experts=[expert])), **line.terms):
+            for parcel in reader.feed(message):
+                tensor = parcel.tensors[0] if len(parcel.tensors) == 1 else None
+                if not isinstance(parcel.head, pb.StateEntry) or tensor is None:
+                    raise CorruptDataError(
+                        f"expert {expert!r} at {address}, export: expected state entries of one tensor each, got "
+                        f"{type(parcel.head).__name__} with {len(parcel.tensors)}. Check that it is an experts-server."
+                    )
+                state[parcel.head.key] = tensor.clone()  # safetensors wants memory that is not shared
+    reader.finish()
+    try:
+        safetensors.torch.save_file(state, file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"export: expected a file to write to, got {str(file)!r} ({error}).") from error
+
+
+def import_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
+    """Set an expert's weights to those of a safetensors file; all of them or, if they do not fit, none."""
+    try:
+        state = safetensors.torch.load(_read(file))
+    except SafetensorError as error:
+        raise ConfigError(f"import: expected a safetensors file, got {str(file)!r} ({error}).") from error
+    writer = ParcelWriter()
+    writer.add(pb.StateUpdate(client_id=secrets.token_bytes(16), sequence=1, num_entries=len(state)))
+    for key, tensor in state.items():
+        writer.add(pb.StateEntry(expert=expert, key=key), [tensor])
+    with _connected(address, **connection) as line:
+        call = line.channel.stream_unary(methods.path("SetState"), None, None)
+        reply = unseal(pb.UpdateReply, cast(bytes, call(iter(writer.next_message, None), **line.terms)))
+    for update in reply.updates:
+        if update.status.code != pb.OK:
+            raise error_of(update.status, f"expert {update.expert!r} at {address}")
+
+
+def as_plain(address: str, reply: pb.InfoReply) -> dict[str, Any]:
+    """Return the reply as what JSON can hold."""
+    return {
+        "address": address,
+        "server_id": reply.server_id,
+        "server_version": reply.server_version,
+        "experts": [
+            {
+                "name": expert.name,
+                "kind": expert.kind,
+                "inputs": [_spec_text(spec) for spec in expert.inputs],
+                "num_parameters": expert.num_parameters,
+                "is_trained": expert.is_trained,
+                "optimizer": expert.optimizer or None,
+                "update": _update(expert),
+                "num_updates": expert.num_updates,
+            }
+            for expert in reply.experts
+        ],
+    }
+
+
+def print_table(address: str, reply: pb.InfoReply) -> None:
+    """Print the experts as a table."""
+    table = Table(title=f"{len(reply.experts)} experts at {address} (version {reply.server_version})")
+    for heading in ("expert", "class", "input", "parameters", "optimizer", "update", "updates"):
+        table.add_column(heading, justify="right" if heading in ("parameters", "updates") else "left")
+    for expert in reply.experts:
+        table.add_row(
+            expert.name,
+            expert.kind,
+            ", ".join(_spec_text(spec) for spec in expert.inputs) or "any",
+            f"{expert.num_parameters:,}",
+            expert.optimizer or "-",
+            _update(expert) or "-",
+            f"{expert.num_updates:,}",
+        )
+    Console().print(table)
+
+
+def _spec_text(spec: pb.TensorSpec) -> str:
+    dtype = "" if spec.dtype == pb.DTYPE_NONE else f" {pb.DType.Name(spec.dtype).lower()}"
+    return f"({', '.join('*' if size < 0 else str(size) for size in spec.shape)}){dtype}"
+
+
+def _update(expert: pb.ExpertInfo) -> str | None:
+    return pb.UpdateMode.Name(expert.update).lower() if expert.is_trained else None
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"file {str(file)!r}: expected a readable one, got {error.strerror!r}.") from error

@@ -1,0 +1,50 @@
+"""`experts-server serve`: one server in the foreground of a process, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from experts_server.config import ServerConfig
+from experts_server.server import from_config
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Threads share the interpreter lock; a worker in pure Python gives it up to the event loop after so long.
+SWITCH_INTERVAL_S = 0.001
+
+
+def ready_line(num_experts: int, address: str) -> str:
+    """Return the line on stdout that says the server serves; its last word is the address."""
+    return f"experts-server: serving {num_experts} experts at {address}"
+
+
+async def run(config: ServerConfig) -> int:
+    """Serve until the first signal, then drain and stop; return the exit status. A second signal exits at once."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def take_signal(number: signal.Signals) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        stopping.set()
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    server = from_config(config)
+    await server.start()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, take_signal, number)
+    if server.metrics is not None:
+        logger.info("metrics at http://%s/metrics", server.metrics.address)
+    print(ready_line(len(server.registry), server.address), flush=True)
+    await stopping.wait()
+    await server.stop()
+    if server.pool.has_threads:  # an expert hangs; the interpreter would wait for it, or crash in it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    return 0

@@ -1,0 +1,80 @@
+"""Where RPCs come in and errors go out: counts them, turns them away while draining, and speaks gRPC's statuses.
+
+A server that is told to stop keeps its port open while it drains: calls that come too late get a clean UNAVAILABLE
+("nothing was done"), where a closing gRPC server would cancel some of them half way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from experts_server.budget import Budget
+from moe_autograd.errors import MoeAutogradError, ServerUnavailableError
+from moe_autograd.wire.status import rpc_status_of
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 0.2  # so that those on their way still find a door that answers
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Doorway:
+    """What every RPC passes through.
+
+    Args:
+        max_concurrent_rpcs: more are turned away with a hint when to come back.
+
+    Threads: the event loop's.
+    """
+
+    def __init__(self, max_concurrent_rpcs: int) -> None:
+        self._inside = Budget(max_concurrent_rpcs, "RPCs at once")
+        self._is_closed = False
+        self._is_empty = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Doorway {'closed' if self._is_closed else 'open'}, {self._inside.in_use} inside>"
+
+    @contextlib.asynccontextmanager
+    async def passing(self, context: Context) -> AsyncIterator[None]:
+        """Around the handling of one RPC; an error within ends it with the status that says so."""
+        try:
+            self._enter()
+            try:
+                yield
+            finally:
+                self._leave()
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except BaseException as error:
+            if not isinstance(error, MoeAutogradError):
+                logger.error("a call failed in the server itself", exc_info=error)
+            await context.abort(*rpc_status_of(error))
+
+    async def close(self, timeout_s: float) -> bool:
+        """Let nobody in any more and wait for those inside; return whether all have left."""
+        self._is_closed = True
+        if self._inside.in_use == 0:
+            self._is_empty.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_empty.wait(), timeout_s)
+        await asyncio.sleep(LINGER_S)
+        return self._is_empty.is_set()
+
+    def _enter(self) -> None:
+        if self._is_closed:
+            raise ServerUnavailableError(
+                "server: expected to be ready, got draining: it is about to stop. Nothing was done; call another one."
+            )
+        self._inside.take(1)
+
+    def _leave(self) -> None:
+        self._inside.give_back(1)
+        if self._is_closed and self._inside.in_use == 0:
+            self._is_empty.set()

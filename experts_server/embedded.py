@@ -1,0 +1,133 @@
+"""`ExpertsServer`: a server behind a `with` statement, for tests, notebooks and programs that are not asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from experts_server.building import build_optimizer
+from experts_server.config import ServingConfig, UpdateMode
+from experts_server.hosted import Training
+from experts_server.loop_thread import LoopThread
+from experts_server.names import check_name
+from experts_server.server import ExpertServer, State
+from moe_autograd.errors import ConfigError
+
+
+class ExpertsServer:
+    """Host modules in the background of a `with` statement: ready on entry, drained and stopped at its end.
+
+    The modules are trained in place: what clients do to them can be read off them afterwards.
+
+    Args:
+        experts: modules by name, such as `{"ffn.0": module}`.
+        optimizer: makes the optimizer of an expert from its parameters; `None`: they are not trained.
+        listen: `HOST:PORT`; port 0 takes a free one.
+        update: when an optimizer steps: at the client's step, or at once with each backward.
+        latency_ms: added to every pass, for demonstrations.
+        config: everything else; what is given above wins.
+
+    Raises:
+        ConfigError: on entry, if the address is in use or a name is not allowed.
+
+    Threads: an event loop on one background thread, shared by all servers of the process, and workers.
+
+    >>> import torch
+    >>> make_adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)
+    >>> with ExpertsServer({"ffn.0": torch.nn.Linear(4, 4)}, optimizer=make_adam) as server:
+    ...     server.address.startswith("127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        experts: Mapping[str, nn.Module],
+        *,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        listen: str = "127.0.0.1:0",
+        update: UpdateMode = "on_step",
+        latency_ms: float = 0.0,
+        config: ServingConfig | None = None,
+    ) -> None:
+        if update not in ("on_step", "on_backward"):
+            raise ConfigError(f"server: expected update 'on_step' or 'on_backward', got {update!r}.")
+        given = (config or ServingConfig()).model_dump() | {"listen": listen, "latency_ms": latency_ms}
+        self._config = check_serving(given)
+        self._modules: dict[str, tuple[nn.Module, Training | None]] = {}
+        for name, module in experts.items():
+            made = build_optimizer(module.parameters(), optimizer)
+            self._modules[_checked(name)] = module, None if made is None else Training(made, update)
+        self._loop_thread: LoopThread | None = None
+        self._server: ExpertServer | None = None
+
+    def __repr__(self) -> str:
+        return f"<ExpertsServer {self.state} {len(self._modules)} experts>"
+
+    @property
+    def state(self) -> State:
+        """Where in its life the server is."""
+        return "starting" if self._server is None else self._server.state
+
+    @property
+    def address(self) -> str:
+        """Where it serves: `HOST:PORT`."""
+        return self._config.listen if self._server is None else self._server.address
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where `/metrics` is; `None` without `metrics_listen`."""
+        return None if self._server is None or self._server.metrics is None else self._server.metrics.address
+
+    @property
+    def num_updates(self) -> dict[str, int]:
+        """How many updates each expert has had."""
+        assert self._server is not None, "enter the server first"
+        return {name: queue.hosted.num_updates for name, queue in self._server.registry.items()}
+
+    def start(self) -> Self:
+        """Serve; return when it is ready."""
+        self._loop_thread = LoopThread.acquire()
+        try:
+            self._server = ExpertServer(self._modules, self._config)
+            self._loop_thread.run(self._server.start())
+        except BaseException:
+            self._loop_thread.release()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Drain and stop; return when it has."""
+        if self._loop_thread is None or self._server is None:
+            return
+        try:
+            self._loop_thread.run(self._server.stop())
+        finally:
+            self._loop_thread.release()
+            self._loop_thread = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def check_serving(settings: dict[str, Any]) -> ServingConfig:
+    """Return the settings as a model, or raise `ConfigError`."""
+    try:
+        return ServingConfig.model_validate(settings)
+    except ValueError as error:
+        raise ConfigError(f"server: {error}") from error
+
+
+def _checked(name: str) -> str:
+    try:
+        return check_name(name)
+    except ValueError as error:
+        raise ConfigError(f"server: {error}. Rename it.") from error

@@ -1,0 +1,213 @@
+"""Worker threads that take turns: a long turn holds up no short one, and one that hangs holds up nobody.
+
+What is guaranteed:
+
+1. A turn runs on exactly one worker, once for each time it was put in, and turns of one lane begin in order.
+2. At most `num_computing` *long* turns compute at once. *Short* ones (shorter than `SHORT_S`, by their own
+   `expected_s`) share one worker more: a long turn does not hold them up, and handing a 20 us turn to a second
+   thread would cost more than it saves.
+3. A turn that waits instead of computing (its thread uses no processor time for `STALL_S`) stops counting, so
+   it costs a thread and nothing else, up to `max_threads` of them. A turn that was thought short and is not
+   counts as long from then on.
+
+Knows nothing of experts, tensors or grpc. One lock guards all state; turns run without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from moe_autograd._intraop import num_cores, set_team_size
+
+logger = logging.getLogger(__name__)
+
+SHORT_S = 0.002
+STALL_S = 0.01
+WAITING_SHARE = 0.02  # a turn that uses less than this share of one core waits
+
+
+class Turn(Protocol):
+    """Something that a worker can do; it reports its own failures."""
+
+    expected_s: float
+
+    def run(self) -> None:
+        """Do it."""
+
+
+class _Worker(threading.Thread):
+    """A thread and what it does; `lane` is `None` while it is idle."""
+
+    def __init__(self, pool: WorkerPool, index: int) -> None:
+        super().__init__(name=f"expert-worker-{index}", daemon=True)
+        self.pool = pool
+        self.lane: str | None = None
+        self.since = 0.0  # when the turn began
+        self.is_waiting = False
+        self.team_size = 0
+        self.cpu_clock = 0
+        self.cpu_s = 0.0  # when last looked at
+
+    def run(self) -> None:
+        self.cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
+        self.pool._work(self)
+
+
+class WorkerPool:
+    """Threads for the turns of experts.
+
+    Args:
+        num_computing: how many long turns may compute at once; by default the number of cores.
+        max_threads: the most threads that waiting turns can use up.
+
+    Threads: `put` may be called from any thread and never blocks.
+    """
+
+    def __init__(self, num_computing: int | None = None, max_threads: int = 64) -> None:
+        self.num_computing = num_computing or num_cores()
+        self.max_threads = max(max_threads, self.num_computing + 1)
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._needs_watching = threading.Condition(self._lock)
+        self._lanes: dict[str, deque[Turn]] = {"short": deque(), "long": deque()}
+        self._workers: list[_Worker] = []
+        self._num_idle = 0
+        self._num_woken = 0  # idle workers that were notified and have not looked yet
+        self._num_started = 0
+        self._is_closed = False
+        self._watcher = threading.Thread(target=self._watch, name="expert-watcher", daemon=True)
+        self._watcher.start()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            queued = {lane: len(turns) for lane, turns in self._lanes.items()}
+            return f"<WorkerPool queued={queued} busy={len(self._workers) - self._num_idle} idle={self._num_idle}>"
+
+    def put(self, turns: Sequence[Turn]) -> None:
+        """Let workers run `turns`, each once."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(
+                    "worker pool: expected an open one, got a closed one. Start another server."
+                )
+            was_empty = not any(self._lanes.values())
+            for turn in turns:
+                self._lanes["long" if turn.expected_s >= SHORT_S else "short"].append(turn)
+            self._call_workers()
+            if was_empty:
+                self._needs_watching.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what is left, then stop; return whether all workers came to an end within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closed = True
+            self._has_work.notify_all()
+            self._needs_watching.notify_all()
+            workers = list(self._workers)
+        for thread in [*workers, self._watcher]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in workers)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether any worker is alive; after `close`, one whose turn hangs."""
+        with self._lock:
+            return bool(self._workers)
+
+    # ---- what follows runs with the lock held, except the turns themselves
+
+    def _num_in(self, lane: str) -> int:
+        num = 0
+        for worker in self._workers:
+            num += worker.lane == lane and not worker.is_waiting
+        return num
+
+    def _call_workers(self) -> None:
+        """Wake or start workers until each lane has as many as it may and can use."""
+        num_short = min(1, len(self._lanes["short"])) if self._num_in("short") == 0 else 0
+        num_long = min(len(self._lanes["long"]), self.num_computing - self._num_in("long"))
+        for _ in range(num_short + num_long - self._num_woken):
+            if self._num_idle > self._num_woken:
+                self._has_work.notify()
+            elif len(self._workers) < self.max_threads:
+                self._start_worker()
+            else:
+                return
+            self._num_woken += 1
+
+    def _start_worker(self) -> None:
+        self._num_started += 1
+        worker = _Worker(self, self._num_started)
+        self._workers.append(worker)
+        worker.start()
+
+    def _work(self, worker: _Worker) -> None:
+        with self._lock:
+            self._num_woken -= 1
+            while (turn := self._next_turn(worker)) is not None:
+                team_size = self._team_size(worker)
+                self._lock.release()
+                try:
+                    if team_size != worker.team_size:
+                        set_team_size(team_size)
+                        worker.team_size = team_size
+                    turn.run()
+                except BaseException:  # a turn reports its own failures: this is a bug of ours
+                    logger.critical("a turn raised", exc_info=True)
+                finally:
+                    turn = None  # an idle worker holds no tensor
+                    self._lock.acquire()
+            self._workers.remove(worker)
+
+    def _next_turn(self, worker: _Worker) -> Turn | None:
+        """Wait for a turn that this worker may take; `None`: it shall end."""
+        if worker.lane == "short" and (short := self._lanes["short"]):  # it keeps its place
+            worker.since = time.monotonic()
+            return short.popleft()
+        worker.lane, worker.is_waiting = None, False
+        while True:
+            for lane, limit in (("short", 1), ("long", self.num_computing)):
+                if self._lanes[lane] and (self._is_closed or self._num_in(lane) < limit):
+                    worker.lane, worker.since, worker.cpu_s = lane, time.monotonic(), -1.0
+                    return self._lanes[lane].popleft()
+            if self._is_closed:
+                return None
+            self._num_idle += 1
+            self._has_work.wait()
+            self._num_idle -= 1
+            self._num_woken = max(0, self._num_woken - 1)
+
+    def _team_size(self, worker: _Worker) -> int:
+        """All cores for a turn that is alone, one each for those side by side."""
+        if worker.lane == "short":
+            return 1
+        return max(1, self.num_computing // (self._num_in("long") + len(self._lanes["long"]) or 1))
+
+    def _watch(self) -> None:
+        """Look at turns that last long, for as long as others wait for a worker."""
+        with self._lock:
+            while not self._is_closed:
+                if any(self._lanes.values()):
+                    self._needs_watching.wait(STALL_S)
+                    for worker in self._workers:
+                        self._look_at(worker)
+                    self._call_workers()
+                else:
+                    self._needs_watching.wait()
+
+    def _look_at(self, worker: _Worker) -> None:
+        """Note whether the turn of `worker` is a long one, and whether it computes or waits."""
+        elapsed_s = time.monotonic() - worker.since
+        if worker.lane is None or elapsed_s < STALL_S:
+            return
+        worker.lane = "long"
+        cpu_s = time.clock_gettime(worker.cpu_clock)
+        if worker.cpu_s >= 0:
+            worker.is_waiting = cpu_s - worker.cpu_s < WAITING_SHARE * STALL_S
+        worker.cpu_s = cpu_s

@@ -1,0 +1,75 @@
+"""Pure functions over lists of gradients, where `None` stands for a parameter that got none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Gradients = Sequence[Tensor | None]
+
+
+def is_finite(tensors: Gradients) -> bool:
+    """Whether all values are finite. A finite sum proves it; the rare other case is looked at exactly."""
+    for tensor in tensors:
+        if tensor is None or tensor.dtype not in _CAN_BE_INFINITE:
+            continue
+        total = tensor.sum().item()
+        if not (math.isfinite(total.real) and math.isfinite(total.imag)) and not bool(
+            tensor.isfinite().all()
+        ):
+            return False
+    return True
+
+
+def first_not_finite(tensors: Gradients) -> int | None:
+    """Return the index of the first tensor with a value that is not finite."""
+    return next((index for index, tensor in enumerate(tensors) if not is_finite([tensor])), None)
+
+
+def added(old: Gradients | None, new: Gradients) -> Gradients:
+    """Return the sums, in memory of their own where both sides have a gradient."""
+    if old is None:
+        return new
+    return [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
+
+
+def clipped(grads: Gradients, max_norm: float) -> Gradients:
+    """Return the gradients scaled as `torch.nn.utils.clip_grad_norm_` would, leaving the given ones alone."""
+    total = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    return [None if grad is None else grad * scale for grad in grads]
+
+
+def num_bytes(grads: Gradients) -> int:
+    """Return the bytes of all of them together."""
+    return sum(grad.nbytes for grad in grads if grad is not None)
+
+
+class GraphWeigher:
+    """Adds up what autograd saves, leaving out tensors that are there anyhow."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        self.num_bytes = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    @contextlib.contextmanager
+    def weighing(self) -> Iterator[None]:
+        """Count what is saved within."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._seen:
+            self._seen.add(address)
+            self.num_bytes += tensor.nbytes
+        return tensor.detach()  # the tensor itself could be the node's own output: a cycle
+
+
+_CAN_BE_INFINITE = frozenset(
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+)

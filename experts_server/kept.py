@@ -1,0 +1,123 @@
+"""Forwards that wait for their backward: their inputs and, while it is still true, their graph.
+
+What may happen to a kept forward, and what its backward then does:
+
+1. *Nothing*: the backward uses the graph.
+2. *Its graph goes*, because the expert's weights were updated since, or because the forward was joined with
+   another client's: the backward computes the forward again from the kept inputs.
+3. *All of it goes*, oldest first when the memory budget is full, or after the time limit: the server answers
+   INPUTS_NEEDED and the client sends the inputs again; then as in 2.
+
+One store is shared by all experts of a server. Threads: any; one lock, held for no computation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Key = tuple[str, bytes, int]  # expert, client, the client's name for the forward
+
+
+@dataclass(slots=True)
+class KeptForward:
+    """One forward. `outputs` holds the graph; `None` once that has gone."""
+
+    inputs: tuple[Tensor, ...]  # leaves
+    outputs: tuple[Tensor, ...] | None
+    output_shapes: tuple[torch.Size, ...] | None  # `None`: not known yet
+    evaluate: bool
+    random_state: Tensor | None
+    input_bytes: int = 0
+    graph_bytes: int = 0
+    kept_at: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of the budget it takes."""
+        return self.input_bytes + (self.graph_bytes if self.outputs is not None else 0)
+
+
+class KeptForwards:
+    """The store.
+
+    Args:
+        max_bytes: of inputs and graphs together.
+        max_age_s: how long a forward waits for its backward.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_bytes = max_bytes
+        self.max_age_s = max_age_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Key, KeptForward] = OrderedDict()  # oldest first
+        self._num_bytes = 0
+        self.num_let_go = 0
+
+    def __repr__(self) -> str:
+        return f"<KeptForwards {len(self._kept)} of {self._num_bytes} bytes, {self.num_let_go} let go>"
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is in use of the budget."""
+        return self._num_bytes
+
+    def put(self, key: Key, kept: KeptForward) -> None:
+        """Keep a forward; older ones go if there is no room. One larger than the whole budget is not kept."""
+        kept.kept_at = self._clock()
+        with self._lock:
+            self._remove(key)
+            if kept.num_bytes > self.max_bytes:
+                kept.outputs = None
+            if kept.num_bytes > self.max_bytes:
+                self.num_let_go += 1
+                return
+            self._kept[key] = kept
+            self._num_bytes += kept.num_bytes
+            while self._num_bytes > self.max_bytes:
+                self._let_go_oldest()
+
+    def get(self, key: Key) -> KeptForward | None:
+        """Return the forward, which stays, or `None` if it has gone."""
+        with self._lock:
+            return self._kept.get(key)
+
+    def remove(self, key: Key) -> None:
+        """Forget the forward, if it is there."""
+        with self._lock:
+            self._remove(key)
+
+    def remove_graph(self, key: Key) -> None:
+        """Keep only the inputs of the forward, if it is there."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and kept.outputs is not None:
+                self._num_bytes -= kept.graph_bytes
+                kept.outputs = None
+
+    def let_go_expired(self) -> None:
+        """Let go of forwards older than the time limit; called from time to time."""
+        oldest_allowed = self._clock() - self.max_age_s
+        with self._lock:
+            while self._kept and next(iter(self._kept.values())).kept_at < oldest_allowed:
+                self._let_go_oldest()
+
+    def _let_go_oldest(self) -> None:
+        self._remove(next(iter(self._kept)))
+        self.num_let_go += 1
+
+    def _remove(self, key: Key) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._num_bytes -= kept.num_bytes

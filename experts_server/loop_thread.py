@@ -1,0 +1,58 @@
+"""One event loop on a background thread, for all servers that live behind a `with` statement.
+
+grpc.aio serves every event loop of a process from one completion queue; with several loops it wakes them for
+each other's events and reports errors that are none. So there is one, started for the first server and stopped
+after the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+
+R = TypeVar("R")
+
+
+class LoopThread:
+    """The loop's thread; get it with `acquire`, give it back with `release`.
+
+    Threads: any but the loop's own.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _current: ClassVar[LoopThread | None] = None
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._num_users = 0
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="experts-server-loop", daemon=True
+        )
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls) -> LoopThread:
+        """Return the process's loop thread, started if need be."""
+        with cls._lock:
+            if cls._current is None:
+                cls._current = cls()
+            cls._current._num_users += 1
+            return cls._current
+
+    def release(self) -> None:
+        """Give it back; the last one stops it."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+            LoopThread._current = None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run on the loop; return what it returns, or raise what it raises."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -1,0 +1,200 @@
+"""What an operator wants to watch, for Prometheus: calls, tokens, batches, times, updates and bytes, by expert.
+
+Numbers are counted in plain attributes of an `ExpertStats` (an expert's turns never overlap, so each has one writer
+and needs no lock: a call costs a few hundred nanoseconds) and turned into Prometheus samples when they are asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs
+from moe_autograd.errors import ConfigError
+
+TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+KINDS = ("forward", "backward", "update")
+
+
+class Histogram:
+    """Counts values by bucket.
+
+    Args:
+        bounds: the buckets' upper bounds; one more holds the rest.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return the counts up to each bound, as Prometheus wants them."""
+        counted, so_far = [], 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            so_far += count
+            counted.append((bound, float(so_far)))
+        return counted
+
+
+class _Kind:
+    """One kind of call of one expert."""
+
+    def __init__(self) -> None:
+        self.num_calls = self.num_failed = self.num_tokens = self.bytes_in = self.bytes_out = 0
+        self.queue_s, self.compute_s = Histogram(TIME_BUCKETS_S), Histogram(TIME_BUCKETS_S)
+        self.batch_calls = Histogram(BATCH_BUCKETS)
+
+
+class ExpertStats:
+    """What one expert has done; told by its queue after each batch."""
+
+    def __init__(self) -> None:
+        self.kinds = {kind: _Kind() for kind in KINDS}
+
+    def computed(
+        self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
+    ) -> None:
+        """Take note of a batch."""
+        kind = self.kinds[_kind_of(batch[0])]
+        kind.batch_calls.add(len(batch))
+        kind.compute_s.add(compute_s)
+        kind.num_calls += len(batch)
+        for call, result in zip(batch, results, strict=True):
+            kind.num_tokens += call.num_tokens
+            kind.bytes_in += call.num_bytes
+            kind.queue_s.add(started - call.arrived_at)
+            if isinstance(result, Outputs):
+                result = result.tensors
+            if isinstance(result, tuple):
+                for tensor in result:
+                    if tensor is not None:
+                        kind.bytes_out += tensor.nbytes
+            elif isinstance(result, BaseException):
+                kind.num_failed += 1
+
+
+def _kind_of(call: Call) -> str:
+    return (
+        "forward"
+        if isinstance(call, ForwardCall)
+        else "backward"
+        if isinstance(call, BackwardCall)
+        else "update"
+    )
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An expert as the collector sees it: its name, its stats, and what changes by itself."""
+
+    name: str
+    stats: ExpertStats
+    num_waiting: Callable[[], int]
+    num_updates: Callable[[], int]
+
+
+class ServerCollector(Collector):
+    """Turns the stats into samples.
+
+    Args:
+        experts: what is watched.
+        gauges: name -> (help, value), of the whole server.
+    """
+
+    def __init__(
+        self, experts: Sequence[Watched], gauges: dict[str, tuple[str, Callable[[], float]]]
+    ) -> None:
+        self._experts = experts
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the samples of now."""
+        yield from self._counters()
+        yield from self._histograms()
+        waiting = GaugeMetricFamily("experts_queue_calls", "calls that wait", labels=("expert",))
+        updates = GaugeMetricFamily(
+            "experts_updates", "updates so far, as in the checkpoint", labels=("expert",)
+        )
+        for watched in self._experts:
+            waiting.add_metric((watched.name,), watched.num_waiting())
+            updates.add_metric((watched.name,), watched.num_updates())
+        yield waiting
+        yield updates
+        for name, (help_text, read) in self._gauges.items():
+            yield GaugeMetricFamily(name, help_text, value=read())
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, help_text, attribute in (
+            ("experts_calls", "calls computed", "num_calls"),
+            ("experts_failed_calls", "calls that ended in an error", "num_failed"),
+            ("experts_tokens", "rows of the calls' inputs", "num_tokens"),
+            ("experts_received_bytes", "bytes of the calls' tensors", "bytes_in"),
+            ("experts_sent_bytes", "bytes of the results' tensors", "bytes_out"),
+        ):
+            family = CounterMetricFamily(name, help_text, labels=("expert", "kind"))
+            for labels, kind in self._kinds():
+                family.add_metric(labels, getattr(kind, attribute))
+            yield family
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, help_text, attribute in (
+            ("experts_queue_seconds", "from arrival to the beginning of the computation", "queue_s"),
+            ("experts_compute_seconds", "of one batch", "compute_s"),
+            ("experts_batch_calls", "calls computed together", "batch_calls"),
+        ):
+            family = HistogramMetricFamily(name, help_text, labels=("expert", "kind"))
+            for labels, kind in self._kinds():
+                histogram: Histogram = getattr(kind, attribute)
+                family.add_metric(labels, histogram.buckets(), histogram.total)
+            yield family
+
+    def _kinds(self) -> Iterator[tuple[tuple[str, str], _Kind]]:
+        for watched in self._experts:
+            for name, kind in watched.stats.kinds.items():
+                yield (watched.name, name), kind
+
+
+class MetricsEndpoint:
+    """`/metrics` over HTTP, on a thread of its own.
+
+    Args:
+        host: to listen on.
+        port: 0 takes a free one.
+        collector: what is shown.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+
+    def __init__(self, host: str, port: int, collector: Collector) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"config, key 'metrics_listen': expected an address that is free, got {host}:{port} "
+                f"({error.strerror}). Choose another port; 0 takes any free one."
+            ) from error
+        self.address = f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        assert isinstance(self._thread, threading.Thread)
+        self._thread.join()

@@ -1,0 +1,86 @@
+"""Random numbers of an expert: its own stream, so that threads do not share one, and a forward can be repeated.
+
+torch has one CPU generator for the whole process. Experts run on several threads, and a forward that is computed
+again for its backward has to see the same dropout mask. So an expert that may draw random numbers draws them from
+a generator of its own (`moe_autograd._random` hands it to the operators), whose state is kept with the forward.
+An expert made only of layers known to draw nothing pays nothing for this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from experts_server.modules import IdentityExpert
+from moe_autograd._random import CallSeeds, own_streams
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+
+DRAWS_NOTHING = frozenset(
+    [
+        nn.Linear,
+        nn.Bilinear,
+        nn.Identity,
+        nn.Sequential,
+        nn.ModuleList,
+        nn.ModuleDict,
+        nn.LayerNorm,
+        nn.RMSNorm,
+        nn.GELU,
+        nn.ReLU,
+        nn.SiLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Softmax,
+        nn.ELU,
+        nn.LeakyReLU,
+        nn.Flatten,
+        nn.Embedding,
+        IdentityExpert,
+        FeedForwardExpert,
+        SwiGLUExpert,
+    ]
+)
+
+
+class RandomStream:
+    """The random numbers of one expert.
+
+    Threads: one at a time, as the expert itself.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        may_draw = any(type(part) not in DRAWS_NOTHING for part in module.modules())
+        self._seeds = CallSeeds() if may_draw else None
+        self.is_silent = self._seeds is None
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Let random operators of this thread draw from this stream."""
+        return contextlib.nullcontext() if self._seeds is None else own_streams(self._seeds)
+
+    def state(self) -> Tensor | None:
+        """Return where the stream is, or `None` if nothing is drawn from it."""
+        if self._seeds is None:
+            return None
+        return self._seeds.generator(0, torch.device("cpu")).get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        """Go on from `state`."""
+        if self._seeds is not None:
+            self._seeds.generator(0, torch.device("cpu")).set_state(state)
+
+    @contextlib.contextmanager
+    def replaying(self, state: Tensor | None) -> Iterator[None]:
+        """Go back to `state`, and afterwards to where the stream was; without a state just go on."""
+        if self._seeds is None or state is None:
+            yield
+            return
+        generator = self._seeds.generator(0, torch.device("cpu"))
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            generator.set_state(now)

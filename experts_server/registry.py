@@ -1,0 +1,88 @@
+"""The experts of a server by name, and the way of a call to the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experts_server.batching import ExpertQueue
+from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall
+from experts_server.executor import WorkerPool
+from experts_server.hosted import HostedExpert
+from experts_server.names import natural_order
+from experts_server.replies import replying_to
+from moe_autograd.errors import ExpertNotFoundError, RemoteError
+
+MAX_NAMES_IN_ERROR = 8
+
+
+class Registry(Mapping[str, ExpertQueue]):
+    """Expert queues by name, in name order: ffn.2 before ffn.10.
+
+    Threads: any; what is hosted does not change while a server runs.
+    """
+
+    def __init__(self, queues: Iterable[ExpertQueue], pool: WorkerPool) -> None:
+        by_name = {queue.hosted.name: queue for queue in queues}
+        self._queues = {name: by_name[name] for name in sorted(by_name, key=natural_order)}
+        self._pool = pool
+
+    def __getitem__(self, name: str) -> ExpertQueue:
+        try:
+            return self._queues[name]
+        except KeyError:
+            raise ExpertNotFoundError(
+                f"server: expected one of its {len(self)} experts ({self._some_names()}), got {name!r}. "
+                "Ask `experts-server info` what is hosted."
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._queues)
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def submit(self, calls: Iterable[tuple[str, Call]]) -> None:
+        """Check each call and let it wait for its expert; one that is refused is answered at once.
+
+        Never raises, never blocks: many calls cost the worker pool one wake-up.
+        """
+        turns: list[ExpertQueue] = []
+        for name, call in calls:
+            try:
+                queue = self[name]
+                if isinstance(call, (ForwardCall, BackwardCall)):
+                    queue.hosted.check(call)
+                if queue.add((call,)):
+                    turns.append(queue)
+            except RemoteError as error:
+                call.reply(call, error)
+        if turns:
+            self._pool.put(turns)
+
+    async def ask(self, names: Sequence[str], make_call: Callable[[Any], Any]) -> list[Any]:
+        """Put one call to each of the named experts; return results and exceptions in their order."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in names]
+        calls = []
+        for name, future in zip(names, futures, strict=True):
+            call = make_call(replying_to(loop, future))
+            call.arrived_at = time.monotonic()
+            calls.append((name, call))
+        self.submit(calls)
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            for _, call in calls:
+                call.is_cancelled = True
+
+    async def inspect(self, names: Sequence[str], function: Callable[[HostedExpert], Any]) -> list[Any]:
+        """Run a function on each of the named experts, between their other calls."""
+        return await self.ask(names, lambda reply: InspectCall(b"", reply, function))
+
+    def _some_names(self) -> str:
+        names = list(self._queues)
+        more = "" if len(names) <= MAX_NAMES_IN_ERROR else ", ..."
+        return ", ".join(names[:MAX_NAMES_IN_ERROR]) + more

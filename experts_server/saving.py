@@ -1,0 +1,121 @@
+"""When a server saves and from what it starts: hosted experts on one side, a folder of generations on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from experts_server.checkpoint import CheckpointFolder
+from experts_server.config import ServingConfig
+from experts_server.registry import Registry
+from experts_server.snapshot import restore, take
+from moe_autograd.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_TIMEOUT_S = 60.0
+
+
+class Saver:
+    """Loads at the start, saves on request, from time to time, and at the end.
+
+    Args:
+        registry: what is hosted.
+        config: where to, how often, and how many generations stay.
+
+    Threads: the event loop's; files are written on another one.
+    """
+
+    def __init__(self, registry: Registry, config: ServingConfig) -> None:
+        self._registry = registry
+        self._config = config
+        self._folder: CheckpointFolder | None = None
+        self._is_saving = asyncio.Lock()
+        self._saved_at = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the last save was, or the start."""
+        return time.monotonic() - self._saved_at
+
+    def open(self) -> None:
+        """Take the folder and load its newest whole generation, if there is one.
+
+        Raises:
+            CheckpointError: the folder cannot be used, no generation is whole, or it does not fit what is hosted.
+        """
+        if self._config.checkpoint_dir is None:
+            return
+        self._folder = CheckpointFolder(self._config.checkpoint_dir, self._config.keep_checkpoints)
+        self._folder.remove_leftovers()
+        newest = self._folder.read_newest()
+        if newest is None:
+            return
+        name, snapshots = newest
+        if snapshots.keys() != self._registry.keys():
+            raise CheckpointError(
+                f"checkpoint {name}: expected the configured experts {_some(self._registry)}, got "
+                f"{_some(snapshots)}. Configure what was saved, or use another checkpoint_dir."
+            )
+        for expert, snapshot in snapshots.items():
+            restore(self._registry[expert].hosted, snapshot)
+        logger.info("loaded %s", name)
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._folder is not None:
+            self._folder.close()
+
+    async def save(self) -> str:
+        """Write a checkpoint; return its name once it is safe on the disk.
+
+        Raises:
+            CheckpointError: there is no folder for it, it could not be written, or an expert hangs.
+        """
+        if self._folder is None:
+            raise CheckpointError(
+                "server: expected a checkpoint_dir to save to, got none. Start it with --checkpoint-dir."
+            )
+        # A caller that goes away must not stop it half way: the thread would go on writing without the lock.
+        return await asyncio.shield(asyncio.ensure_future(self._save(self._folder)))
+
+    async def save_last(self) -> None:
+        """Save, if there is a folder for it."""
+        if self._folder is not None:
+            await self.save()
+
+    async def save_when_due(self) -> None:
+        """Save if the interval has passed; a failure is logged, and tried again after the next interval."""
+        if self._folder is None or self.age_s < self._config.checkpoint_interval_s:
+            return
+        try:
+            await self.save()
+        except CheckpointError as error:
+            self._saved_at = time.monotonic()
+            logger.error("%s", error)
+
+    async def _save(self, folder: CheckpointFolder) -> str:
+        async with self._is_saving:
+            try:
+                async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                    taken = await self._registry.inspect(list(self._registry), take)
+            except TimeoutError as error:
+                busy = [name for name, queue in self._registry.items() if queue.computing_since is not None]
+                raise CheckpointError(
+                    f"server: expected every expert to be at rest within {SNAPSHOT_TIMEOUT_S:g} s, got {busy} "
+                    "still computing. The checkpoint before is untouched; save again when they are done."
+                ) from error
+            for result in taken:
+                if isinstance(result, BaseException):
+                    raise CheckpointError(f"server: expected a copy of each expert, got {result}") from result
+            name = await asyncio.to_thread(folder.write, taken)
+            self._saved_at = time.monotonic()
+            logger.info("saved %s", name)
+            return name
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f", ... ({len(listed)})" if len(listed) > 8 else "")

@@ -1,0 +1,128 @@
+"""Who may call: bearer tokens from a file, and TLS.
+
+A tokens file has one line for each token, a permission and the token; `#` starts a comment::
+
+    train  4f8d0c6b2a...
+    read   91be77aa05...
+
+`read` allows information, weights and forwards; `train` allows all. A token is compared with every one in the
+file, each in constant time, so the time of an answer says nothing about how much of it was right. Tokens are
+never logged or shown, and kept only as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, get_args
+
+import grpc
+
+from experts_server.config import SecurityConfig
+from moe_autograd.errors import ConfigError, PermissionDeniedError
+
+Permission = Literal["read", "train"]
+MIN_TOKEN_LENGTH = 16
+
+_SCHEME = "Bearer "
+
+
+class Gate:
+    """Decides whether a call may proceed.
+
+    Args:
+        tokens: digest -> permission; none: everybody may do everything (who may connect is TLS's business).
+    """
+
+    def __init__(self, tokens: dict[bytes, Permission] | None = None) -> None:
+        self._tokens = tokens
+
+    def __repr__(self) -> str:
+        return "<Gate open>" if self._tokens is None else f"<Gate {len(self._tokens)} tokens>"
+
+    def check(self, metadata: Iterable[tuple[str, str | bytes]] | None, permission: Permission) -> None:
+        """Raise `PermissionDeniedError` unless the call's token allows `permission`."""
+        if self._tokens is None:
+            return
+        header = next((value for key, value in metadata or () if key == "authorization"), None)
+        if not isinstance(header, str) or not header.startswith(_SCHEME):
+            raise PermissionDeniedError(
+                "server: expected a bearer token in the call's metadata, got none. Connect with token=..."
+            )
+        granted = self._find(header.removeprefix(_SCHEME))
+        if granted is None:
+            raise PermissionDeniedError(
+                "server: expected a token that it knows, got another. Ask who runs it for one."
+            )
+        if permission == "train" and granted != "train":
+            raise PermissionDeniedError(
+                "server: expected a token with permission 'train' for this call, got one with 'read'."
+            )
+
+    def _find(self, token: str) -> Permission | None:
+        assert self._tokens is not None
+        given = _digest(token)
+        found: Permission | None = None
+        for digest, permission in self._tokens.items():  # all of them, whichever fits
+            if hmac.compare_digest(digest, given):
+                found = permission
+        return found
+
+
+def open_gate(config: SecurityConfig) -> Gate:
+    """Return the gate that `config` asks for.
+
+    Raises:
+        ConfigError: the tokens file cannot be read or has a line that is none.
+    """
+    return Gate() if config.tokens_file is None else Gate(read_tokens(config.tokens_file))
+
+
+def read_tokens(file: Path) -> dict[bytes, Permission]:
+    """Return the tokens of a file, as digests."""
+    tokens: dict[bytes, Permission] = {}
+    for number, line in enumerate(
+        _read(file, "tokens_file").decode("utf-8", "replace").splitlines(), start=1
+    ):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        place = f"config, key 'security.tokens_file': {str(file)!r}, line {number}"
+        if len(words) != 2 or words[0] not in get_args(Permission):
+            raise ConfigError(f"{place}: expected 'read' or 'train' and a token, got {len(words)} words.")
+        if len(words[1]) < MIN_TOKEN_LENGTH:
+            raise ConfigError(
+                f"{place}: expected a token of at least {MIN_TOKEN_LENGTH} characters, got {len(words[1])}. "
+                "Make one with `python -c 'import secrets; print(secrets.token_hex(32))'`."
+            )
+        tokens[_digest(words[1])] = "train" if words[0] == "train" else "read"
+    if not tokens:
+        raise ConfigError(f"config, key 'security.tokens_file': expected tokens in {str(file)!r}, got none.")
+    return tokens
+
+
+def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
+    """Return the TLS credentials of `config`, or `None` for none."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    pair = (_read(config.tls_key, "tls_key"), _read(config.tls_cert, "tls_cert"))
+    client_ca = None if config.client_ca is None else _read(config.client_ca, "client_ca")
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
+    )
+
+
+def _read(file: Path, key: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"config, key 'security.{key}': expected a readable file, got {str(file)!r} ({error.strerror}). "
+            "Check the path and its permissions."
+        ) from error
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()

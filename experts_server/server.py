@@ -1,0 +1,241 @@
+"""A server's life: starting, ready, draining, stopped. One process, one event loop, and threads for the experts.
+
+    start()   hosts what it was given, opens the port           starting -> ready
+    stop()    refuses new calls, finishes those in flight,
+              saves, closes                                     ready -> draining -> stopped
+
+`ExpertServer` is this life on an event loop; `embedded.ExpertsServer` is the same behind a `with` statement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import grpc
+from torch import nn
+
+from experts_server.batching import ExpertQueue, QueueLimits
+from experts_server.budget import Budget
+from experts_server.building import build_module, build_training
+from experts_server.calls import InspectCall
+from experts_server.config import ServerConfig, ServingConfig, split_address
+from experts_server.executor import WorkerPool
+from experts_server.health import Health
+from experts_server.hosted import HostedExpert, SharedMemory, Training
+from experts_server.kept import KeptForwards
+from experts_server.metrics import MetricsEndpoint, ServerCollector, Watched
+from experts_server.names import check_name
+from experts_server.open_inference import OpenInference
+from experts_server.ports import open_port
+from experts_server.registry import Registry
+from experts_server.saving import Saver
+from experts_server.security import open_gate
+from experts_server.service import Service
+from moe_autograd.wire.options import SERVER_OPTIONS
+from moe_autograd.wire.tensors import TensorLimits
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "draining", "stopped"]
+UPKEEP_S = 1.0
+CLOSE_S = 0.5  # for calls that are just being turned away
+
+
+class ExpertServer:
+    """A server on the running event loop.
+
+    Args:
+        modules: what to host, with how each is trained (`None`: it is not).
+        config: how to serve.
+        can_join: names of experts whose rows may be computed together; all by default.
+
+    Raises:
+        ConfigError: from `start`, if the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, tuple[nn.Module, Training | None]],
+        config: ServingConfig,
+        can_join: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        limits = config.limits
+        self.config = config
+        self.state: State = "starting"
+        self.address = config.listen
+        self.pool = WorkerPool(max_threads=limits.max_threads)
+        self.memory = SharedMemory(
+            KeptForwards(limits.kept_forward_bytes, limits.kept_forward_s),
+            Budget(limits.gathered_gradient_bytes, "bytes of gathered gradients"),
+            Budget(limits.ledger_reply_bytes, "bytes of kept answers"),
+            limits.max_clients,
+            limits.gathered_gradient_s,
+        )
+        self.queue_limits = QueueLimits(
+            Budget(limits.max_queued_calls, "queued calls"),
+            Budget(limits.max_queued_bytes, "queued bytes"),
+            config.batching.max_batch_tokens,
+            config.batching.max_wait_ms / 1000,
+        )
+        self.registry = Registry(
+            [
+                ExpertQueue(
+                    HostedExpert(check_name(name), module, training, self.memory, can_join=can_join(name)),
+                    self.pool,
+                    self.queue_limits,
+                    call_later=self._call_later,
+                )
+                for name, (module, training) in modules.items()
+            ],
+            self.pool,
+        )
+        self.saver = Saver(self.registry, config)
+        self.service = Service(
+            self.registry,
+            open_gate(config.security),
+            self.saver.save,
+            limits=TensorLimits(limits.max_tensor_bytes, limits.max_pass_bytes),
+            max_calls_per_pass=limits.max_calls_per_pass,
+            max_concurrent_rpcs=limits.max_concurrent_passes,
+            max_received_bytes=limits.received_bytes,
+            latency_s=config.latency_ms / 1000,
+        )
+        self.health = Health(self.registry)
+        self.open_inference = OpenInference(
+            self.registry,
+            self.service.gate,
+            self.service.doorway,
+            lambda: self.state == "ready",
+            limits.max_tensor_bytes,
+        )
+        self.metrics: MetricsEndpoint | None = None
+        self._is_stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._grpc: grpc.aio.Server | None = None
+        self._upkeep: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<ExpertServer {self.state} at {self.address}, {len(self.registry)} experts>"
+
+    async def start(self) -> None:
+        """Load the newest checkpoint, open the port and serve; `address` is the real one afterwards.
+
+        Raises:
+            ConfigError: the address cannot be used.
+            CheckpointError: the checkpoint is damaged beyond falling back, or does not fit.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            self.saver.open()
+            await self._open()
+        except BaseException:
+            if self._grpc is not None:
+                await self._grpc.stop(None)
+            self.pool.close(0)
+            self._close()
+            raise
+
+    async def _open(self) -> None:
+        self._grpc = grpc.aio.server(
+            options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self.config.limits.max_concurrent_passes + 64
+        )
+        self.service.add_to(self._grpc)
+        self.health.add_to(self._grpc)
+        self.open_inference.add_to(self._grpc)
+        self.address = open_port(self._grpc, self.config)
+        if self.config.metrics_listen is not None:
+            host, port = split_address(self.config.metrics_listen)
+            self.metrics = MetricsEndpoint(host, port, self._collector())
+        await self._grpc.start()
+        await self.health.set_ready()
+        self._upkeep = asyncio.ensure_future(self._keep_up())
+        self.state = "ready"
+        logger.info("ready: %d experts at %s", len(self.registry), self.address)
+
+    async def stop(self) -> None:
+        """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close."""
+        if self.state == "stopped" or self._grpc is None:
+            return
+        self.state = "draining"
+        logger.info("draining: at most %g s", self.config.drain_timeout_s)
+        await self.health.set_draining()
+        if not await self.service.drain(self.config.drain_timeout_s):
+            logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
+        await self._grpc.stop(CLOSE_S)
+        self._is_stopping.set()
+        if self._upkeep is not None:
+            await self._upkeep
+        try:
+            await self.saver.save_last()
+        finally:
+            if not await asyncio.to_thread(self.pool.close, 1.0):
+                logger.warning("stopped while an expert still hangs: %s", self.pool)
+            self._close()
+            self.state = "stopped"
+            logger.info("stopped")
+
+    def _close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        self.saver.close()
+
+    async def _keep_up(self) -> None:
+        while not self._is_stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), UPKEEP_S)
+            self.memory.kept.let_go_expired()
+            self._let_go_of_lost_clients()
+            await self.health.look()
+            await self.saver.save_when_due()
+
+    def _let_go_of_lost_clients(self) -> None:
+        lost = [name for name, queue in self.registry.items() if queue.hosted.gathered.has_stale()]
+        call = InspectCall(b"", lambda call, result: None, _forget_stale)
+        self.registry.submit([(name, dataclasses.replace(call)) for name in lost])
+
+    def _collector(self) -> ServerCollector:
+        experts = [
+            Watched(name, queue.stats, queue.__len__, functools.partial(getattr, queue.hosted, "num_updates"))
+            for name, queue in self.registry.items()
+        ]
+        memory, queues = self.memory, self.queue_limits
+        return ServerCollector(
+            experts,
+            {
+                "experts_server_ready": ("1 while ready", lambda: self.state == "ready"),
+                "experts_server_kept_forward_bytes": ("forwards that wait", lambda: memory.kept.num_bytes),
+                "experts_server_kept_forwards_let_go": (
+                    "before their backward",
+                    lambda: memory.kept.num_let_go,
+                ),
+                "experts_server_gathered_gradient_bytes": (
+                    "waiting for a step",
+                    lambda: memory.gathered.in_use,
+                ),
+                "experts_server_queued_bytes": ("of calls not answered yet", lambda: queues.bytes.in_use),
+                "experts_server_seconds_since_save": ("", lambda: self.saver.age_s),
+            },
+        )
+
+    def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        assert self._loop is not None, "calls come after start"
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
+
+
+def _forget_stale(hosted: HostedExpert) -> None:
+    hosted.gathered.forget_stale()
+
+
+def from_config(config: ServerConfig) -> ExpertServer:
+    """Build the modules and optimizers of `config`, and the server that hosts them."""
+    modules: dict[str, tuple[nn.Module, Training | None]] = {}
+    for name, expert in config.experts.items():
+        module = build_module(name, expert, config.seed)
+        modules[name] = module, build_training(name, module, config.optimizer_of(expert), config.update)
+    return ExpertServer(modules, config, lambda name: config.experts[name].can_join)

@@ -1,0 +1,166 @@
+"""An expert at one moment, as tensors by name and plain values: what a checkpoint holds of it.
+
+    weights.<key>                     the module's state_dict
+    optimizer.<parameter>.<key>       the optimizer's state, by the parameter's index
+    gathered.<client>.<parameter>     gradients that wait for their client's step
+    random                            where the expert's random numbers are
+
+Plain values (JSON): class names, counts, scalar optimizer state, the schedule, the ledger. `take` runs in a turn
+of the expert, so all of it is of one moment: between updates, never during one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts_server.hosted import HostedExpert
+from moe_autograd.errors import CheckpointError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one expert."""
+
+    tensors: dict[str, Tensor]
+    plain: dict[str, Any]
+
+
+def take(hosted: HostedExpert) -> Snapshot:
+    """Copy the expert's state; call it in a turn of the expert."""
+    state = hosted.module.state_dict()
+    tensors = {f"weights.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    optimizer_scalars: dict[str, Any] = {}
+    if hosted.training is not None:
+        for index, entries in hosted.training.optimizer.state_dict()["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{index}.{key}"] = value
+                elif _is_plain(value):
+                    optimizer_scalars[f"{index}.{key}"] = value
+    for client_id, grads in hosted.gathered.items():
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                tensors[f"gathered.{client_id.hex()}.{index}"] = grad
+    random_state = hosted.random.state()
+    if random_state is not None:
+        tensors["random"] = random_state
+    copied = {name: _copy(tensor) for name, tensor in tensors.items()}
+    plain = {**_identity(hosted), **_progress(hosted), "optimizer_scalars": optimizer_scalars}
+    return Snapshot(copied, plain)
+
+
+def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
+    """Become what `take` saw; for a server that is not serving yet.
+
+    Raises:
+        CheckpointError: the snapshot is of another class, other shapes, or another optimizer. Nothing was changed.
+    """
+    _check_fits(hosted, snapshot)
+    weights = _group(snapshot.tensors, "weights")
+    with torch.no_grad():
+        hosted.module.load_state_dict(weights)
+    if hosted.training is not None:
+        _restore_training(hosted, snapshot)
+    counts = {bytes.fromhex(client): int(n) for client, n in snapshot.plain["gathered_backwards"].items()}
+    gathered: dict[bytes, list[Tensor | None]] = {
+        client: [None] * len(hosted.parameters) for client in counts
+    }
+    for name, grad in _group(snapshot.tensors, "gathered").items():
+        client, index = name.split(".")
+        gathered[bytes.fromhex(client)][int(index)] = grad.to(hosted.device)
+    hosted.gathered.restore(gathered, counts)
+    if "random" in snapshot.tensors:
+        hosted.random.set_state(snapshot.tensors["random"])
+    hosted.num_updates = int(snapshot.plain["num_updates"])
+    hosted.ledger.load_plain(snapshot.plain["ledger"])
+
+
+def _identity(hosted: HostedExpert) -> dict[str, Any]:
+    """What has to be the same when it is restored."""
+    optimizer = None if hosted.training is None else type(hosted.training.optimizer).__name__
+    return {"expert": hosted.name, "class": type(hosted.module).__name__, "optimizer": optimizer}
+
+
+def _progress(hosted: HostedExpert) -> dict[str, Any]:
+    schedule = None if hosted.training is None else hosted.training.schedule
+    groups = [] if hosted.training is None else hosted.training.optimizer.param_groups
+    return {
+        "num_updates": hosted.num_updates,
+        "ledger": hosted.ledger.to_plain(),
+        "gathered_backwards": {
+            client_id.hex(): hosted.gathered.num_backwards(client_id)
+            for client_id, _ in hosted.gathered.items()
+        },
+        "schedule": None
+        if schedule is None
+        else {k: v for k, v in schedule.state_dict().items() if _is_plain(v)},
+        "lr": [float(group["lr"]) for group in groups if "lr" in group],
+    }
+
+
+def _restore_training(hosted: HostedExpert, snapshot: Snapshot) -> None:
+    assert hosted.training is not None
+    optimizer, schedule = hosted.training.optimizer, hosted.training.schedule
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in _group(snapshot.tensors, "optimizer").items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = tensor
+    for name, value in snapshot.plain["optimizer_scalars"].items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if schedule is not None and snapshot.plain["schedule"] is not None:
+        schedule.load_state_dict(snapshot.plain["schedule"])
+        for group, lr in zip(optimizer.param_groups, snapshot.plain["lr"], strict=True):
+            group["lr"] = lr
+
+
+def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
+    mine, saved = _identity(hosted), {key: snapshot.plain.get(key) for key in _identity(hosted)}
+    if mine != saved:
+        raise CheckpointError(
+            f"checkpoint of expert {hosted.name!r}: expected {mine} as configured, got {saved}. "
+            "Configure what was saved, or use another checkpoint_dir."
+        )
+    configured = _shapes(hosted.module.state_dict())
+    found = _shapes(_group(snapshot.tensors, "weights"))
+    if configured != found:
+        differing = sorted(k for k in configured.keys() | found.keys() if configured.get(k) != found.get(k))
+        here, there = ({key: shapes.get(key) for key in differing[:4]} for shapes in (configured, found))
+        raise CheckpointError(
+            f"checkpoint of expert {hosted.name!r}: expected weights {here} as configured, got {there}. "
+            "Configure what was saved, or use another checkpoint_dir."
+        )
+
+
+def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
+    prefix = f"{group}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for key, value in tensors.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,270 @@
+"""One Forward or Backward stream: messages in, calls to the experts, results out as they come.
+
+    event loop                                    workers
+    ----------                                    -------
+    message -> reader -> calls -> registry ────▶  compute
+    stream  <- writer <- results <── one wake-up ──┘
+
+What is guaranteed: each parcel that arrives whole is answered once, whatever becomes of its siblings; a damaged
+message ends the stream with DATA_LOSS; when the client goes away, or its deadline passes, calls that have not
+begun are never begun.
+
+Small results are gathered: the loop is woken when all calls that have come are done, or `GATHER_S` after the calls
+came or after the first result since, not for each one: each time it wakes it takes the interpreter from the workers.
+Threads: everything runs on the event loop, except `take_result`, which workers call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+
+from experts_server.budget import Budget
+from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs
+from experts_server.registry import Registry
+from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter, Tensors
+from moe_autograd.wire.status import status_of
+from moe_autograd.wire.tensors import TensorLimits
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.002
+
+
+class PassSettings(Protocol):
+    """What a stream has to know of its server."""
+
+    registry: Registry
+    limits: TensorLimits
+    max_calls_per_pass: int
+    latency_s: float
+    received: Budget
+
+
+class PassStream:
+    """One stream.
+
+    Args:
+        settings: the server's.
+        kind: the head that its parcels must have.
+        requests: its messages.
+        context: grpc's.
+    """
+
+    def __init__(
+        self,
+        settings: PassSettings,
+        kind: type[pb.ForwardCall] | type[pb.BackwardCall],
+        requests: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext[bytes, bytes],
+    ) -> None:
+        self._settings = settings
+        self._kind = kind
+        self._requests = requests
+        self._context = context
+        self._reader = ParcelReader(settings.limits)
+        self._writer = ParcelWriter()
+        self._loop = asyncio.get_running_loop()
+        self._outstanding: dict[int, Call] = {}
+        self._num_calls = 0
+        self._num_held = 0
+        self._has_all = False
+        self._failure: BaseException | None = None
+        self._wake = asyncio.Event()
+        self._results: deque[tuple[Call, Any]] = deque()
+        self._is_flush_due = False  # guarded by the GIL: somebody will look for results
+        remaining_s = context.time_remaining()
+        self._deadline = None if remaining_s is None else time.monotonic() + remaining_s
+
+    async def run(self) -> None:
+        """Serve the stream to its end.
+
+        Raises:
+            CorruptDataError: a message was damaged.
+        """
+        receiver = asyncio.ensure_future(self._receive())
+        try:
+            await self._send()
+        finally:
+            receiver.cancel()
+            self._hold(0)
+            for call in self._outstanding.values():
+                call.is_cancelled = True
+
+    # ---- in
+
+    async def _receive(self) -> None:
+        try:
+            async for message in self._requests:
+                self._take_message(message)
+            self._reader.finish()
+        except BaseException as error:
+            self._failure = error
+        self._has_all = True
+        if self._failure is not None or len(self._results) >= len(self._outstanding):
+            self._wake.set()
+
+    def _take_message(self, message: bytes) -> None:
+        self._hold(self._num_held + len(message))
+        accepted = map(self._accept, self._reader.feed(message))
+        calls = [named for named in accepted if named is not None]
+        self._hold(max(0, self._num_held - sum([call.num_bytes for _, call in calls])))
+        if not calls:
+            return
+        if self._settings.latency_s > 0:
+            self._loop.call_later(self._settings.latency_s, self._submit, calls)
+        else:
+            self._submit(calls)
+
+    def _submit(self, calls: list[tuple[str, Call]]) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_later(GATHER_S, self._look_for_results)
+        self._settings.registry.submit(calls)
+
+    def _look_for_results(self) -> None:
+        """Send what has come; if nothing has, the next result wakes the loop."""
+        self._is_flush_due = False  # before the look: a worker adds its result, and looks here afterwards
+        if self._results:
+            self._wake.set()
+
+    def _hold(self, num_bytes: int) -> None:
+        """Count what has come of parcels that are not whole yet against what all streams may hold of it."""
+        if num_bytes > self._num_held:
+            self._settings.received.take(num_bytes - self._num_held)
+        else:
+            self._settings.received.give_back(self._num_held - num_bytes)
+        self._num_held = num_bytes
+
+    def _accept(self, parcel: Parcel) -> tuple[str, Call] | None:
+        """Make a call of a parcel; one that cannot be is answered with what is wrong with it."""
+        self._num_calls += 1
+        try:
+            name, call, encoding = self._call_of(parcel)
+        except RemoteError as refusal:
+            self._answer(parcel.number, refusal, None)
+            return None
+        call.tag = parcel.number, encoding
+        call.arrived_at = time.monotonic()
+        call.deadline = self._deadline
+        call.num_bytes = sum(t.nbytes for t in parcel.tensors if t is not None)
+        self._outstanding[parcel.number] = call
+        return name, call
+
+    def _call_of(self, parcel: Parcel) -> tuple[str, Call, pb.Encoding]:
+        if parcel.error is not None:
+            raise parcel.error
+        limit = self._settings.max_calls_per_pass
+        if self._num_calls > limit:
+            raise InvalidCallError(f"stream: expected at most {limit} calls, got more. Open another one.")
+        head = parcel.head
+        if isinstance(head, pb.ForwardCall) and self._kind is pb.ForwardCall:
+            return head.expert, _forward(head, parcel.tensors, self), head.reply_encoding
+        if isinstance(head, pb.BackwardCall) and self._kind is pb.BackwardCall:
+            return head.expert, _backward(head, parcel.tensors, self), head.reply_encoding
+        expected, got = self._kind.__name__, type(head).__name__
+        raise CorruptDataError(f"stream: expected {expected} parcels, got {got}. Send it again.")
+
+    # ---- out
+
+    def take_result(self, call: Call, result: Any) -> None:
+        """Take the result of a call, or its exception; on a worker, or on the loop itself."""
+        self._results.append((call, result))
+        if not self._is_flush_due or len(self._results) >= len(self._outstanding):
+            self._is_flush_due = True
+            try:
+                self._loop.call_soon_threadsafe(self._flush_soon)
+            except RuntimeError:  # the loop is closed: the server has stopped, and nobody waits for this
+                logger.debug("a result came after its server had stopped")
+
+    def _flush_soon(self) -> None:
+        if len(self._results) >= len(self._outstanding):
+            self._wake.set()
+        else:
+            self._loop.call_later(GATHER_S, self._wake.set)
+
+    async def _send(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._is_flush_due = False
+            while self._results:
+                self._answer_call(*self._results.popleft())
+            while (message := self._writer.next_message()) is not None:
+                await self._context.write(message)
+            if self._failure is not None:
+                raise self._failure
+            if self._has_all and not self._outstanding:
+                return
+
+    def _answer_call(self, call: Call, result: Any) -> None:
+        number, encoding = call.tag
+        self._outstanding.pop(number, None)
+        self._answer(number, result, call, encoding)
+
+    def _answer(self, number: int, result: Any, call: Call | None, encoding: pb.Encoding = pb.RAW) -> None:
+        head = pb.CallResult(call=number)
+        if call is not None and (started_at := call.started_at):
+            head.queue_s = started_at - call.arrived_at
+            head.compute_s = time.monotonic() - started_at
+        tensors: Any = ()
+        if isinstance(result, BaseException):
+            head.status.CopyFrom(status_of(result))
+        elif isinstance(result, Outputs):
+            head.is_sequence, tensors = result.is_sequence, result.tensors
+        else:
+            tensors = result
+        try:
+            self._writer.add(head, tensors, encoding)
+        except TypeError as error:  # the module returned something that cannot travel
+            self._answer(number, error, call)
+        if call is None:
+            self._wake.set()
+
+
+def _forward(head: pb.ForwardCall, tensors: Tensors, stream: PassStream) -> ForwardCall:
+    inputs = tuple(t for t in tensors if t is not None)
+    if len(inputs) != len(tensors):
+        raise InvalidCallError("forward: expected tensors as inputs, got None among them. Send tensors only.")
+    call = ForwardCall(
+        head.client_id,
+        stream.take_result,
+        head.call_id,
+        inputs,
+        tuple(head.input_requires_grad),
+        head.keep_graph,
+        head.evaluate,
+    )
+    call.num_tokens = inputs[0].shape[0] if inputs and inputs[0].dim() else 1
+    return call
+
+
+def _backward(head: pb.BackwardCall, tensors: Tensors, stream: PassStream) -> BackwardCall:
+    num_grads = head.num_grad_outputs
+    inputs = tuple(t for t in tensors[num_grads:] if t is not None)
+    if num_grads > len(tensors) or len(inputs) != len(tensors) - num_grads:
+        raise InvalidCallError(
+            f"backward: expected {num_grads} grad_outputs and then inputs, got {len(tensors)} tensors "
+            f"with {sum(t is None for t in tensors)} None. The client is broken."
+        )
+    return BackwardCall(
+        head.client_id,
+        stream.take_result,
+        head.call_id,
+        head.sequence,
+        head.settled_below,
+        tensors[:num_grads],
+        tuple(head.wants_input_grads),
+        head.wants_weight_grads,
+        head.keep_graph,
+        inputs if head.has_inputs else None,
+        head.evaluate,
+    )

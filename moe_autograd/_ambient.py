@@ -1,0 +1,242 @@
+"""Capture the state that torch keeps per thread, and reinstate it on another thread.
+
+A thread pool starts every job in the world of a fresh thread: gradients on, autocast off, no modes. A user who
+writes `with torch.autocast("cpu"):` around a layer means what the layer's workers do as well. PyTorch has this
+mechanism in C++ (`at::ThreadLocalState`, which the autograd engine and `torch.jit.fork` use) but does not offer
+it to Python, so this module carries the entries one by one:
+
+==============================  =====================================================================
+kept per thread                 carried how
+==============================  =====================================================================
+grad mode, inference mode       their own guards; also whether forward-mode gradients are on
+autocast                        enabled and dtype of each device type in use, and the cache switch
+saved-tensor hooks              the innermost pair (the only one PyTorch calls), or the "disabled" text
+torch function modes            the stack; `set_default_device` and `with device:` are such modes
+torch dispatch modes            the stack
+`DisableTorchFunction`          the state that says for whom torch functions are off
+current CUDA device             only where CUDA is in use; the streams are the caller's business
+multithreaded backward          `torch.autograd.set_multithreading_enabled`
+view replay                     `torch.autograd._force_original_view_tracking`
+flush-denormal                  a processor flag; read by trying, since torch offers no getter
+`contextvars`                   each worker runs in a copy of the caller's context
+==============================  =====================================================================
+
+Settings of the whole process (default dtype, deterministic algorithms, matmul precision, anomaly mode) need no
+carrying. Three things cannot be carried, because C++ alone may push their state: `torch.func` transforms,
+forward-mode AD and `torch.jit.trace`. A worker inside them computes a wrong number in silence, so `refuse_transforms`
+raises before any worker starts.
+
+Threads: `capture` belongs to the caller; the result may be reinstated on any number of threads at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from moe_autograd.errors import UnsupportedTransformError
+
+R = TypeVar("R")
+
+_C: Any = torch._C  # its stubs lack some of what is used here
+
+_HALF_OF_SMALLEST_NORMAL = 2.0**-1023
+
+
+def refuse_transforms(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise if a transform is active that worker threads cannot see.
+
+    Args:
+        tensors: what the calls take; looked at only while a forward-mode level is open.
+
+    Raises:
+        UnsupportedTransformError: inside `torch.func` (`grad`, `vmap`, `jvp`, ...) or `torch.jit.trace`, or when
+            one of `tensors` carries a forward-mode tangent.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedTransformError(
+            "parallel map: expected no active torch.func transform, got one (grad, vmap, jvp, jacrev or another). "
+            "Worker threads cannot see it. Apply the functions in a plain loop inside the transform."
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedTransformError(
+            "parallel map: expected no torch.jit.trace around it, got one. It would record what workers compute as "
+            "constants. Trace a plain loop over the functions."
+        )
+    refuse_tangents(tensors)
+
+
+def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise if one of `tensors` carries a forward-mode tangent; also asked of results, which closures reach.
+
+    Raises:
+        UnsupportedTransformError: one does.
+    """
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedTransformError(
+            "parallel map: expected tensors without forward-mode tangents, got a dual tensor. "
+            "Worker threads cannot propagate tangents. Apply the functions in a plain loop for forward-mode AD."
+        )
+
+
+def _flushes_denormals() -> bool:
+    return _HALF_OF_SMALLEST_NORMAL * 1.0 == 0.0
+
+
+def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple(
+        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in _autocast_device_types()
+    )
+
+
+def _autocast_device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+class Ambient:
+    """One thread's world at one moment, ready to be reinstated on others."""
+
+    __slots__ = (
+        "_autocast",
+        "_autocast_cache",
+        "_context",
+        "_cuda_device",
+        "_dispatch_modes",
+        "_flush_denormals",
+        "_forward_grad",
+        "_function_modes",
+        "_function_state",
+        "_grad_mode",
+        "_hooks_disabled",
+        "_inference_mode",
+        "_multithreading",
+        "_saved_tensor_hooks",
+        "_view_replay",
+    )
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._grad_mode = torch.is_grad_enabled()
+        self._inference_mode = torch.is_inference_mode_enabled()
+        self._forward_grad = torch._C._is_fwd_grad_enabled()
+        self._function_state = _C._get_torch_function_state()
+        self._autocast = _autocast_state()
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        self._saved_tensor_hooks = (
+            None if self._hooks_disabled else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        )
+        self._function_modes = tuple(_get_current_function_mode_stack())
+        self._dispatch_modes = tuple(_get_current_dispatch_mode_stack())
+        self._multithreading = torch._C._is_multithreading_enabled()
+        self._view_replay = torch._C._is_view_replay_enabled()
+        self._flush_denormals = _flushes_denormals()
+        self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(self, function: Callable[[], R]) -> R:
+        """Call `function` in this world, on the current thread, and put the thread's own world back."""
+        return self._context.copy().run(self._run_reinstated, function)
+
+    def _run_reinstated(self, function: Callable[[], R]) -> R:
+        with contextlib.ExitStack() as stack:
+            for guard in self._guards():
+                stack.enter_context(guard)
+            return function()
+
+    def _guards(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        """Only what differs from the thread's own world; modes last, so that they see none of the rest."""
+        if self._cuda_device is not None:
+            yield torch.cuda.device(self._cuda_device)
+        if self._inference_mode != torch.is_inference_mode_enabled():
+            yield torch.inference_mode(self._inference_mode)
+        if self._grad_mode != torch.is_grad_enabled():
+            yield torch.set_grad_enabled(self._grad_mode)
+        if self._forward_grad != torch._C._is_fwd_grad_enabled():
+            yield forward_ad._set_fwd_grad_enabled(self._forward_grad)
+        if self._autocast != _autocast_state() or self._autocast_cache != torch.is_autocast_cache_enabled():
+            yield _autocast(self._autocast, self._autocast_cache)
+        if self._multithreading != torch._C._is_multithreading_enabled():
+            yield torch.autograd.set_multithreading_enabled(self._multithreading)
+        if self._view_replay != torch._C._is_view_replay_enabled():
+            yield torch.autograd._force_original_view_tracking(self._view_replay)
+        if self._flush_denormals != _flushes_denormals():
+            yield _flush_denormals(self._flush_denormals)
+        if self._hooks_disabled is not None:
+            yield torch.autograd.graph.disable_saved_tensors_hooks(self._hooks_disabled)
+        if self._saved_tensor_hooks is not None:
+            yield torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks)
+        if self._function_state != _C._get_torch_function_state():
+            yield _function_state(self._function_state)
+        if self._function_modes:
+            yield _function_modes(self._function_modes)
+        if self._dispatch_modes:
+            yield _dispatch_modes(self._dispatch_modes)
+
+
+@contextlib.contextmanager
+def _autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...], cache: bool) -> Iterator[None]:
+    """Set autocast without `torch.autocast`: leaving that would clear the cache of casts under other threads."""
+    own, own_cache = _autocast_state(), torch.is_autocast_cache_enabled()
+    _set_autocast(wanted, cache)
+    try:
+        yield
+    finally:
+        _set_autocast(own, own_cache)
+
+
+def _set_autocast(state: tuple[tuple[str, bool, torch.dtype], ...], cache: bool) -> None:
+    torch.set_autocast_cache_enabled(cache)
+    for device_type, enabled, dtype in state:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+
+
+@contextlib.contextmanager
+def _flush_denormals(wanted: bool) -> Iterator[None]:
+    torch.set_flush_denormal(wanted)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(not wanted)
+
+
+@contextlib.contextmanager
+def _function_state(wanted: Any) -> Iterator[None]:
+    own = _C._get_torch_function_state()
+    _C._set_torch_function_state(wanted)
+    try:
+        yield
+    finally:
+        _C._set_torch_function_state(own)
+
+
+@contextlib.contextmanager
+def _function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
+    """Push the mode objects themselves: `with mode` would run their `__enter__`, which may count or record."""
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            torch._C._pop_torch_function_stack()
+
+
+@contextlib.contextmanager
+def _dispatch_modes(modes: tuple[Any, ...]) -> Iterator[None]:
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _pop_mode(getattr(mode, "_mode_key", None))

@@ -1,0 +1,124 @@
+"""The thread that looks at the crews which have calls left, and lets them grow.
+
+It only keeps time; what a look means is the crew's own business (`_workers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Protocol
+
+from moe_autograd._threads import IDLE_S, start_soon
+
+LONGEST_PAUSE_S = 0.002
+DOZE_S = 0.05
+
+_LATE_S = 0.001
+
+
+class Crew(Protocol):
+    """What the lookout has to know of the threads that run one map's calls."""
+
+    next_look_s: float  # on the clock of `time.perf_counter`
+    has_grown: bool
+
+    @property
+    def num_pending(self) -> int:
+        """How many calls have not begun."""
+
+    def census(self, now_s: float) -> tuple[int, int]:
+        """Return how many threads of this crew compute, and how many wait."""
+
+    def look(self, now_s: float, num_waiting: int, num_computing_everywhere: int, *, is_late: bool) -> None:
+        """Add threads if the calls make room for more, and settle when to look again."""
+
+
+class Lookout:
+    """The thread that looks at the crews which have calls left, and adds threads to them.
+
+    It sleeps until the next look is due. A new crew rings if the lookout would wake too late for it; a ring costs a
+    tiny map a tenth of its time, so after a map that needed nobody the lookout stays half awake for `DOZE_S`, looks
+    every `LONGEST_PAUSE_S`, and is not rung for. `IDLE_S` without crews, and it gives its thread back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._crews: list[Crew] = []
+        self._wakes_at_s = 0.0
+        self._dozes_until_s = 0.0
+        self._is_standing = False
+        self._bell = threading.Lock()  # held; released once to ring
+        self._bell.acquire()
+        self._has_rung = False
+
+    def watch(self, crew: Crew) -> None:
+        """Look at `crew` from now on, until it has no calls left that have not begun."""
+        with self._lock:
+            self._crews.append(crew)
+            if not self._is_standing:
+                with contextlib.suppress(RuntimeError):  # no thread left: the caller makes its calls in turn
+                    start_soon(self._stand)
+                    self._is_standing = True
+            elif not self._has_rung and self._would_be_late_for(crew):
+                self._has_rung = True
+                self._bell.release()
+
+    def _would_be_late_for(self, crew: Crew) -> bool:
+        is_dozing = crew.next_look_s < self._dozes_until_s
+        return self._wakes_at_s > crew.next_look_s + (LONGEST_PAUSE_S if is_dozing else 0.0)
+
+    def forget(self, crew: Crew) -> None:
+        """Keep no reference to `crew`, which is at rest or abandoned."""
+        with self._lock:
+            if crew in self._crews:
+                self._crews.remove(crew)
+            self._dozes_until_s = 0.0 if crew.has_grown else crew.next_look_s + DOZE_S
+
+    def _stand(self) -> None:
+        while True:
+            with self._lock:
+                now_s = time.perf_counter()
+                was_idle = not self._crews and now_s > self._dozes_until_s
+                idle_until_s = now_s + (IDLE_S if was_idle else LONGEST_PAUSE_S)
+                due_s = min((crew.next_look_s for crew in self._crews), default=idle_until_s)
+                self._wakes_at_s = due_s
+            has_rung = self._bell.acquire(timeout=max(0.0, due_s - time.perf_counter()))
+            with self._lock:
+                if has_rung:
+                    self._has_rung = False
+                self._crews = [crew for crew in self._crews if crew.num_pending]
+                crews = tuple(self._crews)
+                if was_idle and not crews and not has_rung and not self._has_rung:
+                    self._is_standing = False
+                    return
+            _look(crews, due_s)
+            del crews  # while it sleeps, the lookout keeps nobody's calls alive
+
+
+def _look(crews: tuple[Crew, ...], due_s: float) -> None:
+    """Look at the crews whose time has come.
+
+    A late look says that the interpreter lock is fought over: a thread without progress may just lack the lock.
+    """
+    now_s = time.perf_counter()
+    censuses = [crew.census(now_s) for crew in crews]
+    total = sum(num_computing for num_computing, _ in censuses)
+    for crew, (num_computing, num_waiting) in zip(crews, censuses, strict=True):
+        if crew.next_look_s <= now_s:
+            is_late = now_s - due_s > _LATE_S and num_computing > 0
+            crew.look(now_s, num_waiting, total, is_late=is_late)
+
+
+lookout = Lookout()
+
+
+def _start_anew() -> None:
+    """In a forked child nobody looks, and no lock is held by a thread that the child does not have."""
+    lookout.__init__()  # type: ignore[misc]  # the same object, since others have imported it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,117 @@
+"""Threads that are kept for the next job, as trio's thread cache keeps its workers.
+
+Starting a thread costs some 100 us, waking one 10. A job runs at once, on the thread that was idle last or on a new
+one: nothing ever waits for a free thread. A thread that is done keeps no reference to what it ran, and leaves after
+`IDLE_S` seconds without work. In a forked child there are none at first; at interpreter exit idle ones leave.
+
+Mutable state: `_idle` and `_threads` are changed only by single operations that the interpreter makes atomic.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable
+
+IDLE_S = 5.0  # how long a thread waits for the next job before it leaves
+EXIT_GRACE_S = 1.0
+
+
+class _Worker:
+    """A thread that runs one job after another; between jobs it waits in `_idle`.
+
+    `_wake` is held while there is nothing to do, and released once for each job given.
+    """
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job: Callable[[], None] | None = job
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        self.thread = threading.Thread(target=self._run, name="moe-autograd worker", daemon=True)
+        self.thread.start()
+
+    def give(self, job: Callable[[], None] | None) -> None:
+        """Hand over the next job; `None` lets the thread leave."""
+        self._job = job
+        self._wake.release()
+
+    def _run(self) -> None:
+        _threads.add(self.thread)
+        try:
+            while (job := self._job) is not None:
+                self._job = None
+                job()
+                del job  # an idle thread keeps nothing alive
+                _idle.append(self)
+                if not self._wake.acquire(timeout=IDLE_S) and not self._was_chosen():
+                    return
+        finally:
+            _threads.discard(self.thread)
+
+    def _was_chosen(self) -> bool:
+        """Settle the race between giving up and being given a job: whoever takes us off `_idle` has won."""
+        try:
+            _idle.remove(self)
+        except ValueError:  # `start_soon` took us: its job is on the way
+            self._wake.acquire()
+            return True
+        return False
+
+
+_idle: list[_Worker] = []
+_threads: set[threading.Thread] = set()
+
+
+def start_soon(job: Callable[[], None]) -> None:
+    """Run `job`, which must not raise, on a thread of its own.
+
+    Raises:
+        RuntimeError: the system has no thread left to give.
+    """
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        _Worker(job)
+    else:
+        worker.give(job)
+
+
+def _forget_threads() -> None:
+    """In a forked child only the forking thread lives on: start with none."""
+    _idle.clear()
+    _threads.clear()
+
+
+def _rest_before_exit() -> None:
+    """Let idle threads leave, and computing ones end, before the interpreter takes itself apart.
+
+    A daemon thread that comes back from C++ into a finalised interpreter is ended in the middle of C++ frames, and
+    the process may abort. Calls that wait sit in Python and are safe to leave.
+    """
+    while _idle:
+        worker = _idle.pop()
+        worker.give(None)
+        worker.thread.join(EXIT_GRACE_S)
+    deadline_s = time.perf_counter() + EXIT_GRACE_S
+    for thread in tuple(_threads):
+        while thread.is_alive() and time.perf_counter() < deadline_s and _is_computing(thread):
+            thread.join(0.01)
+
+
+def _is_computing(thread: threading.Thread) -> bool:
+    if thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
+        return False
+    try:
+        clock = time.pthread_getcpuclockid(thread.ident)
+        before_s = time.clock_gettime(clock)
+        thread.join(0.005)
+        return time.clock_gettime(clock) > before_s
+    except OSError:  # it has just ended
+        return False
+
+
+atexit.register(_rest_before_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,314 @@
+"""Run many calls at once, on as many threads as they need and no more.
+
+Guarantees:
+
+1. Every call runs, also after others failed, and `run_all` returns when all have come to rest. The exception is
+   Ctrl-C on the calling thread: it returns at once, calls that have not begun never do, and those that run are
+   left to end by themselves.
+2. Calls may wait for each other, all of them, at any nesting depth (unless `max_concurrency` forbids): a call that
+   waits never keeps another from starting. Nothing ever waits for a free thread.
+3. A thread that is done keeps no reference to what it ran (`_threads`).
+
+How many run at once follows from what the calls do:
+
+- The calling thread works too. It starts with the first call while a thread of its own kind, the lookout
+  (`_lookout`), takes a first look 0.3 ms later, so a map of tiny calls is over before anybody was woken for it.
+- At each look the lookout reads the processor time of the threads that run calls. A thread that used some is
+  computing, one that used none is waiting. While fewer compute than there are cores, others are added: as many as
+  there is room on the cores, or as many as wait, whichever is more. Waiting calls thus double at each look, and 64
+  of them all run within some 2 ms; computing calls get one thread a core. (Faster growth was tried: with a thousand
+  calls the threads then fight for the interpreter lock for seconds.)
+- Calls that compute for less than `TINY_S` are not worth a second thread: their operators are so short that two
+  threads mostly hand each other the interpreter lock.
+- If nothing has ended for a second, one more is added each second whatever the processor times say: a call that
+  spins until another one has run looks as if it computed, and rule 2 is to hold for it as well.
+
+The number of threads an operator uses is shared out among the calls that run side by side (`_intraop`).
+
+Mutable state, and who guards it: a crew's `_num_running` its lock; its `_pending`, `_progress` and `_failures` are
+changed by single operations that the interpreter makes atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from moe_autograd._ambient import Ambient
+from moe_autograd._intraop import get_team_size, num_cores, set_team_size
+from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
+from moe_autograd._threads import start_soon
+
+FIRST_LOOK_S = 0.0003
+SHORTEST_PAUSE_S = 0.00015  # after threads were added
+TINY_S = 0.001
+STALL_S = 1.0
+
+_COMPUTING_SHARE = 0.1  # of a look's time on a core; less is waiting
+
+
+def run_all(
+    call: Callable[[int], None],
+    num_calls: int,
+    *,
+    max_concurrency: int | None = None,
+    scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> dict[int, BaseException]:
+    """Run `call(0)`, ..., `call(num_calls - 1)`, concurrently where they wait or where cores are free.
+
+    Args:
+        call: takes the index. Calls begin in the order of their index.
+        num_calls: at least one.
+        max_concurrency: at most so many calls at once; `None` leaves the number to the library.
+        scope: entered on each thread that runs calls, the calling thread included, around its share of them.
+
+    Returns:
+        The exceptions of the calls that raised, by index.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C on the calling thread; see guarantee 1.
+
+    Threads: usable from any thread, also from within a call. Other threads than the caller's run their calls in
+    the caller's world (`_ambient`).
+    """
+    limit = num_calls if max_concurrency is None else min(num_calls, max_concurrency)
+    if limit == 1:
+        return _run_in_turn(call, num_calls, scope)
+    crew = _Crew(call, num_calls, limit, scope)
+    lookout.watch(crew)
+    return crew.run()
+
+
+def _run_in_turn(
+    call: Callable[[int], None], num_calls: int, scope: Callable[[], AbstractContextManager[object]]
+) -> dict[int, BaseException]:
+    """Run the calls one by one on the calling thread."""
+    failures: dict[int, BaseException] = {}
+    with scope():
+        for index in range(num_calls):
+            try:
+                call(index)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                failures[index] = error
+    return _taken_from(failures)
+
+
+def _taken_from(failures: dict[int, BaseException]) -> dict[int, BaseException]:
+    """Return the failures and empty the given dictionary: frames in their tracebacks hold it, and the failures must
+    not keep themselves alive.
+    """
+    taken = dict(failures)
+    failures.clear()
+    return taken
+
+
+class _Progress:
+    """What one thread has done since the last look at it."""
+
+    __slots__ = ("_clock", "_cpu_s", "_looked_at_s", "_thread_id", "is_computing", "joining")
+
+    def __init__(self) -> None:
+        self._thread_id = threading.get_native_id()
+        self._clock = _cpu_clock()
+        self._cpu_s = 0.0 if self._clock is None else time.clock_gettime(self._clock)
+        self._looked_at_s = time.perf_counter()
+        self.is_computing = True
+        self.joining: _Crew | None = None  # a nested crew whose calls on other threads this thread waits for
+
+    def look(self, now_s: float) -> bool:
+        """Return whether the thread computes; a thread whose nested calls compute elsewhere counts as such."""
+        if now_s > self._looked_at_s and self._clock is not None:
+            try:
+                cpu_s = time.clock_gettime(self._clock)
+            except OSError:  # the thread has ended since
+                return False
+            elapsed_s, self._looked_at_s = now_s - self._looked_at_s, now_s
+            self.is_computing = cpu_s - self._cpu_s > _COMPUTING_SHARE * elapsed_s
+            self._cpu_s = cpu_s
+        nested = self.joining
+        return self.is_computing or (nested is not None and nested.census(now_s)[0] > 0)
+
+    def is_queued(self) -> bool:
+        """Return whether the thread could compute if it had a core; on a busy machine that is not waiting."""
+        try:
+            with open(f"/proc/self/task/{self._thread_id}/stat", "rb") as stat:
+                return stat.read().rpartition(b")")[2].startswith(b" R")
+        except OSError:  # it has ended, or the system has no such file
+            return False
+
+
+def _cpu_clock() -> int | None:
+    """Return the clock of this thread's processor time, where the system has one."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        return time.pthread_getcpuclockid(threading.get_ident())
+    return None
+
+
+class _Here(threading.local):
+    progress: _Progress | None = None
+
+
+_here = _Here()
+
+
+def _nothing(index: int) -> None:
+    """Stand for the call of a crew that is at rest."""
+
+
+class _Crew:
+    """The threads that run one map's calls."""
+
+    def __init__(
+        self,
+        call: Callable[[int], None],
+        num_calls: int,
+        limit: int,
+        scope: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._call = call
+        self._pending = deque(range(num_calls))
+        self._limit = limit
+        self._scope = scope
+        self._failures: dict[int, BaseException] = {}
+        self._ambient: Ambient | None = Ambient()
+        self._cores = num_cores()
+        self._team_size = get_team_size()
+        self._smallest_share = max(1, self._team_size // self._cores)
+        self._num_calls = num_calls
+        self._num_running = 1
+        self._lock = threading.Lock()
+        self._at_rest = threading.Lock()
+        self._at_rest.acquire()
+        self._progress: dict[int, _Progress] = {}
+        self.has_grown = False
+        self._begun_s = self._last_end_s = time.perf_counter()
+        self._last_num_pending = num_calls
+        self._pause_s = FIRST_LOOK_S
+        self.next_look_s = self._begun_s + FIRST_LOOK_S
+
+    def run(self) -> dict[int, BaseException]:
+        """Take part in the calls, wait for the rest, and return the failures."""
+        outer = _here.progress
+        try:
+            self._work()
+            if not self._leave():
+                if outer is not None:
+                    outer.joining = self
+                self._at_rest.acquire()
+        except BaseException:  # Ctrl-C, or a scope that cannot be entered
+            self._pending.clear()
+            raise
+        finally:
+            _here.progress = outer
+            if outer is not None:
+                outer.joining = None
+            set_team_size(self._team_size)
+            lookout.forget(self)
+            # A lookout that looks just now holds this crew; it is not to hold the calls' tensors.
+            self._call, self._scope, self._ambient = _nothing, contextlib.nullcontext, None
+        return _taken_from(self._failures)
+
+    def _work(self, *, is_helper: bool = False) -> None:
+        _here.progress = self._progress[threading.get_ident()] = _Progress()
+        pending, call = self._pending, self._call
+        cores, smallest, team_size = self._cores, self._smallest_share, 0
+        try:
+            with self._scope():
+                while pending:
+                    try:
+                        index = pending.popleft()
+                    except IndexError:  # another thread was faster
+                        return
+                    # The first call may get company while it runs, and then has the smallest share; later ones know.
+                    side_by_side = self._num_running if team_size else cores
+                    share = smallest if side_by_side >= cores else self._team_size // side_by_side
+                    if share != team_size:
+                        set_team_size(share)
+                        team_size = share
+                    try:
+                        call(index)
+                    except KeyboardInterrupt as interrupt:
+                        if not is_helper:
+                            raise
+                        self._failures[index] = interrupt
+                    except BaseException as error:
+                        self._failures[index] = error
+        finally:
+            del self._progress[threading.get_ident()]
+
+    def _leave(self) -> bool:
+        """Return whether the calling thread was the last of this crew."""
+        with self._lock:
+            self._num_running -= 1
+            return self._num_running == 0
+
+    def _help(self) -> None:
+        """What an added thread does."""
+        ambient = self._ambient
+        try:
+            if ambient is not None:  # else Ctrl-C has ended the map before this thread came
+                ambient.run(lambda: self._work(is_helper=True))
+        except BaseException as error:
+            self._failures[self._num_calls] = error  # the world could not be reinstated: no call of ours
+        finally:
+            _here.progress = None
+            if self._leave():
+                self._at_rest.release()
+
+    @property
+    def num_pending(self) -> int:
+        """How many calls have not begun."""
+        return len(self._pending)
+
+    def census(self, now_s: float) -> tuple[int, int]:
+        """Return how many threads of this crew compute, and how many wait; those still to come compute."""
+        waiting = [progress for progress in tuple(self._progress.values()) if not progress.look(now_s)]
+        # Whether a thread is queued is dear to learn: one that truly waits settles it for all.
+        num_queued = sum(1 for _ in itertools.takewhile(_Progress.is_queued, waiting[: self._cores + 1]))
+        num_waiting = len(waiting) - num_queued
+        return max(0, self._num_running - num_waiting), num_waiting
+
+    def look(self, now_s: float, num_waiting: int, num_computing_everywhere: int, *, is_late: bool) -> None:
+        """Add threads if the calls make room for more, and settle when to look again."""
+        num_pending, num_running = len(self._pending), self._num_running
+        if num_pending != self._last_num_pending:
+            self._last_num_pending, self._last_end_s = num_pending, now_s
+        room = self._cores - num_computing_everywhere
+        if now_s - self._last_end_s > STALL_S:
+            self._last_end_s = now_s
+            num_added = 1
+        elif is_late or room <= 0 or (num_waiting == 0 and self._are_tiny(now_s, num_pending, num_running)):
+            num_added = 0
+        else:
+            num_added = max(room, num_waiting)
+        if self._add(min(num_added, num_pending, self._limit - num_running)):
+            self.has_grown = True
+            self._pause_s = SHORTEST_PAUSE_S
+        else:
+            self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)
+        self.next_look_s = now_s + self._pause_s
+
+    def _are_tiny(self, now_s: float, num_pending: int, num_running: int) -> bool:
+        num_done = max(1, self._num_calls - num_pending - num_running)
+        return (now_s - self._begun_s) * num_running / num_done < TINY_S
+
+    def _add(self, count: int) -> bool:
+        for _ in range(count):
+            with self._lock:
+                if self._num_running == 0:  # all came to rest meanwhile
+                    return False
+                self._num_running += 1
+            try:
+                start_soon(self._help)
+            except RuntimeError:  # the system has no thread left to give: those that run do the work
+                if self._leave():
+                    self._at_rest.release()
+                return False
+        return count > 0

@@ -1,0 +1,341 @@
+"""Run one call of an autograd function by itself: no graph before it, none behind it, no threads.
+
+`Function.apply` does three things at once: it calls `forward`, keeps what the context was told, and ties the result
+into the graph. A map that runs many calls on many threads needs the first two on each thread and the third only
+once, for all calls together. So here `forward` is given a context that remembers instead of acting:
+
+    native      apply ──▶ ctx (a graph node) ──▶ forward ──▶ results tied to the node
+    emulated    EmulatedAutogradContext     ──▶ forward ──▶ results, and ctx says what there is to tie
+
+The map reads what the context remembers and ties all calls to one node (`join`); `run_isolated_forward` and
+`run_isolated_backward` tie nothing, for those who move results and gradients themselves.
+
+What PyTorch checks when a graph node returns its gradients is checked here as well, in PyTorch's own words, since
+a node that stands for many calls could no longer say which of them was wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, FunctionCtx
+
+Options = tuple[torch.Size, torch.dtype, torch.device]
+
+_NO_SETUP_CONTEXT = Function.setup_context
+BACKWARD_TWICE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
+    "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
+    "Specify retain_graph=True if you need to backward through the graph a second time or if you need to access "
+    "saved tensors after calling backward."
+)
+
+
+class EmulatedAutogradContext(FunctionCtx):
+    """Stand in for the `ctx` that PyTorch gives to a function's `forward` and `backward`.
+
+    It is a `FunctionCtx`: `save_for_backward`, `mark_dirty`, `mark_non_differentiable` and `set_materialize_grads`
+    are PyTorch's own methods, which leave their arguments in attributes; free attributes are kept as they are.
+
+    Args:
+        needs_input_grad: for each argument of the forward, whether it is a tensor that requires a gradient.
+
+    Autograd: the context holds saved tensors itself only between `run_isolated_forward` and its end of life; in a
+    map they belong to the outer node, and the context sees them while its backward runs.
+
+    Threads: used by one thread at a time.
+    """
+
+    to_save: tuple[Any, ...] = ()  # tensors and `None`
+    dirty_tensors: tuple[Tensor, ...] = ()
+    non_differentiable: tuple[Tensor, ...] = ()
+    materialize_grads: bool = True
+
+    __state: _State  # under a mangled name: the others belong to the function
+
+    def __init__(self, needs_input_grad: tuple[bool, ...] = ()) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.__state = _State()
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        """What `save_for_backward` was given.
+
+        Raises:
+            RuntimeError: in PyTorch's words, after the tensors were freed, or when one was changed in place.
+        """
+        return self.__state.saved_tensors()
+
+    @staticmethod
+    def _state_of(ctx: EmulatedAutogradContext) -> _State:
+        return ctx.__state
+
+
+class _State:
+    """What the library keeps on a context."""
+
+    __slots__ = ("argument_shapes", "kept", "result_options", "saved")
+
+    def __init__(self) -> None:
+        self.saved: Sequence[Tensor | None] | None = ()
+        self.kept: tuple[Any, ...] = ()  # SavedTensor objects of an isolated call
+        self.argument_shapes: Sequence[torch.Size | None] = ()  # None: not a tensor
+        self.result_options: Sequence[Options | None] = ()  # of an isolated call
+
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        if self.kept:
+            return tuple(None if kept is None else kept.unpack() for kept in self.kept)
+        if self.saved is None:
+            raise RuntimeError(BACKWARD_TWICE)
+        return tuple(self.saved)
+
+
+state_of = (
+    EmulatedAutogradContext._state_of
+)  # bound here: a function may give its context an attribute of that name
+
+
+def call_forward(
+    func: type[Function], args: tuple[Any, ...], *, detach: bool = False
+) -> tuple[EmulatedAutogradContext, Any]:
+    """Run `func.forward` as `func.apply` would, in the current grad mode.
+
+    Args:
+        func: the function.
+        args: what `func.apply` takes.
+        detach: give the forward detached tensors; the context still says what the caller's require.
+
+    Returns:
+        The context, and what the forward returned.
+    """
+    has_setup_context = func.setup_context is not _NO_SETUP_CONTEXT
+    if has_setup_context:
+        args = _with_defaults(func, args)
+    needs_input_grad, shapes = [], []
+    for argument in args:
+        is_tensor = isinstance(argument, Tensor)
+        needs_input_grad.append(is_tensor and argument.requires_grad)
+        shapes.append(argument.shape if is_tensor else None)
+    ctx = EmulatedAutogradContext(tuple(needs_input_grad))
+    state_of(ctx).argument_shapes = shapes
+    if detach:
+        args = tuple(map(_detached, args))
+    if not has_setup_context:
+        return ctx, func.forward(ctx, *args)
+    returned = func.forward(*args)
+    func.setup_context(ctx, args, returned)
+    return ctx, returned
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def _with_defaults(func: type[Function], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    bound = _signature(func.forward).bind(*args)
+    bound.apply_defaults()
+    return bound.args
+
+
+def call_backward(
+    func: type[Function], ctx: EmulatedAutogradContext, grad_outputs: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Run `func.backward` (or `vjp`) in the current grad mode, and check what it returns.
+
+    Args:
+        func: the function.
+        ctx: the context of its forward.
+        grad_outputs: what the backward is to get; missing gradients are filled in already (`materialize`).
+
+    Returns:
+        One gradient or `None` for each argument of the forward. Shapes may still have to be summed to those of
+        the arguments, as PyTorch does behind a node.
+    """
+    backward = _backward_of(func)
+    returned = backward(ctx, list(grad_outputs)) if func.boxed_grads_call else backward(ctx, *grad_outputs)
+    return _checked(func, ctx, returned if isinstance(returned, tuple) else (returned,))
+
+
+def options_of(results: Sequence[Any]) -> list[Options | None]:
+    """Return what zeros in place of each result's gradient have to look like; `None` for what is no tensor."""
+    return [(r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results]
+
+
+def materialize(
+    grad_outputs: Sequence[Tensor | None], options: Sequence[Options | None]
+) -> list[Tensor | None]:
+    """Put zeros in the place of the gradients that are missing, for results that are tensors."""
+    return [
+        torch.zeros(wanted[0], dtype=wanted[1], device=wanted[2])
+        if grad is None and wanted is not None
+        else grad
+        for grad, wanted in zip(grad_outputs, options, strict=True)
+    ]
+
+
+def _backward_of(func: type[Function]) -> Any:
+    backward, vjp = func.backward, func.vjp
+    if vjp is Function.vjp:
+        return backward
+    if backward is not Function.backward:
+        raise RuntimeError(
+            "Implementing both 'backward' and 'vjp' for a custom Function is not allowed. "
+            "You should only implement one of them."
+        )
+    return vjp
+
+
+def _checked(
+    func: type[Function], ctx: EmulatedAutogradContext, grads: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    shapes = state_of(ctx).argument_shapes
+    if len(grads) != len(shapes):
+        grads = _trimmed(func, grads, len(shapes))
+    for position, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
+        if grad is None:
+            continue
+        if shape is None:
+            raise RuntimeError(
+                f"function {func.__name__}Backward returned a gradient different than None at position "
+                f"{position + 1}, but the corresponding forward input was not a Variable"
+            )
+        if not isinstance(grad, Tensor):
+            raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
+        if grad.shape != shape and ctx.needs_input_grad[position] and not _is_expandable(shape, grad.shape):
+            index = sum(s is not None for s in shapes[:position])
+            raise RuntimeError(
+                f"Function {func.__name__}Backward returned an invalid gradient at index {index} - "
+                f"got {list(grad.shape)} but expected shape compatible with {list(shape)}"
+            )
+    return grads
+
+
+def _trimmed(func: type[Function], grads: tuple[Any, ...], num_arguments: int) -> tuple[Any, ...]:
+    """Allow more gradients than arguments if the rest are `None`, as PyTorch does."""
+    if len(grads) < num_arguments or any(grad is not None for grad in grads[num_arguments:]):
+        raise RuntimeError(
+            f"function {func.__name__}Backward returned an incorrect number of gradients "
+            f"(expected {num_arguments}, got {len(grads)})"
+        )
+    return grads[:num_arguments]
+
+
+def _is_expandable(shape: torch.Size, wider: torch.Size) -> bool:
+    """Whether a tensor of `shape` broadcasts to `wider`."""
+    pairs = zip(reversed(shape), reversed(wider), strict=False)
+    return len(shape) <= len(wider) and all(own in (1, other) for own, other in pairs)
+
+
+def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAutogradContext, Any]:
+    """Run the forward of an autograd function without a graph.
+
+    Why: `func.apply` ties its result into the graph of the calling thread. Whoever moves results and gradients
+    himself (to another thread, another machine) wants the numbers and the context, and no graph.
+
+    Args:
+        func: a `torch.autograd.Function`, with or without `setup_context`.
+        *args: what `func.apply` takes; tensors of any shape and dtype, and other objects.
+
+    Returns:
+        `(ctx, outputs)`: the context for `run_isolated_backward`, and what `func.apply` would return, detached. No
+        gradient flows from `outputs`; the arguments' own graph is not touched.
+
+    Raises:
+        TypeError: `func` is not an autograd function.
+        Exception: whatever the forward raises.
+
+    Autograd: tensors given to `save_for_backward` live as long as the context; if one is changed in place before
+    the backward, that raises as in PyTorch. A function that changes an argument in place changes its data.
+
+    Threads: any. Each call has its own context.
+
+    Example:
+        >>> import torch
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return 2 * ctx.saved_tensors[0] * grad
+        >>> ctx, y = run_isolated_forward(Square, torch.tensor([3.0], requires_grad=True))
+        >>> y, run_isolated_backward(Square, ctx, torch.tensor([1.0]))
+        (tensor([9.]), (tensor([6.]),))
+    """
+    check_is_function("run_isolated_forward", func)
+    with torch.no_grad():
+        ctx, returned = call_forward(func, args, detach=True)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        state_of(ctx).result_options = [
+            (r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results
+        ]
+        state_of(ctx).kept = tuple(map(_kept, ctx.to_save))
+        ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
+        detached = tuple(map(_detached, results))
+        return ctx, detached if isinstance(returned, tuple) else detached[0]
+
+
+def run_isolated_backward(
+    func: type[Function], ctx: EmulatedAutogradContext, *grad_outputs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Run the backward of a call that `run_isolated_forward` made.
+
+    Args:
+        func: the function that made `ctx`.
+        ctx: the context of its forward.
+        *grad_outputs: one gradient for each output of the forward, of its shape, dtype and device; `None` counts
+            as zeros unless the function called `set_materialize_grads(False)`.
+
+    Returns:
+        One gradient or `None` for each argument of the forward, of the argument's shape. They carry no graph.
+
+    Raises:
+        ValueError: not one gradient for each output.
+        RuntimeError: in PyTorch's words, when the function returns too few or too many gradients, or one of a
+            shape that does not fit its argument; when a saved tensor was changed in place.
+        Exception: whatever the backward raises.
+
+    Threads: any, also another one than the forward's; one at a time for each context.
+    """
+    check_is_function("run_isolated_backward", func)
+    if len(grad_outputs) != len(state_of(ctx).result_options):
+        raise ValueError(
+            f"run_isolated_backward: expected {len(state_of(ctx).result_options)} gradients, one for each output of "
+            f"{func.__name__}, got {len(grad_outputs)}. Pass None for outputs without a gradient."
+        )
+    with torch.no_grad():
+        if ctx.materialize_grads:
+            grad_outputs = tuple(materialize(grad_outputs, state_of(ctx).result_options))
+        grads = call_backward(func, ctx, grad_outputs)
+        return tuple(
+            grad if grad is None or shape is None else grad.sum_to_size(shape)
+            for grad, shape in zip(grads, state_of(ctx).argument_shapes, strict=True)
+        )
+
+
+def check_is_function(caller: str, func: object) -> None:
+    """Raise `TypeError` unless `func` is a subclass of `torch.autograd.Function`."""
+    if not (isinstance(func, type) and issubclass(func, Function)):
+        raise TypeError(
+            f"{caller}: expected a subclass of torch.autograd.Function, got {func!r}. "
+            "For modules and other callables use parallel_apply."
+        )
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _kept(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise TypeError(f"save_for_backward can only save variables, but got {type(value).__name__}")
+    return torch._C._autograd._make_saved_tensor(value.detach(), False)

@@ -1,0 +1,144 @@
+"""A call of an autograd function, as a join sees it.
+
+The forward runs on whatever thread, without gradients, on the caller's own tensors (as `Function.apply` runs it);
+the join then ties the results, saves what the function saved and marks what it marked. The backward is the
+function's own, on whatever thread, in the grad mode of the outer backward: with `create_graph=True` its operators
+are recorded there and lead to the caller's tensors, since saved tensors come out of the join with their history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+
+from moe_autograd._ambient import refuse_tangents
+from moe_autograd.autograd.emulated import call_backward, call_forward, materialize, options_of, state_of
+
+
+class FunctionCall:
+    """One call of `func`; see `join.Call`. Constructing it runs the forward, in the current grad mode.
+
+    Args:
+        func: the function.
+        args: what `func.apply` takes.
+        is_recorded: whether the caller's grad mode is on.
+    """
+
+    __slots__ = (
+        "_changed_view",
+        "_ctx",
+        "_func",
+        "_num_results",
+        "_options",
+        "_returned",
+        "_tensor_arguments",
+        "_tensor_results",
+        "inputs",
+        "results",
+    )
+
+    def __init__(self, func: type[Function], args: tuple[Any, ...], *, is_recorded: bool) -> None:
+        self._func = func
+        ctx, returned = call_forward(func, args)
+        self._ctx, self._returned = ctx, returned
+        self._tensor_arguments = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        self.inputs = tuple([args[i] for i in self._tensor_arguments])
+        self._changed_view: Tensor | None = None
+        if ctx.dirty_tensors and is_recorded and True in ctx.needs_input_grad:
+            returned = self._set_view_aside(returned)
+        if isinstance(returned, Tensor):
+            self._num_results = 1
+            self.results: tuple[Tensor, ...] = (returned,)
+        else:
+            self._take_several(returned if isinstance(returned, tuple) else (returned,))
+        if forward_ad._current_level >= 0:
+            refuse_tangents(self.results)
+
+    def _take_several(self, returned: tuple[Any, ...]) -> None:
+        # With one result no gradient is ever missing: without its only one a backward does not run.
+        self._options = options_of(returned)
+        self._num_results = len(returned)
+        self._tensor_results = [i for i, r in enumerate(returned) if isinstance(r, Tensor)]
+        self.results = tuple([returned[i] for i in self._tensor_results])
+
+    def _set_view_aside(self, view: Any) -> Any:
+        """Let the join tie a copy of a view that was changed in place and is the call's only result.
+
+        PyTorch can give a changed view a new history only behind a node with one result, which a join is not.
+        So the join ties the copy, and `take_returned` copies it into the view, which gives the view a history that
+        leads there.
+        """
+        if not isinstance(view, Tensor) or not view._is_view():
+            return view
+        copy = view.clone()
+        ctx, self._changed_view = self._ctx, view
+        ctx.to_save = tuple([copy if tensor is view else tensor for tensor in ctx.to_save])
+        ctx.dirty_tensors = tuple([tensor for tensor in ctx.dirty_tensors if tensor is not view])
+        return copy
+
+    @property
+    def to_save(self) -> tuple[Tensor | None, ...]:
+        """What the function gave to `save_for_backward`."""
+        return self._ctx.to_save
+
+    @property
+    def dirty(self) -> tuple[Tensor, ...]:
+        """What the function changed in place."""
+        return self._ctx.dirty_tensors
+
+    @property
+    def non_differentiable(self) -> tuple[Tensor, ...]:
+        """A call that takes nothing which requires a gradient gives nothing which does (the join's Rule 4)."""
+        return self._ctx.non_differentiable if True in self._ctx.needs_input_grad else self.results
+
+    def forget_results(self) -> None:
+        """See `join.Call`; free attributes of the context are the function's own business, as in PyTorch."""
+        ctx = self._ctx
+        ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
+        state_of(ctx).saved = None
+        self.inputs = self.results = ()
+
+    def take_returned(self, tied: Sequence[Tensor]) -> Any:
+        """Return what `func.apply` returns: what the forward returned, its tensors replaced by the tied ones."""
+        returned, self._returned = self._returned, None
+        if self._changed_view is not None:
+            view, self._changed_view = self._changed_view, None
+            return view.copy_(tied[0])
+        if not isinstance(returned, tuple):
+            return tied[0] if tied else returned  # one tensor, or something that is none
+        values = list(returned)
+        for position, tensor in zip(self._tensor_results, tied, strict=True):
+            values[position] = tensor
+        return tuple(values)
+
+    def backward(
+        self,
+        saved: Sequence[Tensor | None],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        keep_graph: bool,
+    ) -> Sequence[Tensor | None]:
+        """See `join.Call`."""
+        ctx = self._ctx
+        if self._num_results != 1:
+            grad_outputs = self._with_others(grad_outputs)
+            if ctx.materialize_grads:
+                grad_outputs = materialize(grad_outputs, self._options)
+        state = state_of(ctx)
+        state.saved = saved
+        try:
+            grads = call_backward(self._func, ctx, grad_outputs)
+        finally:
+            state.saved = None
+        if len(grads) == len(self._tensor_arguments):
+            return grads
+        return [grads[i] for i in self._tensor_arguments]
+
+    def _with_others(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Put `None` for the results that are no tensors, as PyTorch does."""
+        by_position = dict(zip(self._tensor_results, grad_outputs, strict=True))
+        return [by_position.get(i) for i in range(self._num_results)]

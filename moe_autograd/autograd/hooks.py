@@ -1,0 +1,150 @@
+"""Two moments of a backward: just before a layer's own begins, and when the whole of it has ended.
+
+Whoever wants to fetch something ahead (offloaded weights, a remote expert's place in a queue) needs the first,
+and whoever has to wait for it or tidy up needs the second::
+
+    forward     layer 1 ──▶ layer 2 ──▶ layer 3 ──▶ loss
+    backward    layer 1 ◀── layer 2 ◀── layer 3 ◀── loss
+              ▲           ▲           ▲
+              │           │           └ before_backward(outputs of layer 3): start to load layer 2
+              │           └ before_backward(outputs of layer 2): start to load layer 1
+              └ at_end_of_backward: all is there
+
+PyTorch fires hooks of tensors and of nodes. A layer with several outputs would hear of each, so the first is
+`torch.autograd.graph.register_multi_grad_hook(mode="any")`. The engine calls back at the end of a backward, but
+of the one that asks: a backward on a worker thread, or one inside another, ends long before the outermost. Whoever
+starts such backwards wraps them in `nested_backwards()`, and what is asked for inside waits for the outermost end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+
+def before_backward(outputs: Any, function: Callable[[], object]) -> RemovableHandle:
+    """Call a function once in every backward through a layer, before the layer's own backward begins.
+
+    Args:
+        outputs: all that the layer returned: a tensor, or any nesting of tuples, lists and dicts of them. What
+            requires no gradient is passed over; if nothing does, there is no backward and no call.
+        function: takes nothing; what it returns is ignored. The layer's backward waits for it: start the work
+            elsewhere. What it raises, the backward raises.
+
+    Returns:
+        A handle; `remove()` unregisters.
+
+    Autograd: it fires when the first of the outputs receives its gradient, once for each backward (`.backward()`
+    or `torch.autograd.grad`) that passes through any of them. A forward that is run again (checkpointing) may
+    register again: no backward passes through those outputs, or only one through them does. The graph holds
+    `function`: hold no tensor of the graph in it.
+
+    Threads: it fires in the thread that runs this part of the backward.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> a, b = x * 2, x * 3
+        >>> _ = before_backward((a, b), lambda: print("soon"))
+        >>> (a + b).sum().backward()
+        soon
+    """
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return register_multi_grad_hook(tensors, lambda _: _discard(function()), mode="any")
+
+
+def at_end_of_backward(function: Callable[[], object]) -> None:
+    """Call a function once, at the end of the whole backward that runs right now.
+
+    Asking again with the same function, in the same backward, changes nothing.
+
+    Args:
+        function: takes nothing. It runs before `.backward()` returns, after every gradient is there, in the order
+            of asking. What it raises, the backward raises. A backward that fails calls none.
+
+    Raises:
+        RuntimeError: no backward is running in this thread.
+
+    Threads: it runs in the thread that called the outermost backward.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = x * 2
+        >>> _ = before_backward(y, lambda: at_end_of_backward(lambda: print(x.grad)))
+        >>> y.sum().backward()
+        tensor([2., 2.])
+    """
+    (_outermost.get() or _end_of_this_backward()).add(function)
+
+
+@contextlib.contextmanager
+def nested_backwards() -> Iterator[None]:
+    """Inside, a backward that ends is not the end: `at_end_of_backward` waits for the one that runs now.
+
+    For whoever starts backwards inside a backward. On other threads they need the caller's `contextvars`. Outside
+    of any backward it does nothing.
+    """
+    if _outermost.get() is not None or not _is_in_backward():
+        yield
+        return
+    token = _outermost.set(_end_of_this_backward())
+    try:
+        yield
+    finally:
+        _outermost.reset(token)
+
+
+class _End:
+    """What to call at the end of one backward. The engine owns it, so it goes when the backward fails."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._functions: dict[Callable[[], object], None] = {}
+
+    def add(self, function: Callable[[], object]) -> None:
+        with self._lock:
+            self._functions[function] = None
+
+    def __call__(self) -> None:
+        while self._functions:  # one that is called may ask for more
+            with self._lock:
+                function = next(iter(self._functions))
+                del self._functions[function]
+            function()
+
+
+_outermost: ContextVar[_End | None] = ContextVar("_outermost", default=None)
+_ends: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
+_ends_lock = threading.Lock()
+
+
+def _end_of_this_backward() -> _End:
+    if not _is_in_backward():
+        raise RuntimeError(
+            "at_end_of_backward: expected a call from inside a backward, got one from outside. "
+            "Call it in a hook, for example that of before_backward."
+        )
+    with _ends_lock:
+        task = torch._C._current_graph_task_id()
+        end = _ends.get(task)
+        if end is None:
+            end = _ends[task] = _End()
+            Variable._execution_engine.queue_callback(end)
+        return end
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _discard(_: object) -> None:
+    """Return nothing: a tensor that a hook returns would replace the gradient."""

@@ -1,0 +1,434 @@
+"""A call of a module (or any callable), as a join sees it.
+
+What torch does: a forward under autograd links its operators to the graph of its inputs, and the engine later walks
+that graph on one thread. In the way: to run a call's backward on a thread of its own, its graph has to be cut out
+of the whole. The trick is to cut at four kinds of places, and to tie the cuts to the join:
+
+        x ───── entry ─▶ x'  ──┐                          x     the caller's tensor
+                               ▼                          x'    its alias in the call's own graph
+        p ───────────────▶ [ call's own graph ] ─▶ y'     p     a leaf, mostly a parameter
+        h ───────────────▶      (inner)           │       h     a tensor with history, reached through a closure
+                                                  ▼
+        x, h, p, gate(p) ─▶     [ join ] ────────▶ y      (outer)
+
+Rule 1. Inputs are cut at the *entry*: one node that gives every tensor which requires a gradient a new name with the
+        same storage and version counter. Inner graphs end there; an in-place change is noticed on both sides.
+Rule 2. Leaves need no cut: the inner graph ends at them by itself. Which ones a call reached is found by walking
+        its graph after the forward, so a closure's parameters count as much as a module's own.
+Rule 3. Tensors with history that a callable holds in its closure are looked up there before the walk, which stops at
+        them. One hidden deeper is walked through, down to its leaves; if two calls meet behind it, neither frees
+        what they share. (Two limits: a hook on it sees the gradient in parts, one a call; and if it serves outside
+        the map as well, the backward complains that its graph is freed.)
+Rule 4. The inner backward is `torch.autograd.grad`, which captures gradients and accumulates none. The outer engine
+        accumulates: `.grad`, hooks and DDP see each parameter once. A tensor hook on a leaf would run at the
+        capture as well, so such hooks are made to sleep while an inner backward runs.
+Rule 5. Besides, the join leads to all leaves through one node, the *gate*: the engine says of a node, but not of a
+        leaf, whether this backward wants it. `torch.autograd.grad(loss, x)` then computes no weight gradients, as in
+        plain PyTorch.
+Rule 6. With `create_graph=True` the inner backward is itself a call whose graph ends at the same cuts, and gets a
+        join of its own: gradients of any order are exact, each computed concurrently. Its graph runs on into the
+        first one, which the outer engine may still have to walk for itself; so it leaves that graph unfreed.
+Rule 7. An input that the call changed in place becomes a result of the join, and has its history from there on.
+Rule 8. An input that the call returns as it is comes back as itself. A result that shares memory with an input or with
+        another result is tied as a view, so that PyTorch refuses to change it in place, and is saved, so that it
+        notices when the other is changed: two tensors that are cut apart can no longer tell each other.
+Rule 9. A tensor with history that leaves a call by another way than its result (an attribute, a list, an object that
+        `torch.utils._pytree` does not know) leads to the entry, not to the outer graph. Its backward says so.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from moe_autograd._ambient import refuse_tangents
+from moe_autograd.autograd.closures import Cut
+from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.join import ACCUMULATE_GRAD, Joined, has_any, is_wanted, join, run_calls, split
+from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
+from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched, sleeping_hooks
+
+_ANY_THREAD = contextlib.nullcontext()
+Flat = tuple[
+    list[Any], TreeSpec | None
+]  # arguments and how they were nested; `None`: positional ones, not nested
+
+
+class _Entry(Function):
+    """Rule 1. The anchor is a leaf that makes the aliases part of a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors])  # as they are, each would be a view of itself
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(  # Rule 9
+            "parallel_apply: expected tensors with history to leave a call as its result, got one that left by "
+            "another way (an attribute, a list, an object that is no pytree). Return it, or register its class with "
+            "torch.utils._pytree.register_pytree_node."
+        )
+
+
+class _Gate(Function):
+    """Rule 5. Leads to all leaves, and carries no gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class ModuleCall:
+    """One call of `module`; see `join.Call`. Constructing it runs the forward, in the current grad mode.
+
+    Args:
+        module: any callable.
+        flat: its arguments, flattened.
+        aliases: what `enter` returned for the tensors of all calls.
+        cuts: further places where the inner graph ends, each with the outer tensor it stands for.
+        shares_graph: whether its graph runs on into another call's, which may be needed again (Rule 6).
+    """
+
+    non_differentiable: tuple[Tensor, ...] = ()
+    _changed_views: Sequence[Tensor] = ()
+    _dirty: Sequence[Tensor] = ()
+    has_hooks = False  # whether hooks are to sleep in its backward
+    boxes: Sequence[weakref.ref[Box]] = ()  # what it saved, where the caller has saved-tensor hooks
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        flat: Flat,
+        aliases: dict[int, Tensor],
+        cuts: Sequence[Cut],
+        shares_graph: bool,
+    ) -> None:
+        self._shares_graph = shares_graph
+        self._is_spent = False
+        self.leaves: list[Tensor] = []
+        values, spec = flat
+        entered = list({id(v): v for v in values if id(v) in aliases}.values())
+        versions = [tensor._version for tensor in entered]
+        # Edges are looked up before the forward: an in-place change gives an alias a new history.
+        self.cuts = [*[(edge_of(aliases[id(tensor)]), tensor) for tensor in entered], *cuts]
+        inner = [aliases.get(id(value), value) for value in values]
+        inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
+
+        returned = module(*inner_args, **inner_kwargs)
+
+        self._take_results(returned, {id(aliases[id(tensor)]): tensor for tensor in entered})
+        self.dirty: tuple[Tensor, ...] = ()
+        if versions != [tensor._version for tensor in entered]:
+            changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
+            self._take_changed(changed, [aliases[id(tensor)] for tensor in changed])
+        self.inputs: tuple[Tensor, ...] = tuple([tensor for _, tensor in self.cuts])
+
+    def find_leaves(self, owners: dict[Node, ModuleCall]) -> None:
+        """Walk the inner graph for the leaves that the call reached (Rules 2 and 3).
+
+        Args:
+            owners: the nodes found so far by all calls, each with the first call that found it. Calls that meet
+                at a node share what lies behind it, and neither may free it.
+        """
+        ends = [edge for edge, _ in self.cuts]
+        stop_at = {(edge.node, edge.output_nr) for edge in ends}
+        seen: set[Node] = set()
+        to_visit: list[tuple[Node | None, int]] = [(edge.node, edge.output_nr) for edge in self._edges]
+        while to_visit:
+            edge = to_visit.pop()
+            node = edge[0]
+            if node is None or node in seen or edge in stop_at:
+                continue
+            seen.add(node)
+            if type(node) is ACCUMULATE_GRAD:
+                self.leaves.append(node.variable)  # type: ignore[attr-defined]
+                ends.append(GradientEdge(node, 0))
+                continue
+            if (owner := owners.setdefault(node, self)) is not self:
+                owner._shares_graph = self._shares_graph = True
+            to_visit += node.next_functions
+        self._ends = ends
+        self.inputs += tuple(self.leaves)
+
+    def _take_results(self, returned: Any, outer_of: dict[int, Tensor]) -> None:
+        """Find the results that the join is to tie (Rule 8); `outer_of` maps an alias's id to its outer tensor."""
+        values: list[Any] = [returned]
+        self._spec: TreeSpec | None = None
+        self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
+        if self._is_list:
+            values = list(returned)
+        elif not isinstance(returned, Tensor):
+            values, self._spec = tree_flatten(returned)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(value for value in values if isinstance(value, Tensor))
+        self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
+        inner: list[Tensor] = []
+        for i, value in enumerate(values):
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                continue
+            if id(value) in outer_of:
+                values[i] = outer_of[id(value)]
+                continue
+            if id(value) not in self._places:
+                inner.append(value)
+            self._places.setdefault(id(value), []).append(i)
+            values[i] = None
+        self._values = values
+        self._edges = [edge_of(value) for value in inner]
+        self._detach(inner, outer_of)
+
+    def _detach(self, inner: list[Tensor], outer_of: dict[int, Tensor]) -> None:
+        if len(inner) == 1 and not inner[0]._is_view():
+            self.results: tuple[Tensor, ...] = (inner[0].detach(),)
+            self.to_save: tuple[Tensor | None, ...] = ()
+            return
+        owners = [id(value._base) if value._is_view() else id(value) for value in inner]
+        num_owned = collections.Counter(owners)
+        results, shared = [], []
+        for value, owner in zip(inner, owners, strict=True):
+            result = value.detach()
+            if owner in outer_of or num_owned[owner] > 1:
+                result = result.view_as(result)
+                shared.append(result)
+            results.append(result)
+        self.results = tuple(results)
+        self.to_save = tuple(shared)
+
+    def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
+        """Rule 7."""
+        self._edges += [edge_of(alias) for alias in aliases]
+        self._changed_views = [tensor for tensor in changed if tensor._is_view()]
+        self.dirty = tuple([tensor for tensor in changed if not tensor._is_view()])
+        self.results += tuple([t.detach().clone() if t._is_view() else t for t in changed])
+
+    def forget_results(self) -> None:
+        """See `join.Call`."""
+        self._dirty = self.dirty
+        self.results = self.dirty = self.inputs = self.to_save = ()
+
+    def take_returned(self, tied: Sequence[Tensor]) -> Any:
+        """Return what the module returned, with the tied tensors in their places."""
+        values, self._values = self._values, []
+        for places, tensor in zip(self._places.values(), tied, strict=False):
+            for place in places:
+                values[place] = tensor
+        if self._changed_views:
+            self._give_history_to_views(tied[len(self._places) :])
+        if self._is_list:
+            return values
+        return values[0] if self._spec is None else tree_unflatten(values, self._spec)
+
+    def _give_history_to_views(self, changed: Sequence[Tensor]) -> None:
+        """Rule 7, for inputs that are views: a copy of each was tied, and is copied into it."""
+        copies = [tensor for tensor in changed if not any(tensor is dirty for dirty in self._dirty)]
+        views, self._changed_views, self._dirty = self._changed_views, (), ()
+        for view, copy in zip(views, copies, strict=True):
+            # The inner graph has saved tensors that know of the real change: this one is not to count.
+            with torch.autograd._unsafe_preserve_version_counter(view), torch.enable_grad():
+                view.copy_(copy)
+
+    def backward(
+        self,
+        saved: Sequence[Tensor | None],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        keep_graph: bool,
+    ) -> Sequence[Tensor | None]:
+        """See `join.Call`."""
+        try:
+            return self.differentiate(grad_outputs, wanted, keep_graph=keep_graph or self._shares_graph)
+        finally:
+            if not keep_graph:
+                self._edges, self._ends, self.cuts, self.leaves = [], [], [], []
+                self._is_spent = True
+
+    def differentiate(
+        self,
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        *,
+        keep_graph: bool,
+        create_graph: bool = False,
+    ) -> Sequence[Tensor | None]:
+        """Walk the inner graph backwards (Rule 4)."""
+        if self._is_spent:
+            raise RuntimeError(BACKWARD_TWICE)
+        starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
+        ends = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+        grads: list[Tensor | None] = [None] * len(wanted)
+        if not ends:
+            return grads
+        with sleeping_hooks([edge.node for edge, _ in starts] if self.has_hooks else ()), _on_this_thread():
+            # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
+            found = _engine_run_backward(
+                tuple([edge for edge, _ in starts]),
+                tuple([grad for _, grad in starts]),
+                keep_graph,
+                create_graph,
+                tuple([self._ends[i] for i in ends]),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        for i, grad in zip(ends, found, strict=True):
+            grads[i] = grad
+        return grads
+
+
+def _on_this_thread() -> contextlib.AbstractContextManager[object]:
+    """Keep an inner backward on its worker.
+
+    On a GPU the engine hands nodes to a thread of the device. That thread is the one which runs the join, and waits
+    there for the workers.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        return _ANY_THREAD
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+class JoinedModules(Joined):
+    """The module calls of one map."""
+
+    calls: Sequence[ModuleCall]
+    _has_gate = False
+
+    def pass_gate(self) -> Tensor | None:
+        """Return what leads through the gate to the leaves of all calls (Rule 5); `None` without leaves."""
+        leaves = {id(leaf): leaf for call in self.calls for leaf in call.leaves}
+        self._has_gate = bool(leaves)
+        return _Gate.apply(*leaves.values()) if leaves else None  # type: ignore[no-untyped-call]
+
+    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+        """See `Joined`; of leaves it wants all or none, of tensors that are leaves as inputs all."""
+        wants_leaves = True
+        if self._has_gate:
+            wants_leaves, nodes = is_wanted(nodes[0]), nodes[1:]
+        wanted = [is_wanted(node) for node in nodes]
+        if not wants_leaves:
+            start = 0
+            for call, count in zip(self.calls, self.num_inputs, strict=True):
+                for i in range(start + len(call.cuts), start + count):
+                    wanted[i] = False
+                start += count
+        return wanted
+
+    def backward(
+        self,
+        saved_of: list[Sequence[Any]],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        keep_graph: bool,
+    ) -> list[Tensor | None]:
+        """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
+        for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
+            call.has_hooks = let_hooks_sleep([*call.leaves, *[tensor for _, tensor in call.cuts]])
+            if has_any(grads):
+                for box in alive(call.boxes):
+                    box.unpack_ahead()
+        if not torch.is_grad_enabled():
+            cuts = [tensor for call in self.calls for _, tensor in call.cuts]
+            with retained_grads_untouched(cuts):
+                return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+        grads_of = split(grad_outputs, self.num_results)
+        wanted_of = split(wanted, self.num_inputs)
+        running = [i for i, own in enumerate(grads_of) if has_any(own)]
+        found = run_module_calls(
+            [functools.partial(_second_order, self.calls[i], wanted_of[i]) for i in running],
+            [tuple(grads_of[i]) for i in running],
+            [{}] * len(running),
+            names=[self.names[i] for i in running],
+            max_concurrency=self.max_concurrency,
+            title=f"{self.title}, backward",
+            cuts=[self.calls[i].cuts for i in running],
+            shares_graph=True,
+        )
+        by_call = dict(zip(running, found, strict=True))
+        return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
+
+
+def _second_order(
+    call: ModuleCall, wanted: Sequence[bool], *grad_outputs: Tensor | None
+) -> Sequence[Tensor | None]:
+    return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
+
+
+def run_module_calls(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    *,
+    names: Sequence[str],
+    max_concurrency: int | None,
+    title: str,
+    cuts: Sequence[Sequence[Cut]],
+    shares_graph: bool = False,
+) -> list[Any]:
+    """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
+    flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
+    aliases = enter([value for values, _ in flats for value in values])
+    owners: dict[Node, ModuleCall] = {}
+    hooks = ordered_hooks(len(modules))
+    calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
+
+    def forward(i: int) -> None:
+        if hooks is None:
+            calls[i] = ModuleCall(modules[i], flats[i], aliases, cuts[i], shares_graph)
+        else:
+            with hooks.of(i):
+                calls[i] = ModuleCall(modules[i], flats[i], aliases, cuts[i], shares_graph)
+            calls[i].boxes = hooks.boxes(i)
+        calls[i].find_leaves(owners)
+
+    run_calls(forward, names, max_concurrency, f"{title}, forward")
+    owners.clear()
+    tied: list[Sequence[Tensor]] = [()] * len(calls)
+    if any(call.results for call in calls):
+        # A module may turn gradients on by itself; then its result has a history under no_grad, too.
+        # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
+        changed = tuple([tensor for call in calls for tensor in call.dirty])
+        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(changed):
+            tied = join(JoinedModules(calls, names, max_concurrency, title))
+    return [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
+    """Flatten the arguments of a call; most calls take tensors alone, and need no pytree."""
+    if not kwargs and all(type(value) is Tensor for value in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Return where the gradient of `tensor` goes; torch's own function also holds on to it."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def enter(values: Sequence[Any]) -> dict[int, Tensor]:
+    """Return an alias of each tensor that requires a gradient, by the tensor's `id` (Rule 1)."""
+    if torch.is_inference_mode_enabled():
+        return {}
+    tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}
+    if not tensors:
+        return {}
+    # Detached: were the entry to lead on to the callers' graph, an inner backward could run on into it and reach
+    # a parameter that serves there, too.
+    detached = [tensor.detach() for tensor in tensors.values()]
+    with torch.enable_grad():
+        aliases = _Entry.apply(torch.empty(0, requires_grad=True), *detached)  # type: ignore[no-untyped-call]
+    return dict(zip(tensors, aliases, strict=True))

@@ -1,0 +1,6 @@
+"""Train more experts than fit into memory."""
+
+from moe_autograd.autograd.offload.experts import OffloadedExpert, OffloadedExperts, read_ahead
+from moe_autograd.autograd.offload.stores import Store
+
+__all__ = ["OffloadedExpert", "OffloadedExperts", "Store", "read_ahead"]

@@ -1,0 +1,261 @@
+"""One call of an offloaded expert, as one node of the caller's graph.
+
+The node keeps a graph of its own, from detached inputs to the results, one for each micro-batch::
+
+       x ──┬─ detached ── expert, weights held ── y 0 ──┬── y      the caller's graph sees x, y and one node
+           └─ detached ── expert, weights held ── y 1 ──┘
+
+The weights are leaves of the inner graphs. The backward asks for their gradients there, and gathers them in the
+expert's own part instead of `.grad`, which would have to stay in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.offload.held import HeldExpert
+from moe_autograd.autograd.offload.residency import Part
+from moe_autograd.autograd.offload.saved import MovedActivations, saving
+
+
+class _Piece(NamedTuple):
+    """The inner graph of one micro-batch."""
+
+    inputs: Sequence[GradientEdge | None]
+    outputs: Sequence[GradientEdge | None]
+    weights: dict[str, GradientEdge]
+    moved: MovedActivations | None
+    rows: tuple[int, int]
+
+
+class OffloadedCall:
+    """What a node knows of its call; it holds no tensor of the caller's.
+
+    Args:
+        held: the expert.
+        num_microbatches: split the rows in so many, and let activations leave memory; `None` for neither.
+        next_to_load: what the backward after this one will need.
+    """
+
+    def __init__(self, held: HeldExpert, num_microbatches: int | None, next_to_load: Sequence[Part]) -> None:
+        self._held, self._num_microbatches, self._next_to_load = held, num_microbatches, next_to_load
+        self._shapes: list[torch.Size] = []
+        self._num_rows = 0
+        self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
+
+    def apply(self, args: Sequence[Any], kwargs: dict[str, Any], anchor: Tensor | None) -> Any:
+        """Call the expert.
+
+        Args:
+            args: as for the expert; gradients flow to tensors, also to those in tuples, lists and dicts.
+            kwargs: as for the expert.
+            anchor: a tensor that requires a gradient, if the expert's weights do.
+
+        Returns:
+            What the expert returns.
+        """
+        leaves, spec = tree_flatten((tuple(args), kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._num_rows = next((shape[0] for shape in self._shapes if shape), 0)
+        call = functools.partial(self._call, leaves, spec)
+        if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
+            tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            self._result, tied = self._without_graph(call, tensors)
+        (result, result_spec), self._result = self._result, ([], spec)
+        rest = iter(tied)
+        return tree_unflatten([next(rest) if isinstance(one, Tensor) else one for one in result], result_spec)
+
+    def _call(self, leaves: Sequence[Any], spec: TreeSpec, tensors: Sequence[Tensor]) -> Any:
+        rest = iter(tensors)
+        args, kwargs = tree_unflatten(
+            [next(rest) if isinstance(one, Tensor) else one for one in leaves], spec
+        )
+        return self._held.call(args, kwargs)
+
+    def _without_graph(
+        self, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
+    ) -> tuple[tuple[list[Any], TreeSpec], list[Tensor]]:
+        pieces = []
+        for rows in self._rows():
+            with self._held.residency.hold([self._held.weights]):
+                pieces.append(self._own(call(self._cut(tensors, rows))))
+        result = tree_flatten(_joined(pieces))
+        return result, [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
+
+    def forward(
+        self, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[_Piece]]:
+        """Call the expert on each micro-batch; return its tensors, and the inner graphs."""
+        results, pieces = [], []
+        for rows in self._rows():
+            moved = None if self._num_microbatches is None else MovedActivations(self._held.residency)
+            inputs = [t.detach().requires_grad_(t.requires_grad) for t in self._cut(tensors, rows)]
+            with self._held.residency.hold([self._held.weights]), torch.enable_grad():
+                with saving(self._held, moved):
+                    result = call(inputs)
+                outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                pieces.append(_Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows))
+                results.append(self._own(result))
+            del inputs, result, outputs
+            if moved is not None:
+                moved.seal()
+        self._result = tree_flatten(_joined(results))
+        return [leaf for leaf in self._result[0] if isinstance(leaf, Tensor)], pieces
+
+    def backward(
+        self, pieces: list[_Piece], grads: Sequence[Tensor | None], for_weights: bool, keep_graph: bool
+    ) -> list[Tensor | None]:
+        """Run the inner backwards, the last micro-batch first; gather the weights' gradients.
+
+        Args:
+            pieces: emptied on the way, unless the graph is kept.
+            grads: one for each tensor of the result, `None` where none flows.
+            for_weights: whether the backward wants the weights' gradients.
+            keep_graph: whether there may be another backward.
+
+        Returns:
+            The gradients of the call's tensors.
+        """
+        self._held.residency.prefetch(self._next_to_load)
+        found: list[Sequence[Tensor | None]] = []
+        for i in reversed(range(len(pieces))):
+            piece = pieces[i] if keep_graph else pieces.pop()
+            parts = [self._held.weights, *([self._held.gradients] if for_weights else [])]
+            if piece.moved is not None and piece.moved.part is not None:
+                parts.append(piece.moved.part)
+            with self._held.residency.hold(parts):
+                found.insert(0, self._piece_backward(piece, grads, for_weights, keep_graph))
+        return [self._assembled(i, [of_piece[i] for of_piece in found]) for i in range(len(self._shapes))]
+
+    def _piece_backward(
+        self, piece: _Piece, grads: Sequence[Tensor | None], for_weights: bool, keep_graph: bool
+    ) -> Sequence[Tensor | None]:
+        roots = [
+            (edge, grad if self._is_whole(piece.rows) else grad[slice(*piece.rows)])
+            for edge, grad in zip(piece.outputs, grads, strict=True)
+            if edge is not None and grad is not None
+        ]
+        weights = piece.weights if for_weights else {}
+        wanted = [*(edge for edge in piece.inputs if edge), *weights.values()]
+        if not roots or not wanted:
+            return [None] * len(piece.inputs)
+        edges, root_grads = [edge for edge, _ in roots], [grad for _, grad in roots]
+        made = torch.autograd.grad(edges, wanted, root_grads, retain_graph=keep_graph, allow_unused=True)
+        if weights:
+            self._held.gather(dict(zip(weights, made[-len(weights) :], strict=True)))
+        rest = iter(made)
+        return [next(rest) if edge else None for edge in piece.inputs]
+
+    def _rows(self) -> list[tuple[int, int]]:
+        count = max(1, min(self._num_microbatches or 1, self._num_rows))
+        bounds = [self._num_rows * i // count for i in range(count + 1)]
+        return list(itertools.pairwise(bounds))
+
+    def _is_whole(self, rows: tuple[int, int]) -> bool:
+        return rows == (0, self._num_rows)
+
+    def _has_rows(self, shape: torch.Size) -> bool:
+        return len(shape) > 0 and shape[0] == self._num_rows
+
+    def _cut(self, tensors: Sequence[Tensor], rows: tuple[int, int]) -> list[Tensor]:
+        if self._is_whole(rows):
+            return list(tensors)
+        return [tensor[slice(*rows)] if self._has_rows(tensor.shape) else tensor for tensor in tensors]
+
+    def _assembled(self, i: int, grads: list[Tensor | None]) -> Tensor | None:
+        """Put together what the micro-batches found for one tensor: its rows, or a sum."""
+        known = [grad for grad in grads if grad is not None]
+        if len(grads) == 1 or not known:
+            return grads[0]
+        if not self._has_rows(self._shapes[i]):
+            return torch.stack(known).sum(0)
+        sizes = [stop - start for start, stop in self._rows()]
+        width = self._shapes[i][1:]
+        return torch.cat(
+            [known[0].new_zeros(n, *width) if g is None else g for g, n in zip(grads, sizes, strict=True)]
+        )
+
+    def _own(self, result: Any) -> Any:
+        """Detach what the expert returned; copy what lies in the weights' buffer, which will be used again."""
+        flat = self._held.weights.buffer
+        assert flat is not None
+        first, last = flat.data_ptr(), flat.data_ptr() + flat.numel()
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone() if first <= tensor.data_ptr() < last else tensor.detach()
+
+        return tree_map_only(Tensor, own, result)
+
+
+class _Node(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: OffloadedCall, run: Any, anchor: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(t for t in (anchor, *tensors) if t is not None and t.requires_grad))
+        results, ctx.pieces = call.forward(run, tensors)
+        ctx.call, ctx.is_spent, ctx.has_anchor = call, False, anchor is not None
+        has_gradient = [any(piece.outputs[i] for piece in ctx.pieces) for i in range(len(results))]
+        ctx.mark_non_differentiable(
+            *[result for result, has in zip(results, has_gradient, strict=True) if not has]
+        )
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.is_spent:
+            raise RuntimeError(BACKWARD_TWICE)
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.is_spent = not keep_graph
+        for_weights = ctx.has_anchor and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = [grad if grad is None else _not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
+        return (None, None, None, *found)
+
+
+class _NotTwice(Function):
+    """Passes a gradient on. It depends on what it is tied to, and says so instead of being taken for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *tied_to: Tensor | None) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "OffloadedExperts: expected a gradient of first order, got a derivative of the gradient. "
+            "Use the plain modules where second derivatives are needed."
+        )
+
+
+_not_twice: Callable[..., Tensor] = _NotTwice.apply
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _joined(results: list[Any]) -> Any:
+    """Put the results of micro-batches one below the other."""
+    if len(results) == 1:
+        return results[0]
+    leaves_of_pieces = [tree_flatten(result)[0] for result in results]
+    joined = [
+        torch.cat(one) if isinstance(one[0], Tensor) else one[0]
+        for one in zip(*leaves_of_pieces, strict=True)
+    ]
+    return tree_unflatten(joined, tree_flatten(results[0])[1])

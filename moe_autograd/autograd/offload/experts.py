@@ -1,0 +1,349 @@
+"""More experts than memory: a sequence of modules whose weights, gradients and optimizer state come and go.
+
+What is in memory during a step of four experts, where the limit lets two in (w weights, g gradients, s state)::
+
+                 forward                        backward                   step
+    expert 0   w───┐                                        w g──┐       w g s───┐
+    expert 1     w─┼─┐                              w g───┐  ·   │          w g s┼──┐
+    expert 2       w─┼──┐                     w g───┐ ·   │      │               w g s──┐
+    expert 3         w──┼───────────────  w g───┐ · │     │      │                  w g s──┐
+               time ▶    the next is read while one computes; what was changed is written behind it
+
+The same expert is last in a forward and first in the backward, so it is not read again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_autograd.autograd.hooks import before_backward
+from moe_autograd.autograd.offload.call import OffloadedCall
+from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
+from moe_autograd.autograd.offload.held import HeldExpert
+from moe_autograd.autograd.offload.residency import Part, Residency
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
+from moe_autograd.errors import CheckpointError
+
+
+class OffloadedExpert(nn.Module):
+    """One of `OffloadedExperts`: called like the module it stands for, and without parameters of its own."""
+
+    def __init__(self, owner: OffloadedExperts, held: HeldExpert) -> None:
+        super().__init__()
+        self._owner, self._held = owner, held
+
+    @property
+    def call_group(self) -> OffloadedExperts:
+        """Experts of one group are called together: here one after the other, while the next is read."""
+        return self._owner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the expert; see `OffloadedExperts`."""
+        return self._owner.call_together([self], [args], [kwargs])[0]
+
+    def train(self, mode: bool = True) -> OffloadedExpert:
+        """See `torch.nn.Module.train`."""
+        super().train(mode)
+        self._held.module.train(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        """See `torch.nn.Module.extra_repr`."""
+        return f"{self._held.name}, {self._held.weights.layout.num_bytes} bytes of weights"
+
+
+class OffloadedExperts(Sequence[OffloadedExpert]):
+    """A sequence of experts of which only some are in memory.
+
+    Weights, gradients and optimizer state live in a store. They come in for a forward, a backward or an update and
+    leave again, least recently used first. Results and gradients are those of the plain modules; the gradients are
+    gathered here and not in `.grad`, and `step` here updates the weights.
+
+    Args:
+        experts: modules; give a generator if they don't fit into memory together. They are emptied.
+        optimizer: a function from parameters to a `torch.optim.Optimizer`, called once for each expert; `None` if
+            they are not trained.
+        max_resident_bytes: for weights, gradients, optimizer state and moved activations together. What one
+            expert needs for an update has to fit: weights, gradients and state.
+        store: "ram" for host memory (pinned, for experts on a GPU), a folder for files, or a `Store`.
+        beside: share limit and store with another layer's experts, instead of `max_resident_bytes` and `store`.
+            Their checkpoints are one.
+        num_microbatches: call experts on so many slices of their rows in turn; what a slice saved for its backward
+            moves to the store too. Only for experts that treat rows alone (no batch norm). `None`: activations
+            stay in memory and are not counted.
+        device: move the experts there; `None` leaves them on theirs.
+
+    Raises:
+        ValueError: an expert's weights and gradients exceed the limit (its state: at the first step).
+
+    Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
+    are any, except for weights, which are found again by place. `step` between a forward and its backward makes
+    that backward raise. The gradient is not differentiable a second time.
+
+    Threads: any thread may call experts, also one expert from several; `step`, `zero_grad` and `checkpoint` belong
+    where no forward or backward runs.
+
+    Example:
+        >>> experts = OffloadedExperts(
+        ...     (torch.nn.Linear(8, 8) for _ in range(100)),
+        ...     lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ...     max_resident_bytes=2048,
+        ... )
+        >>> x = torch.randn(4, 8)
+        >>> sum(expert(x) for expert in experts).sum().backward()
+        >>> experts.step()
+        >>> experts.resident_bytes <= 2048
+        True
+    """
+
+    def __init__(
+        self,
+        experts: Iterable[nn.Module],
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        *,
+        max_resident_bytes: int | None = None,
+        store: Literal["ram"] | str | Path | Store = "ram",
+        beside: OffloadedExperts | None = None,
+        num_microbatches: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ValueError(
+                f"OffloadedExperts: expected num_microbatches of at least 1 or None, got {num_microbatches}."
+            )
+        if (max_resident_bytes is None) == (beside is None):
+            raise ValueError(
+                "OffloadedExperts: expected max_resident_bytes or beside, got "
+                f"max_resident_bytes={max_resident_bytes} and beside={beside!r}. Pass one of them."
+            )
+        self._num_microbatches = num_microbatches
+        self._anchor = torch.empty(0, requires_grad=True) if optimizer else None
+        modules = (module if device is None else module.to(device) for module in experts)
+        first = next(modules, None)
+        if first is None:
+            raise ValueError("OffloadedExperts: expected at least one expert, got none.")
+        if max_resident_bytes is not None:
+            self._shared = _Shared(max_resident_bytes, store, _device_of(first))
+            self._finalizer = weakref.finalize(self, self._shared.residency.close)
+        elif beside is not None:
+            self._shared, self._finalizer = beside._shared, beside._finalizer
+        self.residency = self._shared.residency
+        self._held: list[HeldExpert] = []
+        for module in itertools.chain([first], modules):
+            held = HeldExpert(f"expert-{len(self._shared.held):05}", module, optimizer, self.residency)
+            self.residency.check_fits(held.parts_to_update())
+            self._held.append(held)
+            self._shared.held.append(held)
+        self._experts = [OffloadedExpert(self, held) for held in self._held]
+        self._last_called: Sequence[HeldExpert] = self._held
+        self._below: OffloadedExperts | None = None
+        self._above: OffloadedExperts | None = None
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    @overload
+    def __getitem__(self, index: int) -> OffloadedExpert: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[OffloadedExpert]: ...
+    def __getitem__(self, index: int | slice) -> OffloadedExpert | list[OffloadedExpert]:
+        return self._experts[index]
+
+    __hash__ = object.__hash__  # a group is told from another by identity
+
+    def __repr__(self) -> str:
+        return f"OffloadedExperts({len(self)} experts, {self.residency!r})"
+
+    def __enter__(self) -> OffloadedExperts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is in memory now."""
+        return self.residency.resident_bytes
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The experts' optimizers, for schedules. Their tensors are empty while absent."""
+        return [held.optimizer for held in self._held if held.optimizer]
+
+    def close(self) -> None:
+        """End the threads that read and write. The experts can't be called any more."""
+        self._finalizer()
+
+    # calls
+
+    def call_together(
+        self,
+        modules: Sequence[nn.Module],
+        inputs: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        """Call some of the experts one after the other, while the next is read.
+
+        `parallel_apply` and `MixtureOfExperts` call this for all experts of a layer; calling an expert is the same
+        for one.
+        """
+        called = [_held_by(module) for module in modules]
+        parts = [held.weights for held in called]
+        self.residency.prefetch(parts)
+        if self._above is not None:
+            self._above.prefetch()
+        results = []
+        for i, held in enumerate(
+            called
+        ):  # in the order given, whoever is in memory: random numbers depend on it
+            call = OffloadedCall(held, self._num_microbatches, next_to_load=parts[:i][::-1])
+            results.append(call.apply(inputs[i], kwargs[i], self._own_anchor()))
+        self._last_called = called
+        if self._below is not None:
+            below = self._below
+            wanted = [*self.backward_order(), *below.backward_order()]
+            before_backward(results, functools.partial(below.residency.prefetch, wanted))
+        return results
+
+    def _own_anchor(self) -> Tensor | None:
+        """A tensor that requires a gradient and is no leaf: of leaves the engine does not tell who wants them."""
+        return None if self._anchor is None else self._anchor.view_as(self._anchor)
+
+    # reading ahead
+
+    def prefetch(self) -> None:
+        """Start to read the experts that were called last, as long as there is room."""
+        self.residency.prefetch([held.weights for held in self._last_called])
+
+    def backward_order(self) -> list[Part]:
+        """Return what the backward of the last calls will need, first things first."""
+        return [held.weights for held in reversed(self._last_called)]
+
+    # training
+
+    def step(self) -> None:
+        """Update every expert that has gradients, as its optimizer does; those in memory first."""
+        order = self._to_update()
+        self.residency.prefetch([part for held in order for part in held.parts_to_update()])
+        if self._above is not None:
+            above = self._above
+            above.residency.prefetch([part for held in above._to_update() for part in held.parts_to_update()])
+        for held in order:
+            held.step()
+
+    def _to_update(self) -> list[HeldExpert]:
+        """Those with gradients: those in memory, then the others from last to first, which the next forward wants."""
+        order = [held for held in reversed(self._held) if held.optimizer and held.with_gradient]
+        return sorted(order, key=lambda held: held.weights.buffer is None)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.residency.forget_wishes()
+        for held in self._held:
+            held.forget_gradients()
+
+    def gradients(self, index: int) -> dict[str, Tensor | None]:
+        """Return a copy of what was gathered for an expert's parameters; `None` where nothing was."""
+        return self._held[index].copy_of_gradients()
+
+    def state_dict(self, index: int) -> dict[str, Tensor]:
+        """Return a copy of an expert's parameters and buffers, as the plain module's `state_dict` has them."""
+        return self._held[index].copy_of_weights()
+
+    # checkpoints
+
+    def checkpoint(self, note: Any = None) -> Path:
+        """Save weights, buffers and optimizers to the folder; gradients are not saved.
+
+        Args:
+            note: what `restore` is to return, made of what JSON knows; for example the number of the step.
+
+        Returns:
+            The checkpoint: a folder of safetensors files, whole whenever this process or machine stops.
+
+        Raises:
+            CheckpointError: the store is no folder.
+        """
+        folder, store = self._shared.need_folder()
+        self.residency.flush()
+        names = [part.name for held in self._shared.held for part in (held.weights, held.state) if part]
+        manifest = {"note": note, "experts": [held.options() for held in self._shared.held]}
+        return write_checkpoint(folder, store, names, manifest)
+
+    def restore(self) -> Any:
+        """Go back to the newest checkpoint in the folder; gradients are forgotten.
+
+        Returns:
+            The checkpoint's note.
+
+        Raises:
+            CheckpointError: there is none, or it does not fit these experts.
+        """
+        folder, store = self._shared.need_folder()
+        path, manifest = newest_checkpoint(folder)
+        if len(manifest["experts"]) != len(self._shared.held):
+            raise CheckpointError(
+                f"{path}: expected {len(self._shared.held)} experts, got {len(manifest['experts'])}. "
+                "Build as many as were saved."
+            )
+        self.residency.forget_wishes()
+        for held, options in zip(self._shared.held, manifest["experts"], strict=True):
+            held.forget_gradients()
+            held.restore(path, options, store)
+        return manifest["note"]
+
+
+class _Shared:
+    """What the experts of several layers may share: memory, store, checkpoints."""
+
+    def __init__(self, limit_bytes: int, store: str | Path | Store, device: torch.device) -> None:
+        self.folder = Path(store) if isinstance(store, str | Path) and store != "ram" else None
+        self.held: list[HeldExpert] = []
+        if self.folder is not None:
+            store = FolderStore(self.folder / "resident-store")
+        elif isinstance(store, str | Path):
+            store = RamStore()
+        self.residency = Residency(limit_bytes, store, device)
+
+    def need_folder(self) -> tuple[Path, FolderStore]:
+        """Return the folder and its store, or complain that there is none."""
+        if self.folder is None or not isinstance(self.residency.store, FolderStore):
+            raise CheckpointError(
+                "OffloadedExperts: expected a folder as store, got another. Pass store=FOLDER to save checkpoints."
+            )
+        return self.folder, self.residency.store
+
+
+def read_ahead(*layers: OffloadedExperts) -> None:
+    """Let each layer read the experts of its neighbours ahead, while it computes.
+
+    In a forward a layer starts to read the experts that the layer above called last time, in an update those that the
+    layer above is about to update. In a backward, just before
+    its own begins, it starts to read those that the layer below is about to need.
+
+    Args:
+        layers: in the order of the forward. It pays where they share memory (`beside`): the later layers' experts
+            put out those of the first, which the backward needs last.
+    """
+    for below, above in itertools.pairwise(layers):
+        below._above, above._below = above, below
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _held_by(module: nn.Module) -> HeldExpert:
+    assert isinstance(module, OffloadedExpert)
+    return module._held

@@ -1,0 +1,122 @@
+"""Many tensors as one run of bytes, so that they move, are stored and are counted as one thing.
+
+The run is the data section of a safetensors file, without gaps, as that format wants it: put its header in front,
+and any reader of safetensors finds the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from moe_autograd.errors import CheckpointError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """Where one tensor lies."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each tensor lies in a run of bytes."""
+
+    fields: Mapping[str, Field]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Lay out tensors: first those that keep the next one aligned to 64 bytes, then from wide to narrow."""
+
+        def roughness(name: str) -> tuple[bool, int]:
+            tensor = tensors[name]
+            return tensor.nbytes % _ALIGNMENT != 0, -tensor.dtype.itemsize
+
+        fields, start = {}, 0
+        for name in sorted(tensors, key=roughness):
+            tensor = tensors[name]
+            if tensor.dtype not in _NAMES:
+                raise TypeError(
+                    f"Layout: expected a dtype of safetensors, got {tensor.dtype} (name={name!r})."
+                )
+            fields[name] = Field(tensor.dtype, tuple(tensor.shape), start)
+            start += fields[name].num_bytes
+        return cls(fields, start)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors that lie in `flat`, `(num_bytes,)` of uint8, as views of it."""
+        return {
+            name: flat[field.start : field.start + field.num_bytes].view(field.dtype).view(field.shape)
+            for name, field in self.fields.items()
+        }
+
+    def header(self) -> bytes:
+        """Return what a safetensors file has in front of the bytes."""
+        entries = {
+            name: {
+                "dtype": _NAMES[field.dtype],
+                "shape": field.shape,
+                "data_offsets": [field.start, field.start + field.num_bytes],
+            }
+            for name, field in self.fields.items()
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[Layout, int]:
+        """Return the layout of a safetensors file and where its bytes begin.
+
+        Raises:
+            CheckpointError: it is no whole safetensors file.
+        """
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                entries = json.loads(file.read(min(length, 2**27)))
+            fields = {
+                name: Field(_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"][0])
+                for name, entry in entries.items()
+                if name != "__metadata__"
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"{path}: expected a safetensors file, got one without a readable header."
+            ) from error
+        num_bytes = sum(field.num_bytes for field in fields.values())
+        if path.stat().st_size != 8 + length + num_bytes:
+            raise CheckpointError(
+                f"{path}: expected {8 + length + num_bytes} bytes, as its header says, got {path.stat().st_size}."
+            )
+        return cls(fields, num_bytes), 8 + length

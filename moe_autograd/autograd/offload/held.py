@@ -1,0 +1,266 @@
+"""One offloaded expert: a module and its optimizer whose tensors come and go.
+
+The module keeps its parameters and buffers, the optimizer its state, but the tensors are empty while the part they
+belong to is absent. Attaching points them into the part's buffer, detaching makes them empty again. Whoever uses
+them holds the part.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.optim import Optimizer
+
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.residency import Part, Residency
+from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.errors import CheckpointError
+
+
+class HeldExpert:
+    """An expert's module, gradients and optimizer, each a part.
+
+    Args:
+        name: in the store, such as `expert-00003`.
+        module: its tensors are taken over, and are empty when this returns.
+        optimizer: a function from parameters to an optimizer; `None` if the expert is not trained.
+        residency: where its parts come and go.
+
+    Threads: `gather` may be called from several threads at once; `step` by one, when no backward runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+        residency: Residency,
+    ) -> None:
+        self.name, self.module, self.residency = name, module, residency
+        self.parameters = dict(module.named_parameters())
+        self.optimizer = optimizer(list(self.parameters.values())) if optimizer else None
+        self.with_gradient: set[str] = set()  # parameters whose gradients are defined
+        self.num_updates = 0
+        self._lock = threading.Lock()
+        tensors = self._tensors()
+        self.weights = residency.add(Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach))
+        gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
+        self.gradients = residency.add(Part(f"{name}.gradients", Layout.of(gradients)))
+        self.state: Part | None = None  # until there is any
+        self._take_over(self.weights, tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def _take_over(self, part: Part, tensors: dict[str, Tensor]) -> None:
+        """Copy tensors into a part that has nothing yet. Attaching has emptied none of them: it does so here."""
+        copies = {name: tensor.detach() for name, tensor in tensors.items()}
+        with self.residency.hold([part]):
+            assert part.buffer is not None
+            for name, view in part.layout.views(part.buffer).items():
+                view.copy_(copies[name])
+            self.residency.changed(part)
+
+    def _attach(self, flat: Tensor) -> None:
+        tensors = self._tensors()
+        for name, view in self.weights.layout.views(flat).items():
+            tensors[name].data = view
+
+    def _detach(self) -> None:
+        for tensor in self._tensors().values():
+            tensor.data = tensor.data.new_empty(0)
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the module, whose weights are held; notice if it changed them (batch norm's statistics)."""
+        before = self._versions()
+        returned = self.module(*args, **kwargs)
+        if self._versions() != before:
+            self._keep_changes()
+        return returned
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(tensor), tensor._version) for tensor in self._tensors().values()]
+
+    def _keep_changes(self) -> None:
+        """Copy what the module put in the place of a buffer into the part, and say that the part changed."""
+        assert self.weights.buffer is not None
+        with torch.no_grad():
+            for name, view in self.weights.layout.views(self.weights.buffer).items():
+                tensor = self._tensors()[name]
+                if tensor.data_ptr() != view.data_ptr():
+                    view.copy_(tensor)
+                    tensor.data = view
+        self.residency.changed(self.weights)
+
+    def weight_edges(self) -> dict[str, GradientEdge]:
+        """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
+        return {n: get_gradient_edge(p) for n, p in self.parameters.items() if p.requires_grad}
+
+    def gather(self, grads: dict[str, Tensor | None]) -> None:
+        """Add gradients to those gathered so far; the part is held."""
+        assert self.gradients.buffer is not None
+        with self._lock, torch.no_grad():
+            views = self.gradients.layout.views(self.gradients.buffer)
+            for name, grad in grads.items():
+                if grad is None:
+                    continue
+                if name in self.with_gradient:
+                    views[name] += grad
+                else:
+                    views[name].copy_(grad)
+                    self.with_gradient.add(name)
+            self.residency.changed(self.gradients)
+
+    def parts_to_update(self) -> list[Part]:
+        """Return what `step` needs at once."""
+        return [self.weights, self.gradients, *([self.state] if self.state else [])]
+
+    def step(self) -> None:
+        """Update the weights by the gathered gradients; without any, do nothing, as an optimizer does."""
+        if self.optimizer is None or not self.with_gradient:
+            return
+        with self.residency.hold(self.parts_to_update()):
+            assert self.gradients.buffer is not None
+            views = self.gradients.layout.views(self.gradients.buffer)
+            for name in self.with_gradient:
+                self.parameters[name].grad = views[name]
+            try:
+                self.optimizer.step()
+            finally:
+                for parameter in self.parameters.values():
+                    parameter.grad = None
+            self.num_updates += 1
+            self.residency.changed(self.weights)
+            is_new = not self._state_is_in_its_part()
+            if self.state and not is_new:
+                self.residency.changed(self.state)
+        if is_new:
+            self._move_state_into_a_part()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""
+        if self.optimizer is None:
+            return {}
+        return {
+            f"{key}.{name}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def _state_is_in_its_part(self) -> bool:
+        tensors = self.state_tensors()
+        if self.state is None or self.state.buffer is None:
+            return not tensors
+        views = self.state.layout.views(self.state.buffer)
+        return views.keys() == tensors.keys() and all(
+            tensor.data_ptr() == views[name].data_ptr() for name, tensor in tensors.items()
+        )
+
+    def _move_state_into_a_part(self) -> None:
+        """Give state that the optimizer made, or replaced, a part of its own."""
+        if self.state is not None:
+            self.residency.forget(self.state)
+        tensors = self.state_tensors()
+        self.make_state_part(Layout.of(tensors))
+        assert self.state is not None
+        self._take_over(self.state, tensors)
+
+    def make_state_part(self, layout: Layout) -> None:
+        """Expect optimizer state of this layout."""
+        part = Part(f"{self.name}.optimizer", layout, self._attach_state, self._detach_state)
+        self.state = self.residency.add(part)
+        self.residency.check_fits(self.parts_to_update())
+
+    def _attach_state(self, flat: Tensor) -> None:
+        assert self.state is not None
+        assert self.optimizer is not None
+        views = self.state.layout.views(flat)
+        for name, parameter in self.parameters.items():
+            suffix = f".{name}"
+            for full_name, view in views.items():
+                if full_name.endswith(suffix) and "." not in full_name[: -len(suffix)]:
+                    self.optimizer.state[parameter][full_name[: -len(suffix)]] = view
+
+    def _detach_state(self) -> None:
+        assert self.optimizer is not None
+        for parameter in self.parameters.values():
+            state = self.optimizer.state[parameter]
+            for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
+                state[key] = torch.empty(0, dtype=state[key].dtype)
+
+    def forget_gradients(self) -> None:
+        """Start to gather anew."""
+        self.with_gradient.clear()
+        self.residency.discard(self.gradients)
+
+    def copy_of_weights(self) -> dict[str, Tensor]:
+        """Return the module's `state_dict`, on the CPU."""
+        with self.residency.hold([self.weights]):
+            return {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
+
+    def copy_of_gradients(self) -> dict[str, Tensor | None]:
+        """Return what was gathered, on the CPU, `None` where nothing was."""
+        if not self.with_gradient:
+            return dict.fromkeys(self.parameters)
+        with self.residency.hold([self.gradients]):
+            assert self.gradients.buffer is not None
+            views = self.gradients.layout.views(self.gradients.buffer)
+            return {n: views[n].cpu().clone() if n in self.with_gradient else None for n in self.parameters}
+
+    def options(self) -> dict[str, Any]:
+        """Return what a checkpoint says about the optimizer beside its tensors."""
+        if self.optimizer is None:
+            return {}
+        numbers = {
+            name: {
+                k: v for k, v in self.optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)
+            }
+            for name, parameter in self.parameters.items()
+        }
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return {"groups": groups, "numbers": numbers}
+
+    def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
+        """Take weights and optimizer from a checkpoint."""
+        layout, _ = Layout.read(folder / f"{self.weights.name}.safetensors")
+        if layout != self.weights.layout:
+            raise CheckpointError(
+                f"{folder}: expected {self.name} with {_described(self.weights.layout)}, got {_described(layout)}."
+            )
+        self.residency.adopt(
+            self.weights, functools.partial(store.link, folder / f"{self.weights.name}.safetensors")
+        )
+        self.num_updates += 1  # no backward of before fits any more
+        if self.state is not None:
+            self.residency.forget(self.state)
+            self.state = None
+        if self.optimizer is not None:
+            self._restore_optimizer(
+                self.optimizer, folder / f"{self.name}.optimizer.safetensors", options, store
+            )
+
+    def _restore_optimizer(
+        self, optimizer: Optimizer, path: Path, options: dict[str, Any], store: FolderStore
+    ) -> None:
+        optimizer.state.clear()
+        for group, saved in zip(optimizer.param_groups, options["groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
+        for name, numbers in options["numbers"].items():
+            if numbers:
+                optimizer.state[self.parameters[name]].update(numbers)
+        if path.exists():
+            self.make_state_part(Layout.read(path)[0])
+            assert self.state is not None
+            self.residency.adopt(self.state, functools.partial(store.link, path))
+
+
+def _described(layout: Layout) -> str:
+    return ", ".join(f"{name} {field.shape}" for name, field in layout.fields.items())

@@ -1,0 +1,426 @@
+"""Keep parts in memory up to a limit; the rest waits in a store. Knows bytes, never autograd.
+
+A part is one run of bytes: an expert's weights, its gradients, its optimizer state, the activations of a
+micro-batch. It is in one of these states::
+
+                 hold, prefetch                    the least recently used leave
+      absent ───────────────────▶ resident ────────────────────────────────────▶ absent
+                (read the store)      │  ▲        (at once, when the store has the same)
+                                hold  ▼  │ let go
+                                    held             a part that was changed is written to
+                                 (by any number)     the store first: it is busy meanwhile
+
+Rules:
+
+1. The buffers of all parts and the spare ones together never exceed the limit.
+2. Whoever holds parts got all of them at once, and lets go before he asks for more. So nobody waits for memory while
+   he keeps some, and there is no deadlock. (A checkpoint inside a backward may have to ask for more. If all who hold
+   something wait for something, one of them is told instead.)
+3. One thread in the background reads what was wished for (`prefetch`), another writes what was changed. A wish is
+   granted only from memory that nobody holds and no earlier wish was granted; who needs a part now goes first.
+4. When not everything fits, a changed part is written as soon as it is let go, so that room is made without
+   waiting.
+
+State (`_lock` guards all of it, and the fields of all parts): `_used_bytes`, `_spare`, `_resident` in the order of
+use, `_wishes`, `_error`, `_holding`, `_waiting`. Reading and writing happen with the lock released, on parts that are
+marked busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.stores import Store
+
+
+class Part:
+    """A run of bytes that is resident or not.
+
+    Args:
+        name: in the store.
+        layout: which tensors it consists of.
+        attach: called with the buffer when it becomes resident.
+        detach: called before its buffer is taken away.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        attach: Callable[[torch.Tensor], None] = lambda _: None,
+        detach: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name, self.layout, self.attach, self.detach = name, layout, attach, detach
+        self.buffer: torch.Tensor | None = None  # (num_bytes,) of uint8
+        self.num_holders = 0
+        self.is_busy = False  # being read or written
+        self.is_stored = False  # the store has it, perhaps not the newest
+        self.is_changed = False  # since it was stored
+        self.is_wished = False  # resident, and wished for since it was used last
+
+    def __repr__(self) -> str:
+        state = "busy" if self.is_busy else "absent" if self.buffer is None else "resident"
+        return f"Part({self.name!r}, {self.layout.num_bytes} bytes, {state}, held by {self.num_holders})"
+
+
+class Residency:
+    """Parts in memory, up to a limit.
+
+    Args:
+        limit_bytes: for all buffers together.
+        store: where the rest is.
+        device: of the buffers.
+
+    Threads: any thread may call anything; `hold` blocks until there is room.
+    """
+
+    def __init__(self, limit_bytes: int, store: Store, device: torch.device) -> None:
+        self.limit_bytes, self.store, self.device = limit_bytes, store, device
+        self.peak_bytes = 0
+        self.known_bytes = 0  # of all parts, resident or not
+        self._lock = threading.Condition()
+        self._used_bytes = 0
+        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._resident: OrderedDict[Part, None] = OrderedDict()  # least recently used first
+        self._wishes: OrderedDict[Part, None] = OrderedDict()
+        self._holding: Counter[int] = Counter()  # how often each thread holds something
+        self._waiting: set[int] = set()  # threads that wait for room
+        self._free_names: dict[tuple[str, int], list[str]] = {}
+        self._serial_numbers = itertools.count()
+        self._error: BaseException | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
+        self._is_reading = False
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"Residency({self._used_bytes} of {self.limit_bytes} bytes, {len(self._resident)} parts resident)"
+
+    def add(self, part: Part) -> Part:
+        """Count a part among those that want room."""
+        with self._lock:
+            self.known_bytes += part.layout.num_bytes
+        return part
+
+    @property
+    def resident_bytes(self) -> int:
+        """What all buffers take, the spare ones included."""
+        with self._lock:
+            return self._used_bytes + self._spare_bytes()
+
+    @contextlib.contextmanager
+    def hold(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Make all of them resident, and keep them so inside.
+
+        A part that was never stored comes with undefined bytes. Whoever changes one says so (`changed`).
+
+        Raises:
+            ValueError: together they exceed the limit.
+            RuntimeError: all who hold something, this thread among them, wait for room.
+            OSError: the store failed, now or in the background.
+        """
+        self._acquire(parts)
+        try:
+            yield
+        finally:
+            self._let_go(parts)
+
+    def changed(self, part: Part) -> None:
+        """Say that a held part no longer is what the store has."""
+        with self._lock:
+            part.is_changed = True
+
+    def prefetch(self, parts: Sequence[Part]) -> None:
+        """Wish for parts, those needed first before the others. Returns at once."""
+        with self._lock:
+            for part in parts:
+                if part.buffer is None:
+                    self._wishes[part] = None
+                else:
+                    part.is_wished = True
+            self._start_reading()
+
+    def forget_wishes(self) -> None:
+        """Withdraw all wishes that were not granted, and treat those granted as used."""
+        with self._lock:
+            self._wishes.clear()
+            for part in self._resident:
+                part.is_wished = False
+
+    def discard(self, part: Part) -> None:
+        """Let a part that nobody holds forget its bytes; the store keeps the place for the next."""
+        with self._lock:
+            self._wishes.pop(part, None)
+            while part.is_busy:
+                self._lock.wait()
+            if part.buffer is not None:
+                self._free(part)
+            part.is_stored = part.is_changed = False
+            self._lock.notify_all()
+
+    def forget(self, part: Part) -> None:
+        """Discard a part for good."""
+        self.discard(part)
+        self.store.remove(part.name)
+        with self._lock:
+            self.known_bytes -= part.layout.num_bytes
+
+    def add_passing(self, prefix: str, layout: Layout) -> Part:
+        """Add a part that will be recycled; it gets the name of one that was, which the store can write over."""
+        with self._lock:
+            names = self._free_names.setdefault((prefix, layout.num_bytes), [])
+            name = names.pop() if names else f"{prefix}-{next(self._serial_numbers):08}"
+        return self.add(Part(name, layout))
+
+    def recycle(self, prefix: str, part: Part) -> None:
+        """Discard a part for good, but for its place in the store."""
+        self.discard(part)
+        with self._lock:
+            self.known_bytes -= part.layout.num_bytes
+            self._free_names[prefix, part.layout.num_bytes].append(part.name)
+
+    def adopt(self, part: Part, place: Callable[[str], None]) -> None:
+        """Discard a part, and let `place` put other bytes under its name into the store."""
+        self.discard(part)
+        place(part.name)
+        with self._lock:
+            part.is_stored = True
+
+    def flush(self) -> None:
+        """Write every changed part to the store."""
+        with self._lock:
+            for part in list(self._resident):
+                if part.is_changed and not part.is_busy:
+                    self._start_writing(part)
+            while any(part.is_busy for part in self._resident) and self._error is None:
+                self._lock.wait()
+            self._raise_error()
+
+    def drop_all(self) -> None:
+        """Take every part that nobody holds out of memory, without writing it."""
+        with self._lock:
+            self._wishes.clear()
+            while any(part.is_busy for part in self._resident):
+                self._lock.wait()
+            for part in [part for part in self._resident if part.num_holders == 0]:
+                self._free(part)
+
+    def close(self) -> None:
+        """Finish what is being read and written, and end both threads."""
+        with self._lock:
+            self._wishes.clear()
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+    def _acquire(self, parts: Sequence[Part]) -> None:
+        self.check_fits(parts)
+        me = threading.get_ident()
+        with self._lock:
+            while not self._try_to_take(parts):
+                self._raise_error()
+                self._waiting.add(me)
+                try:
+                    self._check_for_deadlock(parts)
+                    self._lock.wait()
+                finally:
+                    self._waiting.discard(me)
+            self._holding[me] += 1
+            missing = [part for part in parts if part.is_busy]
+        try:
+            while missing:
+                self._read(missing.pop())
+        except BaseException:
+            self._give_back(missing)
+            self._let_go(parts)
+            raise
+
+    def _check_for_deadlock(self, parts: Sequence[Part]) -> None:
+        """Rule 2's exception."""
+        is_moving = any(part.is_busy for part in self._resident)
+        if not is_moving and self._holding and self._holding.keys() <= self._waiting:
+            needed = sum(part.layout.num_bytes for part in parts if part.buffer is None)
+            held = sum(part.layout.num_bytes for part in self._resident if part.num_holders)
+            raise RuntimeError(
+                f"OffloadedExperts: expected {needed} more bytes (for {', '.join(part.name for part in parts)}), got "
+                f"{held} of {self.limit_bytes} held by calls that all wait for more. Raise max_resident_bytes, or "
+                "do not checkpoint around experts with num_microbatches."
+            )
+
+    def _give_back(self, unread: Sequence[Part]) -> None:
+        with self._lock:
+            for part in unread:
+                part.is_busy = False
+                self._free(part)
+
+    def check_fits(self, parts: Sequence[Part]) -> None:
+        """Raise `ValueError` if these parts can never be held together."""
+        needed = sum(part.layout.num_bytes for part in parts)
+        if needed > self.limit_bytes:
+            sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
+            raise ValueError(
+                f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
+                f"({sizes}), got {self.limit_bytes}. Allow more, or make experts or micro-batches smaller."
+            )
+
+    def _try_to_take(self, parts: Sequence[Part]) -> bool:
+        """Rule 2: take all parts, and buffers for those that are absent, which are busy from then on."""
+        if any(part.is_busy for part in parts):
+            return False
+        absent = [part for part in parts if part.buffer is None]
+        if not self._make_room(sum(part.layout.num_bytes for part in absent), keep=parts, spare_wished=False):
+            return False
+        for part in absent:
+            self._allocate(part)
+            part.is_busy = True
+        for part in parts:
+            part.num_holders += 1
+            part.is_wished = False
+            self._resident.move_to_end(part)
+            self._wishes.pop(part, None)
+        return True
+
+    def _let_go(self, parts: Sequence[Part]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # kernels may still use the buffers
+        with self._lock:
+            me = threading.get_ident()
+            self._holding[me] -= 1
+            if not self._holding[me]:
+                del self._holding[me]
+            for part in parts:
+                part.num_holders -= 1
+                if part.is_changed and part.num_holders == 0 and self.known_bytes > self.limit_bytes:
+                    self._start_writing(part)  # Rule 4
+            self._start_reading()
+            self._lock.notify_all()
+
+    def _make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
+        """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
+        missing = self._used_bytes + num_bytes - self.limit_bytes
+        if missing <= 0:
+            return True
+        for part in sorted(
+            self._resident, key=lambda part: part.is_wished
+        ):  # as they are used; wished for last
+            if missing <= 0 or (spare_wished and part.is_wished):
+                break
+            if part.num_holders > 0 or part.is_busy or part in keep:
+                continue
+            missing -= part.layout.num_bytes
+            if part.is_changed:
+                self._start_writing(part)  # makes room later
+            else:
+                self._free(part)
+        return self._used_bytes + num_bytes <= self.limit_bytes
+
+    def _allocate(self, part: Part) -> None:
+        """Rule 1: a spare buffer of its size, or a new one in place of other spare ones."""
+        num_bytes = part.layout.num_bytes
+        spare = self._spare.get(num_bytes)
+        self._used_bytes += num_bytes
+        if spare:
+            part.buffer = spare.pop()
+        else:
+            self._drop_spare(self._used_bytes + self._spare_bytes() - self.limit_bytes)
+            part.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._resident[part] = None
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes + self._spare_bytes())
+
+    def _free(self, part: Part) -> None:
+        assert part.buffer is not None
+        part.detach()
+        self._spare.setdefault(part.layout.num_bytes, []).append(part.buffer)
+        self._used_bytes -= part.layout.num_bytes
+        part.buffer = None
+        part.is_wished = False
+        del self._resident[part]
+
+    def _spare_bytes(self) -> int:
+        return sum(num_bytes * len(buffers) for num_bytes, buffers in self._spare.items())
+
+    def _drop_spare(self, num_bytes: int) -> None:
+        for size, buffers in self._spare.items():
+            while buffers and num_bytes > 0:
+                buffers.pop()
+                num_bytes -= size
+
+    def _read(self, part: Part) -> None:
+        """Fill a busy part, with the lock released. If that fails it is absent again."""
+        assert part.buffer is not None
+        try:
+            if part.is_stored:
+                self.store.read(part.name, part.buffer)
+        except BaseException:
+            with self._lock:
+                part.is_busy = False
+                self._free(part)
+                self._lock.notify_all()
+            raise
+        with self._lock:
+            part.attach(part.buffer)
+            part.is_busy = False
+            self._lock.notify_all()
+
+    def _start_reading(self) -> None:
+        if self._wishes and not self._is_reading:
+            self._is_reading = True
+            self._reader.submit(self._grant_wishes)
+
+    def _grant_wishes(self) -> None:
+        """Rule 3: read what was wished for, as long as there is room; started again when there is more."""
+        while True:
+            with self._lock:
+                part = self._next_wish()
+                if part is None:
+                    self._is_reading = False
+                    return
+            try:
+                self._read(part)
+            except Exception:  # whoever needs it reads again, and is told
+                continue
+
+    def _next_wish(self) -> Part | None:
+        while self._wishes:
+            part = next(iter(self._wishes))
+            if part.buffer is None and not part.is_busy:
+                if not self._make_room(part.layout.num_bytes, keep=(), spare_wished=True):
+                    return None
+                self._allocate(part)
+                part.is_busy = part.is_wished = True
+                del self._wishes[part]
+                return part
+            del self._wishes[part]
+        return None
+
+    def _start_writing(self, part: Part) -> None:
+        part.is_busy = True
+        self._writer.submit(self._write, part)
+
+    def _write(self, part: Part) -> None:
+        assert part.buffer is not None
+        try:
+            self.store.write(part.name, part.layout, part.buffer)
+        except BaseException as error:  # raised by the next who waits
+            with self._lock:
+                self._error = error
+                part.is_busy = False
+                self._lock.notify_all()
+            return
+        with self._lock:
+            part.is_busy = part.is_changed = False
+            part.is_stored = True
+            self._start_reading()
+            self._lock.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise OSError(f"OffloadedExperts: expected the store to take a part, got {error}.") from error

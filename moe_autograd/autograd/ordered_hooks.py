@@ -1,0 +1,132 @@
+"""Call the caller's saved-tensor hooks in the order of the calls, though the calls run concurrently.
+
+`torch.autograd.graph.saved_tensors_hooks` promises nothing about order, but `torch.utils.checkpoint` relies on it: it
+knows a saved tensor by its position, and finds it again by the same position in the recomputation. Workers that
+called such a hook as they arrive would exchange tensors, in silence. It also recomputes once for each backward it
+sees, and the inner backward of each call is one. So:
+
+Rule 1. While a call runs, each tensor it saves is put into a box. When the call and all before it have ended, its
+        boxes are packed: the caller's hook sees the tensors in the order in which a plain loop saves them.
+Rule 2. Before the backwards of a map fan out, the boxes of the calls that run are unpacked, in the same order, by the
+        thread and in the backward that the caller started.
+Rule 3. The hook sees a tensor later than natively. If it was changed in place meanwhile, that raises.
+Rule 4. A tensor that is asked for before its turn (by a backward inside a forward) meets the hooks at once, except
+        those of `torch.utils.checkpoint`, which count: these see it in its turn, and it comes back as it is.
+
+Threads: `of` is used by the thread that runs the call; hooks never run at the same time as each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Box:
+    """One saved tensor, on its way to the caller's hooks and back."""
+
+    __slots__ = ("__weakref__", "_ahead", "_hooks", "_is_packed", "_packed", "_version")
+
+    def __init__(self, tensor: Tensor, hooks: OrderedHooks) -> None:
+        self._hooks = hooks
+        self._is_packed = False
+        self._packed: Any = tensor
+        self._version = tensor._version
+        self._ahead: Tensor | None = None
+
+    def pack(self) -> None:
+        """Hand the tensor to the caller's hook (Rules 1 and 3)."""
+        if self._is_packed:
+            return
+        if self._packed._version != self._version:
+            raise RuntimeError(
+                f"a tensor saved for the backward has been modified by an inplace operation before its saved-tensor "
+                f"hook could see it: {tuple(self._packed.shape)} is at version {self._packed._version}; expected "
+                f"version {self._version}. Change a copy, or leave the hooks out for this call."
+            )
+        self._packed = self._hooks.pack(self._packed)
+        self._is_packed = True
+
+    def unpack_ahead(self) -> None:
+        """Get the tensor back now (Rule 2)."""
+        if self._is_packed:
+            self._ahead = self._hooks.unpack(self._packed)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, and keep what `unpack_ahead` got no longer."""
+        if not self._is_packed and self._hooks.is_counting:  # Rule 4
+            tensor: Tensor = self._packed
+            return tensor
+        self.pack()
+        if self._ahead is None:
+            self.unpack_ahead()
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        return ahead
+
+
+class OrderedHooks:
+    """The caller's innermost pair of hooks, as the calls of one map see it."""
+
+    def __init__(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], num_calls: int
+    ) -> None:
+        self._pack, self._unpack = pack, unpack
+        self._waiting: list[list[Box]] = [[] for _ in range(num_calls)]
+        self._boxes: list[list[weakref.ref[Box]]] = [[] for _ in range(num_calls)]
+        self.is_counting = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+        self._lock = threading.RLock()  # a recomputation packs while it unpacks
+        self._has_ended = [False] * num_calls
+        self._num_packed = 0  # calls, from the first on
+
+    @contextlib.contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """Put what call `index` saves into boxes, and pack them when their turn has come."""
+        boxes = self._waiting[index]
+
+        def put(tensor: Tensor) -> Box:
+            box = Box(tensor, self)
+            boxes.append(box)
+            return box
+
+        with torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
+            yield
+        with self._lock:
+            self._has_ended[index] = True
+            while self._num_packed < len(self._boxes) and self._has_ended[self._num_packed]:
+                turn, self._num_packed = self._num_packed, self._num_packed + 1
+                boxes, self._waiting[turn] = self._waiting[turn], []
+                for box in boxes:
+                    box.pack()
+                self._boxes[turn] = [weakref.ref(box) for box in boxes]
+
+    def boxes(self, index: int) -> Sequence[weakref.ref[Box]]:
+        """Return what call `index` has saved; a box dies with the node that saved it."""
+        return self._boxes[index]
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Call the caller's first hook."""
+        with self._lock, torch.no_grad():
+            return self._pack(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Call the caller's second hook."""
+        with self._lock:
+            return self._unpack(packed)
+
+
+def alive(boxes: Sequence[weakref.ref[Box]]) -> Iterator[Box]:
+    """Return the boxes that a graph still holds."""
+    return (box for reference in boxes if (box := reference()) is not None)
+
+
+def ordered_hooks(num_calls: int) -> OrderedHooks | None:
+    """Return the calling thread's hooks made safe for a map of `num_calls` calls; `None` where there are none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else OrderedHooks(*hooks, num_calls)

@@ -1,0 +1,277 @@
+"""Apply a function, or modules, to many sets of inputs with concurrent forwards and concurrent backwards.
+
+Both maps have the same three steps, drawn here for three calls; the numbers are used in the comments below:
+
+      1. forwards          2. join               3. backwards
+      on threads           on the caller         when the engine reaches the join
+
+      call 0 ──▶ y0 ─┐                           ┌─▶ grads of call 0
+      call 1 ──▶ y1 ─┼─▶  one graph node  ───────┼─▶ grads of call 1
+      call 2 ──▶ y2 ─┘                           └─▶ grads of call 2
+
+`map_with_parallel_backward` calls an autograd function (`function_calls`), `parallel_apply` calls modules or any
+callables (`module_calls`). Threads are `_workers`' business, random numbers `_random`'s, the node is `join`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.autograd.profiler import record_function
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd._ambient import refuse_transforms
+from moe_autograd._random import CallSeeds, own_streams, running
+from moe_autograd.autograd.closures import find_cuts
+from moe_autograd.autograd.emulated import check_is_function
+from moe_autograd.autograd.function_calls import FunctionCall
+from moe_autograd.autograd.grouping import group_calls, ungroup
+from moe_autograd.autograd.join import Joined, join, run_calls
+from moe_autograd.autograd.module_calls import run_module_calls
+from moe_autograd.autograd.ordered_hooks import ordered_hooks
+
+_NOT_RUN = cast(FunctionCall, None)
+_APPLY = Function.apply.__func__  # type: ignore[attr-defined]  # a class method
+_NO_RANGE = contextlib.nullcontext()
+
+
+def map_with_parallel_backward(
+    func: type[Function], *args_per_call: Sequence[Any], max_concurrency: int | None = None
+) -> tuple[Any, ...]:
+    """Apply an autograd function to many sets of arguments; all forwards run concurrently, and all backwards.
+
+    Means `tuple(func.apply(*args) for args in args_per_call)`: the same values, structure, `requires_grad` and
+    gradients, to any order. Two things differ: calls may wait for each other, and whatever depends on one result
+    waits for all calls.
+
+    Why: the engine runs the backward of one device one operation after the other. Sixty-four calls that each wait
+    (for a machine, a disk, a lock) wait one by one; here they wait together.
+
+    Args:
+        func: a `torch.autograd.Function`: with or without `setup_context`, static or class methods, defaults.
+        *args_per_call: one sequence of arguments for each call; tensors of any shape and dtype, other objects,
+            different numbers of them. Gradients flow to the tensors, as with `func.apply`.
+        max_concurrency: at most so many calls at once, at least 1; `None` leaves the number to the library: as
+            many as keep the cores busy, and calls that wait make room for more, up to all of them.
+
+    Returns:
+        One result for each call, as `func.apply` returns it; `()` without calls.
+
+    Raises:
+        TypeError: `func` is not an autograd function, or an element of `args_per_call` not a list or tuple.
+        ValueError: `max_concurrency` is less than 1.
+        UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
+        BaseException: of the lowest failing call, with its own type and traceback and a note that names the call,
+            after all other calls have come to rest; from a backward likewise.
+
+    Autograd: what a call saves is saved by one outer node: saved-tensor hooks see it, an in-place change before the
+        backward raises, it is freed when the call's backward is done. Second order works if `func` supports it.
+        Two calls must not change the same tensor in place.
+
+    Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once.
+
+    Source: the idea is hivemind's (`map_with_parallel_backward`, 2020); this is written anew.
+
+    Example:
+        >>> import torch
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return 2 * ctx.saved_tensors[0] * grad
+        >>> x = torch.tensor([3.0], requires_grad=True)
+        >>> a, b = map_with_parallel_backward(Square, (x,), (x + 1,))
+        >>> (a + b).backward()
+        >>> x.grad
+        tensor([14.])
+    """
+    if torch.compiler.is_compiling():
+        return _map_uncompiled(func, args_per_call, max_concurrency)
+    return _map(func, args_per_call, max_concurrency)
+
+
+def _map(
+    func: type[Function], args_per_call: Sequence[Sequence[Any]], max_concurrency: int | None
+) -> tuple[Any, ...]:
+    check_is_function("map_with_parallel_backward", func)
+    check_max_concurrency("map_with_parallel_backward", max_concurrency)
+    for index, args in enumerate(args_per_call):
+        if not isinstance(args, tuple | list):
+            raise TypeError(
+                f"map_with_parallel_backward: expected a tuple of arguments for call {index}, got "
+                f"{type(args).__name__}. Write map_with_parallel_backward(func, (x0,), (x1,)) for single arguments."
+            )
+    refuse_transforms(a for args in args_per_call for a in args if isinstance(a, Tensor))
+
+    if not args_per_call:
+        return ()
+    if getattr(func.apply, "__func__", None) is not _APPLY:  # it does something of its own around the forward
+        return tuple(
+            _apply([func.apply] * len(args_per_call), args_per_call, None, max_concurrency, False, None)
+        )
+    title = f"map_with_parallel_backward({func.__name__})"
+    if len(args_per_call) == 1:
+        return (_apply_alone(func, args_per_call[0], title),)
+    names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
+    calls: list[FunctionCall] = [_NOT_RUN] * len(args_per_call)
+    is_recorded = torch.is_grad_enabled()
+    hooks = ordered_hooks(len(args_per_call))
+
+    def forward(index: int) -> None:
+        if hooks is None:
+            calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
+            return
+        with hooks.of(index):  # for what a nested graph saves; what the join saves meets them there
+            calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
+
+    run_calls(forward, names, max_concurrency, f"{title}, forward", is_recorded=False)  # step 1
+    tied = join(Joined(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
+    return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
+
+
+def _apply_alone(func: type[Function], args: Sequence[Any], title: str) -> Any:
+    """Make the only call of a map: there is nothing to run it beside, and PyTorch's own node will do."""
+    name = f"call 0 ({func.__name__})"
+    is_profiled = torch.autograd.profiler._is_profiler_enabled
+    with own_streams(CallSeeds()), record_function(f"{title}, forward: {name}") if is_profiled else _NO_RANGE:
+        running.index = 0
+        try:
+            return func.apply(*args)
+        except BaseException as error:
+            error.add_note(f"{title}, forward: raised by {name} of 1.")
+            raise
+
+
+_map_uncompiled = torch._disable_dynamo(_map)
+
+
+class _Names(Sequence[str]):
+    """The names of calls, made when somebody asks for one."""
+
+    def __init__(self, template: str, count: int) -> None:
+        self._template, self._count = template, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._template.format(index)
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    *,
+    max_concurrency: int | None = None,
+    recompute: bool = False,
+    names: Sequence[str] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs; all forwards run concurrently, and all backwards.
+
+    Means `[m(*x, **k) for m, x, k in zip(modules, inputs, kwargs_tup)]`, as `torch.nn.parallel.parallel_apply`
+    does on several devices; here on one, and the backwards are concurrent as well.
+
+    Args:
+        modules: any callables. The same one may stand in several places.
+        inputs: for each module its positional arguments, a tuple or list (a single tensor counts as a tuple of
+            one, as in torch): any pytrees of tensors and other objects.
+        kwargs_tup: for each module its keyword arguments, any pytrees.
+        max_concurrency: at most so many calls at once, at least 1; `None` leaves the number to the library.
+        recompute: keep only inputs, and run each forward again when its backward comes, with the same random
+            numbers and autocast (`torch.utils.checkpoint`, without its `use_reentrant`).
+        names: for each call what errors and profiles are to call it; `None`: its place, and `expert_name` or class
+            of its module.
+
+    Returns:
+        What each module returned. Gradients flow to inputs, to the parameters that a call reached (also through a
+        closure) and to tensors with history that a callable's closure holds.
+
+    Raises:
+        ValueError: lists of different lengths; `max_concurrency` less than 1.
+        UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
+        BaseException: of the lowest failing call, with its own type and traceback and a note that names the call.
+
+    Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
+        `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order.
+
+    Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
+        places may run on several threads at once. Modules that would rather be called together have a
+        `call_group` (`grouping`): all modules of one group are one call.
+
+    Example:
+        >>> import torch
+        >>> experts = [torch.nn.Linear(4, 4) for _ in range(3)]
+        >>> tokens = [torch.randn(5, 4) for _ in range(3)]
+        >>> outputs = parallel_apply(experts, [(t,) for t in tokens])
+        >>> sum(y.sum() for y in outputs).backward()
+    """
+    if torch.compiler.is_compiling():
+        return _apply_uncompiled(modules, inputs, kwargs_tup, max_concurrency, recompute, names)
+    return _apply(modules, inputs, kwargs_tup, max_concurrency, recompute, names)
+
+
+def _apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None,
+    max_concurrency: int | None,
+    recompute: bool,
+    names: Sequence[str] | None,
+) -> list[Any]:
+    modules = list(modules)
+    args = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
+    kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(k) for k in kwargs_tup]
+    if not len(modules) == len(args) == len(kwargs):
+        raise ValueError(
+            f"parallel_apply: expected as many inputs and kwargs as modules, got {len(modules)} modules, "
+            f"{len(args)} inputs and {len(kwargs)} kwargs. Pass one of each for every call."
+        )
+    check_max_concurrency("parallel_apply", max_concurrency)
+    refuse_transforms(_tensors_in(args, kwargs))
+    if not modules:
+        return []
+    together = group_calls(modules, args, kwargs, names)
+    called = [unit.call for unit in together]
+    if recompute:
+        called = [functools.partial(_recomputed, call) for call in called]
+    returned = run_module_calls(
+        called,
+        [unit.args for unit in together],
+        [unit.kwargs for unit in together],
+        names=[unit.name for unit in together],
+        max_concurrency=max_concurrency,
+        title="parallel_apply",
+        cuts=[() if unit.is_group else find_cuts(unit.call) for unit in together],
+    )
+    return ungroup(together, returned, len(modules))
+
+
+_apply_uncompiled = torch._disable_dynamo(_apply)
+
+
+def _tensors_in(*trees: Any) -> Iterator[Tensor]:
+    yield from (value for value in tree_leaves(trees) if isinstance(value, Tensor))
+
+
+def _recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(functools.partial(call, **kwargs), *args, use_reentrant=False)
+
+
+def check_max_concurrency(caller: str, max_concurrency: int | None) -> None:
+    """Raise `ValueError` unless `max_concurrency` is `None` or a positive number."""
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ValueError(
+            f"{caller}: expected max_concurrency of at least 1 or None, got {max_concurrency}. "
+            "Pass None to leave the number to the library."
+        )

@@ -1,0 +1,49 @@
+"""Free what nodes saved, one node at a time.
+
+The engine frees the saved tensors of all nodes it has run, or with `retain_graph=True` those of none. This
+frees those of some.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+
+def drop_saved_tensors(node: Node) -> None:
+    """Do to a node of C++ what an engine pass without `retain_graph` does to those it has run.
+
+    Only the engine can free a saved tensor, but a hook set later replaces it: here by nothing. A tensor
+    that somebody else's hook has packed stays packed as long as its node.
+    """
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if one is not None and one.unpack_hook is None and one.data is not None:
+                one.register_hooks(_pack_nothing, _refuse_to_unpack)
+
+
+def drop_in_python(nodes: Iterable[Any]) -> None:
+    """Do the same to contexts of Python functions; call it inside an engine pass without `retain_graph`."""
+    for node in nodes:
+        node.maybe_clear_saved_tensors()
+
+
+@functools.cache
+def _saved_names(node_type: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def _pack_nothing(_: torch.Tensor) -> None:
+    return None
+
+
+def _refuse_to_unpack(_: None) -> torch.Tensor:
+    raise RuntimeError(
+        "split_backward: expected a graph to be used once, got a second backward through it. Its saved "
+        "tensors are freed. Compute the outputs again."
+    )

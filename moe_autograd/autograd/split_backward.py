@@ -1,0 +1,331 @@
+"""A backward in two parts: the gradients of the inputs first, those of the weights later.
+
+Whoever waits for a backward (the layer upstream, the client of a server) waits for the gradients of its
+inputs only. Those of the weights take as long again and nobody needs them before the next update. PyTorch
+computes both in one pass: `AddmmBackward0`, the node of a linear layer, makes the two matrix products one
+after the other. But an engine pass that is asked for some gradients only (`torch.autograd.grad`) skips
+whatever does not lead to them, inside such a node too. That is what this file builds on, by four rules::
+
+        x ──◀── linear 1 ──◀── gelu ──◀── linear 2 ──◀── y      the inner nodes lead to x
+                   │border               │border
+                   ▼                     ▼
+                 W1, b1                W2, b2
+
+1. A node that leads to an input is *inner*. The first part is one engine pass over the inner nodes. What
+   flows into each of them is then known, for good, and its tensor hooks have fired.
+2. An edge from an inner node to one that is not inner, but leads to a weight, is a *border*. The first part
+   remembers what flowed into the nodes above the borders (`linear 1` and `linear 2`); the saved tensors of
+   all other inner nodes (`gelu`) are dropped, unless saved-tensor hooks packed them.
+3. The second part calls the nodes above the borders again, all in one graph task that wants the borders
+   only: so each makes the products the first part left out and no other, and no hook fires twice. Then one
+   ordinary engine pass goes from the borders down to the weights. Whatever several weights share below
+   the borders is computed once.
+4. A `torch.autograd.Function` written in Python always computes all its gradients, and calling it twice may
+   not be harmless. So it runs in the first part only, and what it sends over its borders is kept.
+
+`torch.distributed.pipelining._backward` knows the idea too. It starts a pass for each group of weights that
+share a node, fires the hooks of those nodes twice, keeps the saved tensors of all nodes between them, and
+writes to `.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from moe_autograd.autograd.borders import Borders, Edges, Graph, is_python
+from moe_autograd.autograd.saved_tensors import drop_in_python, drop_saved_tensors
+
+Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
+Differentiable: TypeAlias = torch.Tensor | GradientEdge
+
+
+def split_backward(
+    outputs: Differentiable | Iterable[Differentiable],
+    grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None,
+    inputs: Differentiable | Iterable[Differentiable],
+    weights: Differentiable | Iterable[Differentiable],
+) -> tuple[Gradients, PendingWeightGradients]:
+    """Compute the gradients of the inputs now, and leave those of the weights for later.
+
+    Both parts together give what `torch.autograd.grad(outputs, (*inputs, *weights), grad_outputs)` gives,
+    for any graph, and free what it frees. A single tensor stands for a sequence of one.
+
+    Args:
+        outputs: tensors (or `GradientEdge`s) to start from; those that require no gradient are passed over.
+        grad_outputs: a gradient for each output, of its shape; `None` stands for one, for an output with
+            one element, and in place of the sequence for as many `None`s.
+        inputs: tensors (or `GradientEdge`s) whose gradients are wanted now.
+        weights: tensors (or `GradientEdge`s) whose gradients may wait.
+
+    Returns:
+        `(input_grads, pending)`: a tuple in the order of `inputs`, `None` where no output depends on it or
+        it requires no gradient, and an object whose `run()` returns the same for `weights`.
+
+    Raises:
+        ValueError: `grad_outputs` does not fit `outputs`; or weights lie behind an input that has hooks,
+            which would have to fire twice.
+        TypeError: something is neither a tensor nor a `GradientEdge`.
+
+    Autograd: nobody's `.grad` is touched. Tensor hooks fire once, in the part that computes the gradient.
+    The gradients require none themselves: differentiating them once more raises. The graph can't be used
+    a second time, as after any backward without `retain_graph`.
+
+    Threads: any thread may call it, and another one `pending.run()`. On an accelerator, both parts belong
+    on the stream that ran the forward.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> x = torch.ones(3, 2, requires_grad=True)
+        >>> (grad_x,), pending = split_backward(layer(x).sum(), None, x, layer.parameters())
+        >>> torch.equal(grad_x, layer.weight.expand(3, 2))
+        True
+        >>> pending.run()
+        (tensor([[3., 3.]]), tensor([3.]))
+    """
+    inputs = _sequence(inputs)
+    output_edges = _edges_of("outputs", outputs)
+    graph = Graph(output_edges, _edges_of("inputs", inputs), _edges_of("weights", weights))
+    roots = _roots(output_edges, grad_outputs)
+    _refuse_hooks_on_the_way(graph, inputs)
+    return _first_part(graph, roots)
+
+
+class PendingWeightGradients:
+    """The second part of a backward: what it needs, and nothing else of the graph.
+
+    Dropping it without `run()` is fine: then there are no weight gradients.
+    """
+
+    def __init__(self, work: _SecondPart) -> None:
+        self._work = [work]  # taken by a pop, which no two threads can both win
+
+    def run(self) -> Gradients:
+        """Compute the gradients of the weights.
+
+        Returns:
+            A tuple in the order of `weights`, `None` where no output depends on the weight.
+
+        Raises:
+            RuntimeError: it ran before; or a gradient that the first part took or returned has been
+                changed in place in the meantime.
+        """
+        try:
+            work = self._work.pop()
+        except IndexError:
+            message = (
+                "PendingWeightGradients.run: expected one call, got a second. Keep what the first returned."
+            )
+            raise RuntimeError(message) from None
+        return work.run()
+
+    def __repr__(self) -> str:
+        return f"PendingWeightGradients({'pending' if self._work else 'ran'})"
+
+
+class _Recall(NamedTuple):
+    """A node above borders, and what flowed into it."""
+
+    node: Node
+    grads: Gradients
+    borders: Borders
+
+
+class _Root(NamedTuple):
+    """An edge to start from, and the gradient that flows into it."""
+
+    edge: GradientEdge
+    grad: torch.Tensor
+
+
+class _SecondPart:
+    """What is left to do. Whatever it holds, it lets go of as it is used."""
+
+    def __init__(self, graph: Graph, roots: Sequence[_Root]) -> None:
+        self.weights = graph.weights
+        # A reference to a node in Python does not keep it alive; these do, if there is one below a border.
+        self.owners = [root.edge for root in roots] if any(map(is_python, graph.wanted)) else []
+        self.known: dict[int, torch.Tensor | None] = {}  # by place in `weights`
+        self.recalls: list[_Recall] = []
+        self.roots = [root for root in roots if root.edge.node in graph.wanted]
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.watch(root.grad for root in self.roots)
+
+    def watch(self, grads: Iterable[torch.Tensor | None]) -> None:
+        """Remember the versions of gradients that the caller can reach, and so could change."""
+        self.versions += [(t, t._version) for t in grads if t is not None and not t.is_inference()]
+
+    def add_roots(self, gradients: Iterable[tuple[GradientEdge | None, torch.Tensor | None]]) -> None:
+        self.roots += [
+            _Root(edge, _fitted(grad, edge)) for edge, grad in gradients if edge and grad is not None
+        ]
+
+    def add_recalls(self, recalls: Iterable[_Recall]) -> None:
+        for recall in recalls:
+            self.recalls.append(recall)
+            self.watch(recall.grads)
+
+    def run(self) -> Gradients:
+        self._check_versions()
+        if self.recalls:
+            _in_graph_task([edge for recall in self.recalls for _, edge in recall.borders], self._call_again)
+        missing = [i for i, edge in enumerate(self.weights) if edge and i not in self.known]
+        roots, self.roots = self.roots, []
+        self.known.update(zip(missing, _engine_pass(roots, [self.weights[i] for i in missing]), strict=True))
+        return tuple(self.known.get(i) for i in range(len(self.weights)))
+
+    def _check_versions(self) -> None:
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise RuntimeError(
+                "PendingWeightGradients.run: expected the gradients of the first part unchanged, got one that "
+                "was changed in place. Change a copy, or run the second part before."
+            )
+        self.versions.clear()
+
+    def _call_again(self) -> None:
+        while self.recalls:
+            node, grads, borders = self.recalls.pop()
+            made = node(*grads)  # type: ignore[operator]  # nodes of C++ are callable, the stub does not say so
+            made = made if isinstance(made, tuple) else (made,)
+            self.add_roots((edge, made[i]) for i, edge in borders)
+            drop_saved_tensors(node)
+
+
+def _first_part(graph: Graph, roots: Sequence[_Root]) -> tuple[Gradients, PendingWeightGradients]:
+    second = _SecondPart(graph, roots)
+    known = [i for i, edge in enumerate(graph.weights) if edge and edge.node in graph.known]
+    behind = graph.edges_to_behind()
+    flowed, handles = _watch_inner_nodes(graph, second)
+    try:
+        grads = _engine_pass(
+            [root for root in roots if root.edge.node in graph.known],
+            [*graph.inputs, *(graph.weights[i] for i in known), *behind],
+            retain_graph=True,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    _drop_all(graph.inner - flowed.keys())
+    grads_of_inputs, rest = grads[: len(graph.inputs)], grads[len(graph.inputs) :]
+    second.known.update(zip(known, rest, strict=False))
+    second.add_roots(zip(behind, rest[len(known) :], strict=True))
+    second.add_recalls(_Recall(node, given, graph.borders(node)) for node, given in flowed.items())
+    return grads_of_inputs, PendingWeightGradients(second)
+
+
+def _drop_all(nodes: Iterable[Node]) -> None:
+    in_python = [node for node in nodes if is_python(node)]
+    for node in nodes:
+        if not is_python(node):
+            drop_saved_tensors(node)
+    if in_python:
+        _in_graph_task((), lambda: drop_in_python(in_python))
+
+
+def _watch_inner_nodes(graph: Graph, second: _SecondPart) -> tuple[dict[Node, Gradients], list[Any]]:
+    """Hook the nodes above the borders: keep what flows in (Rule 2), or what comes out in Python (Rule 4)."""
+    flowed: dict[Node, Gradients] = {}
+    handles = []
+    for node in graph.inner:
+        borders = graph.borders(node)
+        if borders and is_python(node):
+            handles.append(node.register_hook(functools.partial(_keep_made, second, borders)))
+        elif borders:
+            handles.append(node.register_prehook(functools.partial(flowed.__setitem__, node)))
+    return flowed, handles
+
+
+def _keep_made(second: _SecondPart, borders: Borders, made: Gradients, _: Gradients) -> None:
+    second.add_roots((edge, made[i]) for i, edge in borders)
+    second.watch(made[i] for i, _ in borders)
+
+
+def _engine_pass(roots: Sequence[_Root], targets: Edges, retain_graph: bool = False) -> Gradients:
+    """Call `torch.autograd.grad`, which wants no `None` among its targets and at least one of each."""
+    wanted = [target for target in targets if target]
+    if not roots or not wanted:
+        return (None,) * len(targets)
+    edges, grads = [root.edge for root in roots], [root.grad for root in roots]
+    made = iter(torch.autograd.grad(edges, wanted, grads, retain_graph=retain_graph, allow_unused=True))
+    return tuple(next(made) if target else None for target in targets)
+
+
+def _in_graph_task(wanted: Sequence[GradientEdge], body: Callable[[], None]) -> None:
+    """Run `body` inside an engine pass that wants these edges only, and frees what it uses.
+
+    The pass has one node of its own, whose hook is `body`. A node that `body` calls asks the current graph
+    task which of its gradients are wanted.
+    """
+    start = torch.zeros((), device="cpu", requires_grad=True)
+    start.register_hook(lambda _: body())
+    torch.autograd.grad(start, (get_gradient_edge(start), *wanted), allow_unused=True)
+
+
+def _fitted(grad: torch.Tensor, edge: GradientEdge) -> torch.Tensor:
+    """Sum a broadcast gradient to the shape of its edge, and cast it: what the engine does between nodes."""
+    metadata = edge.node._input_metadata[edge.output_nr]
+    if metadata.is_nested_tensor:
+        return grad
+    if grad.is_complex() and not metadata.dtype.is_complex:
+        grad = grad.real
+    if grad.shape != torch.Size(metadata.shape):
+        grad = grad.sum_to_size(metadata.shape)
+    return grad.to(metadata.dtype)
+
+
+def _edges_of(name: str, given: Differentiable | Iterable[Differentiable]) -> Edges:
+    return [_edge_of(f"{name}[{i}]", one) for i, one in enumerate(_sequence(given))]
+
+
+def _sequence(given: Differentiable | Iterable[Differentiable]) -> tuple[Differentiable, ...]:
+    return (given,) if isinstance(given, torch.Tensor | GradientEdge) else tuple(given)
+
+
+def _edge_of(name: str, one: Differentiable) -> GradientEdge | None:
+    if isinstance(one, GradientEdge):
+        return one
+    if not isinstance(one, torch.Tensor):
+        raise TypeError(
+            f"split_backward: expected {name} to be a tensor or a GradientEdge, got {type(one).__name__}."
+        )
+    return get_gradient_edge(one) if one.requires_grad else None
+
+
+def _roots(outputs: Edges, grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[_Root]:
+    """Pair each output that requires a gradient with the gradient it is given."""
+    if grad_outputs is None:
+        grad_outputs = (None,) * len(outputs)
+    grads = (grad_outputs,) if isinstance(grad_outputs, torch.Tensor) else tuple(grad_outputs)
+    if len(grads) != len(outputs):
+        raise ValueError(
+            f"split_backward: expected {len(outputs)} grad_outputs, one for each output, got {len(grads)}."
+        )
+    return [_Root(edge, _root_grad(i, edge, grads[i])) for i, edge in enumerate(outputs) if edge]
+
+
+def _root_grad(i: int, edge: GradientEdge, grad: torch.Tensor | None) -> torch.Tensor:
+    metadata = edge.node._input_metadata[edge.output_nr]
+    shape = torch.Size(metadata.shape)
+    if grad is None and shape.numel() == 1:
+        return torch.ones(shape, dtype=metadata.dtype, device=metadata.device)
+    if grad is None or grad.shape != shape:
+        got = "None" if grad is None else f"one of shape {tuple(grad.shape)}"
+        raise ValueError(
+            f"split_backward: expected grad_outputs[{i}] of shape {tuple(shape)}, that of its output, got {got}. "
+            "Leave out outputs without a gradient."
+        )
+    return grad
+
+
+def _refuse_hooks_on_the_way(graph: Graph, inputs: Sequence[Differentiable]) -> None:
+    """Complain where weights lie behind an input with hooks: the second part would fire them again."""
+    for i, (one, edge) in enumerate(zip(inputs, graph.inputs, strict=True)):
+        if edge and edge.node in graph.behind and isinstance(one, torch.Tensor) and one._backward_hooks:
+            raise ValueError(
+                f"split_backward: expected no weights behind inputs[{i}], which has hooks, got "
+                f"{len(one._backward_hooks)} hooks and weights behind it. Detach the input, or leave those weights out."
+            )

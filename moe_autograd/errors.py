@@ -1,0 +1,101 @@
+"""Every exception that moe_autograd and experts_server raise on purpose.
+
+A bad call raises `ValueError` or `TypeError`, as in PyTorch. What goes wrong at run time raises from this
+tree; each class also derives from the built-in one that existing handlers catch::
+
+    MoeAutogradError
+    ├── UnsupportedTransformError (RuntimeError)    forward-mode AD, a torch.func transform or a trace
+    ├── ConfigError (ValueError)                    a configuration that cannot be served
+    ├── CheckpointError (RuntimeError)              no whole checkpoint, or one that does not fit the config
+    └── RemoteError (RuntimeError)                  a call of a remote expert did not succeed
+        ├── ExpertNotFoundError (KeyError)          no server hosts an expert of that name
+        ├── InvalidCallError (ValueError)           the server refused the call: shape, dtype, not finite, ...
+        ├── PermissionDeniedError (PermissionError) credentials are missing, wrong, or not enough
+        ├── ServerUnavailableError (ConnectionError) no connection, or it broke
+        ├── ServerBusyError                         a queue or a memory budget is full: try again later
+        ├── DeadlineExceededError (TimeoutError)    the call's deadline passed
+        ├── CorruptDataError                        a checksum, length or shape does not match its data
+        ├── ExpertFailedError                       the expert itself raised on its server
+        ├── GradientsLostError                      a step's gradients went with a server that was restarted
+        └── InputsNeededError                       the server let go of a forward; between client and server
+
+Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+
+class MoeAutogradError(Exception):
+    """The base of this tree: everything that goes wrong at run time."""
+
+
+class UnsupportedTransformError(MoeAutogradError, RuntimeError):
+    """Forward-mode AD, a `torch.func` transform or a trace is active, and worker threads cannot see it."""
+
+
+class ConfigError(MoeAutogradError, ValueError):
+    """A configuration names something that does not exist or is not allowed."""
+
+
+class CheckpointError(MoeAutogradError, RuntimeError):
+    """A checkpoint is missing, torn, or does not fit the configuration."""
+
+
+class RemoteError(MoeAutogradError, RuntimeError):
+    """A call of a remote expert did not succeed; the subclasses say why."""
+
+
+class ExpertNotFoundError(RemoteError, KeyError):
+    """No server that was asked hosts an expert of that name."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidCallError(RemoteError, ValueError):
+    """The server looked at the call and refused it: wrong rank, width, dtype, or values not finite."""
+
+
+class PermissionDeniedError(RemoteError, PermissionError):
+    """The credentials are missing or wrong, or do not allow this call."""
+
+
+class ServerUnavailableError(RemoteError, ConnectionError):
+    """There is no connection to the server, or it broke before the answer."""
+
+
+class ServerBusyError(RemoteError):
+    """The server's queue or memory budget is full.
+
+    Args:
+        message: what was full.
+        retry_after_s: the server's hint, in seconds; `None` without one.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(RemoteError, TimeoutError):
+    """The deadline of the whole operation passed before its answer came."""
+
+
+class CorruptDataError(RemoteError):
+    """Received bytes do not match their checksum, length or shape."""
+
+
+class ExpertFailedError(RemoteError):
+    """The expert raised on its server; the message carries its type and text."""
+
+
+class GradientsLostError(RemoteError):
+    """A server no longer has the gradients that a step wants to apply; the expert was not changed.
+
+    Its server was restarted after the backward, from a checkpoint made before it. Call `zero_grad`, repeat forward and
+    backward, and step again; or go on without this update.
+    """
+
+
+class InputsNeededError(RemoteError):
+    """The server no longer keeps the forward of this backward; the client sends the inputs again."""

@@ -1,0 +1,7 @@
+"""The mixture-of-experts layer: choose experts (router), move tokens (dispatch), combine what they return.
+
+Read in this order: `routing` (the frozen decision), `routers` (who decides), `dispatch` (pure functions
+that move tokens), `losses` (pure functions of the decision), `experts` (what an expert is, and two
+built-in ones), `layer` (composes them; no numerics of its own). Nothing here knows threads or networks: a
+remote expert is just a module.
+"""

@@ -1,0 +1,110 @@
+"""Move tokens to their experts and their results back: pure functions, differentiable any number of times.
+
+The (T, K) choices are flattened to N = T * K and sorted by expert once. Each expert's tokens are then one
+contiguous tensor, and all results return in one weighted scatter-add. What the sort learned travels from
+`dispatch` to `combine` in a frozen `DispatchPlan`. Only the counts, which are the sizes of those tensors,
+have to be known in Python: one device synchronisation a layer, none a token or an expert.
+
+Shape letters: T tokens, D d_model, E experts, K top-k, N = T * K choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchPlan:
+    """Where each choice goes.
+
+    Args:
+        order: (N,), int64, positions in the flattened (T, K) choices, sorted by expert and by token within.
+        token_index: (N,), int64, the token of each choice in that order.
+        active: the experts that get at least one token, in order.
+        counts: how many tokens each of these gets; sums to N.
+    """
+
+    order: Tensor
+    token_index: Tensor
+    active: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def plan_dispatch(expert_index: Tensor, tokens_per_expert: Tensor) -> DispatchPlan:
+    """Sort the choices by expert.
+
+    Args:
+        expert_index: (T, K), int64.
+        tokens_per_expert: (E,), int64, the counts of the same choices.
+
+    >>> plan_dispatch(torch.tensor([[2], [0], [2]]), torch.tensor([1, 0, 2])).token_index
+    tensor([1, 0, 2])
+    """
+    order_N = expert_index.flatten().argsort(stable=True)
+    counts_E = tokens_per_expert.tolist()
+    active = tuple(index for index, count in enumerate(counts_E) if count)
+    return DispatchPlan(
+        order=order_N,
+        token_index=order_N // max(expert_index.shape[1], 1),
+        active=active,
+        counts=tuple(counts_E[index] for index in active),
+    )
+
+
+def dispatch(x: Tensor, plan: DispatchPlan) -> tuple[Tensor, ...]:
+    """Copy each active expert's tokens together.
+
+    Args:
+        x: (T, D).
+        plan: of the same T tokens.
+
+    Returns:
+        For each of `plan.active` a tensor (num_tokens, D) with memory of its own. Gradients flow to `x`; a
+        token that went to K experts receives the sum of K gradients.
+    """
+    slices: tuple[Tensor, ...] = _Gather.apply(x, plan.token_index, plan.counts)  # type: ignore[no-untyped-call]  # torch's own gap
+    return slices
+
+
+def combine(outputs: Sequence[Tensor], combine_weights: Tensor, plan: DispatchPlan) -> Tensor:
+    """Add up what the experts returned for each token, times its weight.
+
+    Args:
+        outputs: for each of `plan.active` a tensor (num_tokens, D), in that order; at least one.
+        combine_weights: (T, K), floating.
+        plan: the one that `dispatch` used.
+
+    Returns:
+        (T, D), in the wider of both dtypes: with float32 weights, bfloat16 outputs are summed in float32.
+        Gradients flow to `outputs` and `combine_weights`.
+    """
+    weights_N = combine_weights.flatten().index_select(0, plan.order)
+    weighted_ND = torch.cat(tuple(outputs)) * weights_N.unsqueeze(1)
+    y_TD = weighted_ND.new_zeros(combine_weights.shape[0], weighted_ND.shape[1])
+    return y_TD.index_add(0, plan.token_index, weighted_ND)
+
+
+class _Gather(torch.autograd.Function):
+    """``x[token_index].split(counts)``, but every piece has memory and a version counter of its own.
+
+    Pieces that are views of one tensor would let an expert that works in place (a leading
+    ``ReLU(inplace=True)``) invalidate what its neighbours saved, and one expert's saved input would keep
+    everybody's tokens alive.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token_index: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(token_index)
+        ctx.x_shape = x.shape
+        return tuple(x.index_select(0, tokens) for tokens in torch.split(token_index, list(counts)))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_slices: Tensor) -> tuple[Tensor, None, None]:
+        (token_index,) = ctx.saved_tensors
+        grad_ND = torch.cat(grad_slices)
+        return grad_ND.new_zeros(ctx.x_shape).index_add(0, token_index, grad_ND), None, None

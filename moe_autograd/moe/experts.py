@@ -1,0 +1,86 @@
+"""What an expert is, and the two built-in ones.
+
+An expert is any `torch.nn.Module` that maps the tokens it was given, (num_tokens, d_model), to a tensor of
+the same shape, each row for itself: it is called once per pass with all its tokens, and their order is not
+its business. Nothing else is asked of it; in particular it needs no parameters here. A remote expert is
+such a module whose parameters live on a server.
+
+Shape letters: T tokens, D d_model, F d_ff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class FeedForwardExpert(nn.Module):
+    """The feed-forward block of a transformer: widen, activate, narrow.
+
+    Args:
+        d_model: width of a token, in and out.
+        d_ff: width inside; ``4 * d_model`` by default.
+        activation: an elementwise function or module.
+        device: where to create the parameters, as in `torch.nn.Linear`.
+        dtype: the parameters' dtype, as in `torch.nn.Linear`.
+
+    >>> FeedForwardExpert(8)(torch.randn(3, 8)).shape
+    torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int | None = None,
+        *,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        d_ff = 4 * d_model if d_ff is None else d_ff
+        self.up = nn.Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.activation = activation
+        self.down = nn.Linear(d_ff, d_model, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (T, D) to (T, D)."""
+        y: Tensor = self.down(self.activation(self.up(x)))
+        return y
+
+
+class SwiGLUExpert(nn.Module):
+    """A gated expert as in Mixtral: ``down(silu(gate(x)) * up(x))``, without biases.
+
+    Args:
+        d_model: width of a token, in and out.
+        d_ff: width inside.
+        device: where to create the parameters, as in `torch.nn.Linear`.
+        dtype: the parameters' dtype, as in `torch.nn.Linear`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202).
+
+    >>> SwiGLUExpert(8, 16)(torch.randn(3, 8)).shape
+    torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(d_model, d_ff, bias=False, device=device, dtype=dtype)
+        self.down = nn.Linear(d_ff, d_model, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (T, D) to (T, D)."""
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y

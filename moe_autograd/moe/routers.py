@@ -1,0 +1,98 @@
+"""Routers: modules that look at tokens and return a `Routing`.
+
+A router of one's own is any module with an attribute `num_experts` that maps `x`, (..., D), to the
+`Routing` of its T tokens.
+
+Shape letters: T tokens, D d_model, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_autograd.moe.routing import Routing
+
+
+class TopKRouter(nn.Module):
+    """Choose the `top_k` most probable experts of each token, as Mixtral does.
+
+    Softmax over all experts in float32, then the `top_k` largest, then weights that sum to one. The
+    softmax is taken in float32 whatever the tokens' dtype (float64 stays float64), because bfloat16 has
+    too few digits to order close probabilities. Ties go as `torch.topk` decides.
+
+    Args:
+        d_model: width of a token.
+        num_experts: how many experts there are to choose from.
+        top_k: how many of them each token goes to, 1 to `num_experts`.
+        normalize: divide the chosen probabilities by their sum. `False` leaves them as they are, as the Switch
+            layer does: a single weight (``top_k=1``) would always be one and teach the router nothing.
+        device: where to create the weight, as in `torch.nn.Linear`.
+        dtype: the weight's dtype, as in `torch.nn.Linear`.
+
+    The one parameter is `weight`, (num_experts, d_model); there is no bias.
+
+    Raises:
+        ValueError: `top_k` or a size is out of range, or a token has another width.
+
+    Source: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1.
+
+    >>> router = TopKRouter(d_model=4, num_experts=3, top_k=2)
+    >>> routing = router(torch.randn(5, 4))
+    >>> routing.expert_index.shape, torch.allclose(routing.combine_weights.sum(-1), torch.ones(5))
+    (torch.Size([5, 2]), True)
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        normalize: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if d_model < 1 or num_experts < 1:
+            raise ValueError(
+                f"TopKRouter: expected d_model and num_experts of at least 1, got "
+                f"(d_model={d_model}, num_experts={num_experts}). Pass positive sizes."
+            )
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(
+                f"TopKRouter: expected top_k from 1 to num_experts, got {top_k} (num_experts={num_experts}). "
+                "Choose a smaller top_k or add experts."
+            )
+        self.d_model = d_model
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.normalize = normalize
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, as `torch.nn.Linear` draws its own."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Routing:
+        """Decide for each token of `x`, (..., d_model); leading dimensions are flattened to T."""
+        if x.dim() == 0 or x.shape[-1] != self.d_model:
+            raise ValueError(
+                f"TopKRouter: expected x of shape (..., {self.d_model}), got {tuple(x.shape)} "
+                f"(d_model={self.d_model}). Check the layer before, or d_model."
+            )
+        logits_TE = F.linear(x.reshape(-1, self.d_model), self.weight)
+        softmax_dtype = torch.promote_types(logits_TE.dtype, torch.float32)
+        probabilities_TE = F.softmax(logits_TE, dim=-1, dtype=softmax_dtype)
+        weights_TK, expert_index_TK = torch.topk(probabilities_TE, self.top_k, dim=-1)
+        if self.normalize:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK)
+
+    def extra_repr(self) -> str:
+        """Show the sizes in the module's `repr`."""
+        return f"d_model={self.d_model}, num_experts={self.num_experts}, top_k={self.top_k}"

@@ -1,0 +1,74 @@
+"""`Routing`: what a router decided for a batch of tokens, frozen.
+
+A router returns it, dispatch and combine read it, the caller gets it back with ``return_routing=True``.
+The layer keeps nothing of it, so a layer may run in several threads and its losses are never those of
+another batch.
+
+Shape letters: T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_autograd.moe import losses
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Routing:
+    """Say which experts each token goes to, and with which weights they are combined.
+
+    Args:
+        logits: (T, E), floating, what the router's weight made of the tokens.
+        probabilities: (T, E), float32 or float64, each row sums to one.
+        expert_index: (T, K), int64, the experts of each token, most probable first, no expert twice in a row.
+        combine_weights: (T, K), float32 or float64, the weight of each of these experts' outputs.
+
+    Autograd: all but `expert_index` carry gradients to the router and to the tokens.
+
+    Threads: immutable; read it from anywhere.
+    """
+
+    logits: Tensor
+    probabilities: Tensor
+    expert_index: Tensor
+    combine_weights: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of tokens."""
+        return self.expert_index.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E, the number of experts there were to choose from."""
+        return self.probabilities.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """K, the number of experts chosen for each token."""
+        return self.expert_index.shape[1]
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """How many tokens each expert gets: (E,), int64, summing to T * K."""
+        return torch.bincount(self.expert_index.flatten(), minlength=self.num_experts)
+
+    @property
+    def load_balancing_loss(self) -> Tensor:
+        """`losses.load_balancing_loss` of this decision: a scalar that is `top_k` when the load is even."""
+        return losses.load_balancing_loss(self.probabilities, self.tokens_per_expert)
+
+    @property
+    def z_loss(self) -> Tensor:
+        """`losses.z_loss` of the logits: a scalar that is small when they are."""
+        return losses.z_loss(self.logits)
+
+    def __repr__(self) -> str:
+        return (
+            f"Routing(num_tokens={self.num_tokens}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"tokens_per_expert={self.tokens_per_expert.tolist()})"
+        )

@@ -1,0 +1,206 @@
+"""One server: a gRPC channel to its address, and the RPCs as plain calls that raise our errors.
+
+This is the one edge of the client where gRPC's exceptions are translated. Every RPC has a deadline, which gRPC
+carries to the server. A channel reconnects by itself.
+
+A server that does not answer a ping for a second counts as frozen. But on a slow link the ping waits behind
+megabytes in the system's buffers: from here both look alike. So each time this happens the next connection waits four
+times as long, up to 16 s, and after `_CALM_S` without it we are quick again.
+
+Mutable state: `_stubs` and what goes with it, replaced under `_lock`; an RPC keeps those it began with.
+
+Threads: any number may call at once; they share the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+from grpc.experimental import ChannelOptions
+
+from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.security import TLS
+from moe_autograd.wire.framing import seal, unseal
+from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
+from moe_autograd.wire.options import CHANNEL_OPTIONS
+from moe_autograd.wire.status import error_of_rpc
+
+PHASES = {
+    "Info": "info",
+    "Step": "step",
+    "ZeroGrad": "zero_grad",
+    "Save": "save",
+    "SetState": "load_state_dict",
+}
+
+_PING_TIMEOUTS_MS = (1_000, 4_000, 16_000)
+_CALM_S = 60.0
+
+ReplyT = TypeVar("ReplyT", bound=Message)
+
+
+class Channel:
+    """The connection to one server.
+
+    Args:
+        address: `host:port`.
+        token: sent with every RPC; None sends none.
+        tls: None for a plain connection.
+    """
+
+    def __init__(self, address: str, *, token: str | None = None, tls: TLS | None = None) -> None:
+        self.address = address
+        self._is_open = True
+        self._metadata: tuple[tuple[str, str], ...] = (
+            () if token is None else (("authorization", f"Bearer {token}"),)
+        )
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._ping_timeout_ms = _PING_TIMEOUTS_MS[0]
+        self._stubs = self._connect()
+        self._slow_at = -math.inf
+
+    def _connect(self) -> _Stubs:
+        own = (
+            ("grpc.http2.ping_timeout_ms", self._ping_timeout_ms),
+            (ChannelOptions.SingleThreadedUnaryStream, 1),
+        )
+        options = (*(option for option in CHANNEL_OPTIONS if option[0] != own[0][0]), *own)
+        if self._tls is None:
+            return _Stubs(grpc.insecure_channel(self.address, options))
+        options = (*options, *self._tls.options())
+        return _Stubs(grpc.secure_channel(self.address, self._tls.credentials(), options))
+
+    def note_failure(self, error: grpc.RpcError) -> None:
+        """Learn from a broken connection how long this link takes for a ping."""
+        details = cast(Any, error).details() or ""
+        with self._lock:
+            now = time.monotonic()
+            if "ping timeout" not in details or now - self._slow_at < self._ping_timeout_ms / 1000:
+                return  # or other calls on the same connection have said so already
+            self._slow_at = now
+            level = _PING_TIMEOUTS_MS.index(self._ping_timeout_ms)
+            self._reconnect(_PING_TIMEOUTS_MS[min(level + 1, len(_PING_TIMEOUTS_MS) - 1)])
+
+    def _stubs_now(self) -> _Stubs:
+        if not self._is_open:
+            raise ServerUnavailableError(
+                f"server at {self.address}: expected an open connection, got a closed one. "
+                "Call experts within the block of `connect`."
+            )
+        if self._slow_at + _CALM_S < time.monotonic() and self._ping_timeout_ms != _PING_TIMEOUTS_MS[0]:
+            with self._lock:
+                self._reconnect(_PING_TIMEOUTS_MS[0])
+        return self._stubs
+
+    def _reconnect(self, ping_timeout_ms: int) -> None:
+        """Take a new gRPC channel; RPCs under way keep the old one until they end."""
+        if ping_timeout_ms != self._ping_timeout_ms and self._is_open:
+            self._ping_timeout_ms = ping_timeout_ms
+            self._stubs = self._connect()
+
+    def unary(
+        self,
+        rpc: str,
+        request: Message,
+        reply_class: type[ReplyT],
+        deadline: Deadline,
+        attempt_s: float = math.inf,
+    ) -> ReplyT:
+        """Send one message and return the answer.
+
+        Args:
+            rpc: its name.
+            request: the message.
+            reply_class: of the answer.
+            deadline: of the operation that this is part of.
+            attempt_s: how long this attempt may take.
+
+        Raises:
+            RemoteError: one of its subclasses, with the address and how long it took.
+        """
+        stubs = self._stubs_now()
+        with self._our_errors(rpc, deadline):
+            timeout_s = min(deadline.remaining_s, attempt_s)
+            reply = stubs.unary[rpc](seal(request), timeout=timeout_s, metadata=self._metadata)
+            return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
+
+    def upload(
+        self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], deadline: Deadline
+    ) -> ReplyT:
+        """Send a stream of messages and return the one answer; raises as `unary` does."""
+        stubs = self._stubs_now()
+        with self._our_errors(rpc, deadline):
+            reply = stubs.request_stream[rpc](messages, timeout=deadline.remaining_s, metadata=self._metadata)
+            return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
+
+    def stream(self, rpc: str, first: bytes, rest: Iterator[bytes] | None, deadline: Deadline) -> Any:
+        """Begin an RPC that is answered by a stream, and return gRPC's call: an iterator with `cancel()`.
+
+        Args:
+            rpc: its name.
+            first: the first message.
+            rest: those after it, taken by a thread of gRPC; None if there are none.
+            deadline: of the whole stream.
+        """
+        stubs = self._stubs_now()
+        timeout_s, metadata = deadline.remaining_s, self._metadata
+        if rest is None:
+            return stubs.reply_stream[rpc](first, timeout=timeout_s, metadata=metadata)
+        return stubs.both_stream[rpc](_chain(first, rest), timeout=timeout_s, metadata=metadata)
+
+    def close(self) -> None:
+        """Cancel what is under way and disconnect."""
+        with self._lock:
+            self._is_open = False
+            self._stubs.channel.close()
+
+    def __repr__(self) -> str:
+        return f"Channel({self.address!r})"
+
+    @contextlib.contextmanager
+    def _our_errors(self, rpc: str, deadline: Deadline) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            self.note_failure(error)
+            raise error_of_call(error, f"server at {self.address}, {PHASES[rpc]}, {deadline}") from error
+        except CorruptDataError as error:
+            place = f"server at {self.address}, {PHASES[rpc]}, {deadline}"
+            raise CorruptDataError(f"{place}: {error}") from error
+
+
+class _Stubs:
+    """What begins RPCs on one gRPC channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        begin = cast(Any, channel)  # grpc's stubs want serializers; bytes go in and bytes come out
+        self.unary = {rpc: begin.unary_unary(path(rpc)) for rpc in UNARY}
+        self.request_stream = {rpc: begin.stream_unary(path(rpc)) for rpc in REQUEST_STREAM}
+        self.both_stream = {rpc: begin.stream_stream(path(rpc)) for rpc in BOTH_STREAM}
+        # To the server a stream of one message is the same, whichever way the client began it; this way costs
+        # no thread that feeds the stream.
+        self.reply_stream = {rpc: begin.unary_stream(path(rpc)) for rpc in REPLY_STREAM + BOTH_STREAM}
+
+
+def error_of_call(error: grpc.RpcError, place: str) -> RemoteError:
+    """Return our error for gRPC's."""
+    call = cast(Any, error)  # in grpc the exception is also the call that failed
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        late = f"{place}: expected an answer, got none in time. Is the server overloaded?"
+        return DeadlineExceededError(late)
+    return error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place)
+
+
+def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest

@@ -1,0 +1,341 @@
+"""The experts of one `connect`, and what can be done with them: passes, updates, their weights.
+
+All experts of one connection share it as their call group, so a map over them is one pass: one stream for each
+server, all servers at the same time. How calls get there, and what is tried again, is `delivery`'s.
+
+Mutable state: `hosted`, which only grows and is replaced as a whole, and `_gathered`, under `_lock`.
+
+Threads: any number of operations at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.errors import CorruptDataError, RemoteError
+from moe_autograd.remote.calls import Outcome, Request, without_name
+from moe_autograd.remote.channel import PHASES, Channel
+from moe_autograd.remote.delivery import Delivery, Job, Operation, Settings, raise_first
+from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
+from moe_autograd.remote.numbering import Numbering
+from moe_autograd.remote.placement import HostedExpert
+from moe_autograd.remote.state import State, fetch_states, send_states
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.status import error_of
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call that was left out of a pass.
+
+    Args:
+        index: of the call in the pass.
+        expert: its name.
+        phase: "forward" or "backward".
+        error: why.
+    """
+
+    index: int
+    expert: str
+    phase: str
+    error: RemoteError
+
+
+class Connection:
+    """The channels to some servers, and the experts found there.
+
+    Args:
+        channels: one for each server.
+        settings: of all operations.
+    """
+
+    def __init__(self, channels: Sequence[Channel], settings: Settings) -> None:
+        self.numbering = Numbering()
+        self.anchor = torch.empty(0, requires_grad=True)  # see expert.py, rule 1
+        self.hosted: dict[str, HostedExpert] = {}
+        self._delivery = Delivery(channels, settings, int.from_bytes(self.numbering.client_id[:4], "little"))
+        self._lock = threading.Lock()
+        # expert: {where gradients of ours may be: of how many backwards}
+        self._gathered: dict[str, dict[str, pb.GatheredBackwards]] = {}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The servers."""
+        return tuple(self._delivery.channels)
+
+    def ask(self, *, allow_missing: bool = False) -> dict[str, HostedExpert]:
+        """Ask all servers what they host now; return it by name.
+
+        Args:
+            allow_missing: whether servers may be missing, as long as one answers.
+        """
+        with self._delivery.operation() as operation:
+            errors = self._delivery.look(operation.deadline, operation.cancellation)
+        if errors and (not allow_missing or len(errors) == len(self.addresses)):
+            raise errors[0]
+        hosted = self._delivery.placement.experts()
+        self.hosted = self.hosted | hosted  # what a server has dropped is still known here, for a clear error
+        return hosted
+
+    def close(self) -> None:
+        """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
+        self._delivery.close()
+
+    def __repr__(self) -> str:
+        return f"Connection({len(self.hosted)} experts at {', '.join(self.addresses)})"
+
+    # ---- passes
+
+    def call_together(
+        self,
+        modules: Sequence[nn.Module],
+        inputs: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        *,
+        failures: list[Failure] | None = None,
+    ) -> list[Any]:
+        """Call remote experts of this connection in one pass, differentiably.
+
+        Args:
+            modules: remote experts; one may be there several times.
+            inputs: the tensors for each.
+            kwargs: empty: keyword arguments do not travel.
+            failures: None: a call that fails raises. A list: calls that fail are added to it, when they do, and
+                left out: in the forward their result is None; in the backward, which may be on another thread,
+                their inputs get no gradient.
+
+        Returns:
+            What each expert returned, in order.
+
+        Raises:
+            RemoteError: of the lowest failing call, with a note on how many others failed.
+        """
+        for module, named in zip(modules, kwargs, strict=True):
+            if named:
+                raise TypeError(
+                    f"expert {getattr(module, 'name', module)!r}: expected positional tensors, "
+                    f"got keyword arguments {sorted(named)}. Only positional tensors travel."
+                )
+        experts = [module for module in modules if isinstance(module, RemoteExpert)]
+        assert len(experts) == len(modules), "a call group holds remote experts only"
+        return call_experts(self, experts, inputs, failures)
+
+    def run_forward(
+        self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: list[Failure] | None
+    ) -> list[Outcome]:
+        """Make the forwards; note in each call where it was made and what it gave."""
+        jobs = []
+        for call, args in zip(calls, inputs, strict=True):
+            call.replicas = self._delivery.hosts_of(call.expert)
+            request = self._forward_request(call, args)
+            jobs.append(Job(request, call.replicas[0], lambda hosts: hosts[0] if hosts else None))
+        self._delivery.deliver("Forward", jobs)
+        _note_failures(calls, jobs, "forward", failures)
+        for call, job in zip(calls, jobs, strict=True):
+            call.address = job.address
+            call.keep_graph = call.keep_graph and job.outcome.error is None
+            call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
+        return [job.outcome for job in jobs]
+
+    def run_backward(
+        self,
+        parts: Sequence[BackwardPart],
+        failures: list[Failure] | None,
+        *,
+        wants_weight_grads: bool,
+        keep_graph: bool,
+    ) -> dict[int, list[Tensor | None]]:
+        """Make the backwards that anybody wants; return the gradients of each call's inputs by its `call_id`."""
+        wanted = []
+        for part in parts:
+            part.wants_weight_grads = wants_weight_grads and self.hosted[part.call.expert].is_trained
+            if part.wants_weight_grads or any(part.wants_input_grads):
+                wanted.append(part)
+        jobs = []
+        with self.numbering.sequences(len(wanted)) as (sequences, settled_below):
+            for part, sequence in zip(wanted, sequences, strict=True):
+                request = self._backward_request(part, sequence, settled_below, keep_graph)
+                jobs.append(Job(request, part.call.address, _only_if_moved(part.call)))
+            has_come_back = False  # Ctrl-C may end it anywhere
+            try:
+                self._delivery.deliver("Backward", jobs)
+                has_come_back = True
+            finally:
+                self._note_gathered(wanted, jobs, has_come_back)
+        _note_failures([part.call for part in wanted], jobs, "backward", failures)
+        answered = [
+            (part, job.outcome) for part, job in zip(wanted, jobs, strict=True) if job.outcome.error is None
+        ]
+        for part, outcome in answered:
+            _check_grads(part, outcome)
+        return {part.call.call_id: list(outcome.tensors) for part, outcome in answered}
+
+    def _note_gathered(self, parts: Sequence[BackwardPart], jobs: Sequence[Job], has_come_back: bool) -> None:
+        """Count the backwards gathered at each server; one that failed may have been."""
+        with self._lock:
+            for part, job in zip(parts, jobs, strict=True):
+                name = part.call.expert
+                if part.wants_weight_grads and self.hosted[name].update == "on_step":
+                    at = self._gathered.setdefault(name, {}).setdefault(job.address, pb.GatheredBackwards())
+                    at.at_least += has_come_back and job.outcome.error is None
+                    at.at_most += 1
+
+    def _forward_request(self, call: Call, inputs: Sequence[Tensor]) -> Request:
+        encoding = self._delivery.settings.compression.encoding("Forward")
+        head = pb.ForwardCall(
+            client_id=self.numbering.client_id,
+            call_id=call.call_id,
+            expert=call.expert,
+            keep_graph=call.keep_graph,
+            input_requires_grad=[x.requires_grad and call.keep_graph for x in inputs],
+            evaluate=call.evaluate,
+            reply_encoding=encoding,
+        )
+        return Request(call.expert, head, inputs, encoding)
+
+    def _backward_request(
+        self,
+        part: BackwardPart,
+        sequence: int,
+        settled_below: int,
+        keep_graph: bool,
+    ) -> Request:
+        call = part.call
+        encoding = self._delivery.settings.compression.encoding("Backward")
+        head = pb.BackwardCall(
+            client_id=self.numbering.client_id,
+            sequence=sequence,
+            settled_below=settled_below,
+            call_id=call.call_id,
+            expert=call.expert,
+            wants_weight_grads=part.wants_weight_grads,
+            wants_input_grads=part.wants_input_grads,
+            keep_graph=keep_graph,
+            num_grad_outputs=len(part.grad_outputs),
+            evaluate=call.evaluate,
+            reply_encoding=encoding,
+        )
+
+        def with_inputs() -> tuple[pb.BackwardCall, list[Tensor | None]]:
+            complete = pb.BackwardCall()
+            complete.CopyFrom(head)
+            complete.has_inputs = True
+            return complete, [*part.grad_outputs, *part.inputs]
+
+        return Request(call.expert, head, part.grad_outputs, encoding, with_inputs)
+
+    # ---- updates
+
+    def update(self, rpc: str, names: Sequence[str]) -> None:
+        """Send `Step` or `ZeroGrad` to where gradients of these experts are; the first that failed raises."""
+        counts_at: dict[str, dict[str, pb.GatheredBackwards]] = {}
+        with self._lock:
+            for name in names:
+                for address, count in self._gathered.get(name, {}).items():
+                    counts_at.setdefault(address, {})[name] = count
+        with self.numbering.sequences(1) as ((sequence,), settled_below):
+
+            def once(channel: Channel, own: dict[str, pb.GatheredBackwards], operation: Operation) -> None:
+                request = pb.UpdateRequest(
+                    client_id=self.numbering.client_id,
+                    sequence=sequence,
+                    settled_below=settled_below,
+                    experts=own,
+                    gathered=own.values(),
+                    kind=pb.STEP if rpc == "Step" else pb.ZERO_GRAD,
+                )
+                attempt_s = self._delivery.settings.retry.update_attempt_s
+                reply = channel.unary(rpc, request, pb.UpdateReply, operation.deadline, attempt_s)
+                if (answered := [update.expert for update in reply.updates]) != list(own):
+                    raise CorruptDataError(
+                        f"server at {channel.address}, {PHASES[rpc]}: expected answers for {list(own)}, "
+                        f"got {answered}. The server is broken, or of another version."
+                    )
+                _check_updates(rpc, channel, reply, operation)
+
+            with self._delivery.operation() as operation:
+                self._delivery.at_each(counts_at, once, operation)
+        if rpc == "ZeroGrad":
+            with self._lock:
+                for name in names:
+                    self._gathered.pop(name, None)
+
+    # ---- weights
+
+    def fetch_states(self, names: Sequence[str]) -> dict[str, State]:
+        """Return the `state_dict` of each named expert, by name."""
+        names_at: dict[str, list[str]] = {}
+        for name in names:
+            names_at.setdefault(self._delivery.hosts_of(name)[0], []).append(name)
+
+        def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
+            limits = self._delivery.settings.limits
+            return fetch_states(channel, own, operation.deadline, limits, operation.cancellation)
+
+        with self._delivery.operation() as operation:
+            found = self._delivery.at_each(names_at, once, operation)
+        return {name: states[name] for states in found for name in states}
+
+    def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
+        states_at: dict[str, dict[str, Mapping[str, Tensor]]] = {}
+        for name, state in states.items():
+            for address in self._delivery.hosts_of(name):
+                states_at.setdefault(address, {})[name] = state
+        with self.numbering.sequences(1) as ((sequence,), settled_below):
+            update = pb.StateUpdate(
+                client_id=self.numbering.client_id, sequence=sequence, settled_below=settled_below
+            )
+
+            def once(channel: Channel, own: Mapping[str, Mapping[str, Tensor]], operation: Operation) -> None:
+                reply = send_states(channel, own, update, operation.deadline)
+                _check_updates("SetState", channel, reply, operation)
+
+            with self._delivery.operation() as operation:
+                self._delivery.at_each(states_at, once, operation)
+
+
+def _only_if_moved(call: Call) -> Callable[[tuple[str, ...]], str | None]:
+    """A backward leaves its server only for one that did not host the expert when the forward was made."""
+    return lambda hosts: next((host for host in hosts if host not in call.replicas), None)
+
+
+def _note_failures(
+    calls: Sequence[Call], jobs: Sequence[Job], phase: str, failures: list[Failure] | None
+) -> None:
+    """Raise the first failure, or, where the user wants a list of them, add all to it."""
+    errors = [(call, job.outcome.error) for call, job in zip(calls, jobs, strict=True) if job.outcome.error]
+    if failures is None:
+        raise_first([error for _, error in errors], "calls of this pass")
+    else:
+        failures += [Failure(call.index, call.expert, phase, error) for call, error in errors]
+
+
+def _check_grads(part: BackwardPart, outcome: Outcome) -> None:
+    """Trust a server's gradients no more than it trusts our inputs."""
+    expected = [
+        (tuple(x.shape), x.dtype) if wanted else None
+        for x, wanted in zip(part.inputs, part.wants_input_grads, strict=True)
+    ]
+    got = [None if grad is None else (tuple(grad.shape), grad.dtype) for grad in outcome.tensors]
+    if len(got) != len(expected) or any(g is not None and g != e for g, e in zip(got, expected, strict=True)):
+        raise CorruptDataError(
+            f"expert {part.call.expert!r} at {part.call.address}, backward: expected gradients {expected}, got {got}. "
+            "The server is broken, or of another version."
+        )
+
+
+def _check_updates(rpc: str, channel: Channel, reply: pb.UpdateReply, operation: Operation) -> None:
+    errors = []
+    for update in reply.updates:
+        if update.status.code != pb.OK:
+            update.status.message = without_name(update.status.message, update.expert)
+            place = f"expert {update.expert!r} at {channel.address}, {PHASES[rpc]}, {operation.deadline}"
+            errors.append(error_of(update.status, place))
+    raise_first(errors, "experts of this server")

@@ -1,0 +1,39 @@
+"""A point in time until which a whole operation has to be done: queueing, connecting, computing, transfer."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Begins to run when it is made.
+
+    Args:
+        timeout_s: seconds from now; positive and finite, since nothing here waits for ever.
+
+    Raises:
+        ValueError: it is not.
+    """
+
+    timeout_s: float
+    started_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf):
+            raise ValueError(
+                f"timeout_s: expected a positive, finite number of seconds, got {self.timeout_s!r}. "
+                "Nothing here waits for ever; choose the longest time that you would wait."
+            )
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left; zero once it has passed."""
+        return max(0.0, self.started_at + self.timeout_s - time.monotonic())
+
+    def __str__(self) -> str:
+        """Tell how long it has run, as our errors do: `after 2.0 s (deadline 2.0 s)`."""
+        elapsed_s = time.monotonic() - self.started_at
+        return f"after {elapsed_s:.1f} s (deadline {self.timeout_s:.1f} s)"

@@ -1,0 +1,273 @@
+"""Getting calls to their servers: all at once, again where that is safe, under one deadline.
+
+::
+
+    deliver(rpc, jobs) ── fanout ──┬─ server A: stream ─ what failed: pause, look again ─ stream ─ ...
+                                   └─ server B: stream
+
+A job says where it may move: a forward to any replica, a change only to a server that did not host its expert when
+the forward was made, which is where the expert has moved to. Otherwise it stays with the server that knows its
+sequence number.
+
+Mutable state: `_operations`, under `_lock`; the placement, the retry budget and the pools of threads have locks of
+their own. Looking for experts has a pool to itself: threads of `_fanout` wait for it.
+
+Threads: any number of operations at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from moe_autograd.errors import (
+    DeadlineExceededError,
+    ExpertNotFoundError,
+    RemoteError,
+    ServerUnavailableError,
+)
+from moe_autograd.remote.calls import Outcome, Request, exchange
+from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.compression import Compression
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.fanout import Cancellation, Fanout
+from moe_autograd.remote.placement import Placement
+from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.tensors import TensorLimits
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LOOK_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `connect` was told.
+
+    Args:
+        timeout_s: of each operation.
+        limits: of what servers send.
+        retry: when a call is made again.
+        compression: how tensors travel.
+    """
+
+    timeout_s: float
+    limits: TensorLimits
+    retry: RetryPolicy
+    compression: Compression
+
+
+@dataclass
+class Job:
+    """A call on its way.
+
+    Args:
+        request: what is sent.
+        address: where it goes, or went.
+        choose: given the expert's hosts as known then, where to try next; None to stay.
+        outcome: what has become of it.
+    """
+
+    request: Request
+    address: str
+    choose: Callable[[tuple[str, ...]], str | None]
+    outcome: Outcome = field(default_factory=Outcome)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing a user asked for: all its parts share a deadline and are cancelled together."""
+
+    deadline: Deadline
+    cancellation: Cancellation
+
+
+class Delivery:
+    """Brings calls to servers.
+
+    Args:
+        channels: one for each server.
+        settings: of all operations.
+        seed: chooses among replicas; see `Placement`.
+    """
+
+    def __init__(self, channels: Sequence[Channel], settings: Settings, seed: int) -> None:
+        self.channels = {channel.address: channel for channel in channels}
+        self.settings = settings
+        self.placement = Placement(self.channels, seed)
+        self._budget = RetryBudget(settings.retry)
+        self._fanout = Fanout(len(self.channels))
+        self._looking = Fanout(len(self.channels))
+        self._lock = threading.Lock()
+        self._operations: set[Cancellation] = set()
+        self._process = os.getpid()
+
+    @contextmanager
+    def operation(self) -> Iterator[Operation]:
+        """Begin an operation: its deadline runs, and `close` cancels it.
+
+        Raises:
+            RuntimeError: in a forked child.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"connection to {', '.join(self.channels)}: expected to be used in the process that made it, "
+                f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
+            )
+        cancellation = Cancellation()
+        with self._lock:
+            self._operations.add(cancellation)
+        try:
+            yield Operation(Deadline(self.settings.timeout_s), cancellation)
+        finally:
+            with self._lock:
+                self._operations.discard(cancellation)
+
+    # ---- finding
+
+    def look(self, deadline: Deadline, cancellation: Cancellation) -> list[Exception]:
+        """Ask all servers once what they host; return the errors of those that did not answer."""
+
+        def info(address: str, _: None) -> None:
+            reply = self.channels[address].unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+            self.placement.note_reply(address, reply)
+
+        results = self._looking.at_each(dict.fromkeys(self.channels), info, cancellation)
+        return [result for result in results.values() if result is not None]
+
+    def hosts_of(self, name: str) -> tuple[str, ...]:
+        """Return the servers of an expert, at least one.
+
+        Raises:
+            ExpertNotFoundError: there is none any more.
+        """
+        hosts = self.placement.hosts_of(name)
+        if not hosts:
+            raise ExpertNotFoundError(
+                f"expert {name!r}: expected a server that hosts it, got none any more at {', '.join(self.channels)}. "
+                "Has a server been restarted with another configuration?"
+            )
+        return hosts
+
+    # ---- passes
+
+    def deliver(self, rpc: str, jobs: Sequence[Job]) -> None:
+        """Send each job to its address until it has its final outcome."""
+        with self.operation() as operation:
+
+            def at(_: str, own: list[Job]) -> None:
+                self._deliver_from(rpc, own, operation)
+
+            values_or_raise(self._fanout.at_each(_by_address(jobs), at, operation.cancellation))
+
+    def _deliver_from(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
+        attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
+        while True:
+            for address, group in _by_address(jobs).items():
+                self._send(address, rpc, group, operation)
+            jobs = [job for job in jobs if self._is_worth_retrying(job, attempts)]
+            errors = [job.outcome.error for job in jobs if job.outcome.error is not None]
+            pause_s = attempts.pause_before_next(errors) if errors else None
+            if pause_s is None or operation.cancellation.wait(pause_s):
+                if attempts.num_retries:
+                    for error in errors:
+                        error.add_note(f"Given up after {attempts.num_retries} retries.")
+                return
+            self._find_anew(jobs, operation)
+
+    def _send(self, address: str, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
+        outcomes = exchange(
+            self.channels[address],
+            rpc,
+            [job.request for job in jobs],
+            operation.deadline,
+            self.settings.limits,
+            operation.cancellation,
+        )
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            job.outcome = outcome
+        if any(isinstance(outcome.error, ServerUnavailableError) for outcome in outcomes):
+            self.placement.note_failure(address)
+        elif any(outcome.was_answered for outcome in outcomes):
+            self.placement.note_success(address)
+            self._budget.note_success()
+
+    def _is_worth_retrying(self, job: Job, attempts: Attempts) -> bool:
+        error = job.outcome.error
+        if isinstance(error, ExpertNotFoundError):  # it may have moved; one look tells
+            return len(self.channels) > 1 and attempts.num_retries == 0
+        return error is not None and is_worth_retrying(error, was_answered=job.outcome.was_answered)
+
+    def _find_anew(self, jobs: Sequence[Job], operation: Operation) -> None:
+        """Choose where jobs that failed go next."""
+        if len(self.channels) == 1:
+            return
+        timeout_s = min(_LOOK_TIMEOUT_S, max(operation.deadline.remaining_s, 0.001))
+        self.look(Deadline(timeout_s), operation.cancellation)
+        for job in jobs:
+            job.address = job.choose(self.placement.hosts_of(job.request.expert)) or job.address
+
+    # ---- everything else
+
+    def at_each(
+        self, work: Mapping[str, T], once: Callable[[Channel, T, Operation], R], operation: Operation
+    ) -> list[R]:
+        """Call `once`, which is short and may be repeated, at each address until it succeeds or fails for good.
+
+        Returns:
+            What each returned; the first failure is raised, after all have come to rest.
+        """
+
+        def until_done(address: str, own: T) -> R:
+            attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
+            while True:
+                try:
+                    return once(self.channels[address], own, operation)
+                except RemoteError as error:
+                    is_worth = is_worth_retrying(error, was_answered=False)
+                    is_worth = is_worth or isinstance(error, DeadlineExceededError)  # of this attempt only
+                    pause_s = attempts.pause_before_next([error]) if is_worth else None
+                    if pause_s is None or operation.cancellation.wait(pause_s):
+                        raise
+
+        return values_or_raise(self._fanout.at_each(work, until_done, operation.cancellation))
+
+    def close(self) -> None:
+        """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            operations = tuple(self._operations)
+        for cancellation in operations:
+            cancellation.cancel()
+        for channel in self.channels.values():
+            channel.close()
+        self._fanout.close()
+        self._looking.close()
+
+
+def _by_address(jobs: Sequence[Job]) -> dict[str, list[Job]]:
+    grouped: dict[str, list[Job]] = {}
+    for job in jobs:
+        grouped.setdefault(job.address, []).append(job)
+    return grouped
+
+
+def values_or_raise(results: Mapping[str, R | Exception]) -> list[R]:
+    """Return what servers returned, or raise what the first that failed raised."""
+    raise_first([result for result in results.values() if isinstance(result, Exception)], "servers")
+    return [result for result in results.values() if not isinstance(result, Exception)]
+
+
+def raise_first(errors: Sequence[Exception], of_what: str) -> None:
+    """Raise the first of the errors, if there is one, with a note on how many others there are."""
+    if errors:
+        if len(errors) > 1:
+            errors[0].add_note(f"{len(errors) - 1} other {of_what} failed too.")
+        raise errors[0]

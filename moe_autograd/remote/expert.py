@@ -1,0 +1,294 @@
+"""A remote expert is a module: this file is where calls of a server become nodes of the autograd graph.
+
+One node stands for all calls of one group in one pass::
+
+    anchor ──┐                                          ┌── outputs of expert 0
+    x of 0 ──┼──> _RemoteCalls ── one stream a server ──┼── outputs of expert 3
+    x of 3 ──┘    (forward: Forward, backward: Backward)└── ...
+
+Rules:
+
+1. The *anchor* is a tensor without elements that requires grad. It stands for the experts' weights, which are
+   not here: with it the outputs require grad even if no input does. It never gets a gradient.
+2. An input's gradient is asked for only if the engine wants it now; the weights' gradients are gathered only if
+   the engine goes to the anchor. So `torch.autograd.grad(loss, x)` changes nothing on any server.
+3. A call none of whose outputs got a gradient is not made, as plain PyTorch would not run its backward.
+4. Outputs that need no gradient (under `no_grad`, or neither weights nor inputs want one) are marked so, and
+   the server keeps nothing for them.
+5. The server's answer is a number, not a graph: whoever asks for a second derivative gets an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.errors import InvalidCallError
+from moe_autograd.remote.placement import HostedExpert
+
+if TYPE_CHECKING:
+    from moe_autograd.remote.connection import Connection, Failure
+
+
+class RemoteExpert(nn.Module):
+    """An expert on a server, called like any module; `connect` makes them.
+
+    It has no parameters here: `RemoteOptimizer` trains it where it lives. `train()` and `eval()` travel with
+    each call. `state_dict()` and `load_state_dict()`, also of a model that it is part of, fetch and set the hosted
+    weights, under the keys that the same module would have here.
+
+    Args:
+        name: on the server.
+        connection: shared by all experts of one `connect`.
+
+    Autograd: gradients flow to the inputs that require them, and to the weights on the server. Differentiable
+    once; a second derivative raises. Inputs are saved, as any function saves its inputs.
+
+    Threads: may be called from several. A call blocks until its result is here or its deadline has passed; from
+    asyncio, call it in `asyncio.to_thread`.
+    """
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        super().__init__()
+        self.name = name
+        self._connection = connection
+
+    @property
+    def call_group(self) -> Connection:
+        """What this expert shares with those that can be called together with it."""
+        return self._connection
+
+    @property
+    def hosted(self) -> HostedExpert:
+        """What its server said of it at `connect`."""
+        return self._connection.hosted[self.name]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Compute on the server.
+
+        Args:
+            inputs: dense tensors of any shape that the expert takes.
+
+        Returns:
+            What the expert returns: a tensor, or a tuple of tensors.
+
+        Raises:
+            InvalidCallError: the expert does not take such inputs.
+            RemoteError: or another of its subclasses.
+        """
+        return self._connection.call_together([self], [inputs], [{}])[0]
+
+    def extra_repr(self) -> str:
+        """Show the name and where it is."""
+        hosted = self.hosted
+        return f"{self.name!r}, kind={hosted.kind!r}, address={hosted.addresses[0]!r}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Let `state_dict()` of any module that holds this one fetch the hosted weights."""
+        for key, tensor in self._connection.fetch_states([self.name])[self.name].items():
+            destination[prefix + key] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Let `load_state_dict()` of any module that holds this one set the hosted weights."""
+        own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+        try:
+            self._connection.send_states({self.name: own})
+        except InvalidCallError as error:
+            error_msgs.append(str(error))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExpert:
+        """Return another module for the same hosted expert: the connection is shared."""
+        twin = RemoteExpert(self.name, self._connection)
+        twin.train(self.training)
+        memo[id(self)] = twin
+        return twin
+
+    def __copy__(self) -> RemoteExpert:
+        return copy.deepcopy(self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"expert {self.name!r}: expected to stay in its process, got pickled. "
+            "Connect again where you need it; `experts.state_dict()` has the weights."
+        )
+
+
+@dataclass
+class Call:
+    """One expert's part in a pass, from its forward to its backward.
+
+    Args:
+        index: in the pass.
+        expert: its name.
+        call_id: our name for the forward.
+        num_inputs: how many tensors it was given.
+        evaluate: whether the module is in `eval()`.
+        keep_graph: whether there may be a backward.
+        num_outputs: how many tensors it gave.
+        is_sequence: whether it gave a tuple.
+        address: the server that ran the forward.
+        replicas: the servers that hosted the expert then.
+    """
+
+    index: int
+    expert: str
+    call_id: int
+    num_inputs: int
+    evaluate: bool
+    keep_graph: bool
+    num_outputs: int = 0
+    is_sequence: bool = False
+    address: str = ""
+    replicas: tuple[str, ...] = ()
+
+
+@dataclass
+class BackwardPart:
+    """What the backward of one call is given.
+
+    Args:
+        call: its forward.
+        inputs: of the forward, for a server that has let go of them.
+        grad_outputs: one for each output, None where there is none.
+        wants_input_grads: for each input, whether anybody wants its gradient.
+        wants_weight_grads: whether the server is to gather those of the weights.
+    """
+
+    call: Call
+    inputs: list[Tensor]
+    grad_outputs: list[Tensor | None]
+    wants_input_grads: list[bool]
+    wants_weight_grads: bool = False
+
+
+def call_experts(
+    connection: Connection,
+    experts: Sequence[RemoteExpert],
+    inputs: Sequence[tuple[Any, ...]],
+    failures: list[Failure] | None,
+) -> list[Any]:
+    """Call all experts at once, differentiably; return what each returned."""
+    calls = [
+        _call(connection, index, expert, args)
+        for index, (expert, args) in enumerate(zip(experts, inputs, strict=True))
+    ]
+    needs_grad = any(call.keep_graph for call in calls)
+    anchor = connection.anchor.view_as(connection.anchor) if needs_grad else None
+    apply: Any = _RemoteCalls.apply
+    flat = apply(connection, calls, failures, anchor, *(x for args in inputs for x in args))
+    rows = _split(flat, [call.num_outputs for call in calls])
+    return [_result(call, row) for call, row in zip(calls, rows, strict=True)]
+
+
+def _result(call: Call, row: list[Tensor]) -> Tensor | tuple[Tensor, ...] | None:
+    if call.is_sequence:
+        return tuple(row)
+    return row[0] if row else None  # it failed, and failures are left out
+
+
+def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:
+    if not inputs:
+        raise InvalidCallError(
+            f"expert {expert.name!r}: expected at least one tensor, got none. Pass its inputs."
+        )
+    for position, x in enumerate(inputs):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"expert {expert.name!r}: expected tensors, got {type(x).__name__} (input={position}). "
+                "Only tensors travel; wrap a number in torch.tensor."
+            )
+    wants_grad = connection.hosted[expert.name].is_trained or any(x.requires_grad for x in inputs)
+    keep_graph = torch.is_grad_enabled() and wants_grad
+    call_id = connection.numbering.next_call_id()
+    return Call(index, expert.name, call_id, len(inputs), not expert.training, keep_graph)
+
+
+class _RemoteCalls(torch.autograd.Function):
+    """The node drawn above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        connection: Connection,
+        calls: list[Call],
+        failures: list[Failure] | None,
+        anchor: Tensor | None,
+        *flat_inputs: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        inputs = _split(flat_inputs, [call.num_inputs for call in calls])
+        outcomes = connection.run_forward(calls, inputs, failures)
+        ctx.connection, ctx.calls, ctx.failures = connection, calls, failures
+        ctx.set_materialize_grads(False)
+        kept = [args for call, args in zip(calls, inputs, strict=True) if call.keep_graph]
+        ctx.save_for_backward(*(x for args in kept for x in args))
+        loose = [outcome for call, outcome in zip(calls, outcomes, strict=True) if not call.keep_graph]
+        ctx.mark_non_differentiable(*(y for outcome in loose for y in outcome.tensors))  # rule 4
+        return tuple(y for outcome in outcomes for y in outcome.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *flat_grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        calls: list[Call] = ctx.calls
+        (anchor_node, _), *edges = ctx.next_functions
+        saved = iter(ctx.saved_tensors)  # raises if the graph is gone, or if one was changed in place
+        wanted = _split([_is_wanted(node) for node, _ in edges], [call.num_inputs for call in calls])
+        given = _split(flat_grad_outputs, [call.num_outputs for call in calls])
+        parts = [
+            BackwardPart(call, [next(saved) for _ in range(call.num_inputs)], grads, wants)
+            for call, grads, wants in zip(calls, given, wanted, strict=True)
+            if call.keep_graph
+        ]
+        grads_of = ctx.connection.run_backward(
+            [part for part in parts if any(grad is not None for grad in part.grad_outputs)],  # rule 3
+            ctx.failures,
+            wants_weight_grads=_is_wanted(anchor_node),
+            keep_graph=torch._C._autograd._get_current_graph_task_keep_graph(),
+        )
+        grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
+        if torch.is_grad_enabled():  # create_graph=True
+            not_twice: Any = _NotTwice.apply
+            grads = [None if grad is None else not_twice(ctx.connection.anchor, grad) for grad in grads]
+        return (None, None, None, None, *grads)
+
+
+def _split(flat: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    rest = iter(flat)
+    return [[next(rest) for _ in range(size)] for size in sizes]
+
+
+def _is_wanted(node: Any) -> bool:
+    """Tell whether the backward that runs now wants the gradient that goes to `node` (rule 2)."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is a leaf that `torch.autograd.grad` was asked for
+        return True
+
+
+class _NotTwice(torch.autograd.Function):
+    """Passes a gradient on, and makes sure that nobody differentiates it (rule 5)."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        raise RuntimeError(
+            "remote expert: expected to be differentiated once, got a second time (create_graph=True). "
+            "Its server returns numbers and not a graph; use a local expert where you need second derivatives."
+        )

@@ -1,0 +1,177 @@
+"""`connect` and what it returns: the experts of some servers, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+from torch import Tensor
+
+from moe_autograd.errors import ExpertNotFoundError
+from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.compression import Compression
+from moe_autograd.remote.connection import Connection
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.delivery import Settings
+from moe_autograd.remote.expert import RemoteExpert
+from moe_autograd.remote.placement import HostedExpert
+from moe_autograd.remote.retry import RetryPolicy
+from moe_autograd.remote.security import TLS
+from moe_autograd.remote.state import split_by_expert
+from moe_autograd.wire.tensors import TensorLimits
+
+
+def connect(
+    addresses: str | Sequence[str],
+    *,
+    token: str | None = None,
+    tls: TLS | None = None,
+    timeout_s: float = 30.0,
+    compression: str | Compression = "none",
+    retry: RetryPolicy | None = None,
+    allow_missing: bool = False,
+    max_tensor_bytes: int = 1 << 30,
+) -> RemoteExperts:
+    """Connect to expert servers and find out what they host.
+
+    Args:
+        addresses: `host:port`, or several. An expert may be at several of them (replicas).
+        token: for servers that ask for one.
+        tls: for servers that are reached encrypted; None for a plain connection.
+        timeout_s: of every operation: a pass over all servers, an update, this call. Covers everything: looking
+            for the expert, connecting, waiting in the server's queue, computing, transfer, and retries.
+        compression: how floating tensors travel: "none", "bfloat16", "float16", "int8", or a `Compression`.
+        retry: when calls are made again; None for the defaults of `RetryPolicy`.
+        allow_missing: whether some of the addresses may have no server yet, or no more.
+        max_tensor_bytes: larger tensors are not accepted from a server.
+
+    Returns:
+        The experts by name; a context manager that disconnects at its end.
+
+    Raises:
+        ValueError: an address is not `host:port`, or there is none; an unknown compression; no deadline.
+        ServerUnavailableError: a server is not there. This call does not wait for it.
+        PermissionDeniedError: it does not accept the token or the certificate.
+        RemoteError: or another of its subclasses.
+
+    Threads: any.
+    """
+    listed = _check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
+    Deadline(timeout_s)  # refuses what is none
+    settings = Settings(
+        timeout_s,
+        TensorLimits(max_tensor_bytes=max_tensor_bytes),
+        retry or RetryPolicy(),
+        Compression.of(compression),
+    )
+    connection = Connection([Channel(address, token=token, tls=tls) for address in listed], settings)
+    try:
+        connection.ask(allow_missing=allow_missing)
+    except BaseException:
+        connection.close()
+        raise
+    return RemoteExperts(connection)
+
+
+class RemoteExperts(Mapping[str, RemoteExpert]):
+    """The experts of some servers: a mapping from names to modules, in natural order (ffn.2 before ffn.10).
+
+    `MixtureOfExperts(router, experts)` takes it as it is.
+
+    Args:
+        connection: with what its servers host.
+
+    Threads: any.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._experts = {
+            name: RemoteExpert(name, connection) for name in sorted(connection.hosted, key=natural_order)
+        }
+
+    def __getitem__(self, name: str) -> RemoteExpert:
+        try:
+            return self._experts[name]
+        except KeyError:
+            known = ", ".join(list(self._experts)[:8]) + (", ..." if len(self) > 8 else "")
+            raise ExpertNotFoundError(
+                f"expert {name!r}: expected one of {len(self)} ({known}), got none of that name at "
+                f"{', '.join(self._connection.addresses)}. `experts-server info` shows what is hosted."
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._experts)
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    @property
+    def connection(self) -> Connection:
+        """What the experts share."""
+        return self._connection
+
+    def info(self) -> dict[str, HostedExpert]:
+        """Ask the servers again: the number of updates, for one, is as of now."""
+        hosted = self._connection.ask(allow_missing=True)
+        return {name: hosted[name] for name in self if name in hosted}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Fetch the weights of all experts.
+
+        Returns:
+            Tensors on the CPU, by `<expert>.<key>`.
+
+        Raises:
+            PermissionDeniedError: the token does not allow it.
+        """
+        states = self._connection.fetch_states(list(self))
+        return {f"{name}.{key}": tensor for name in self for key, tensor in states[name].items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Set the weights of all experts that `state_dict` has keys of, on every server that hosts them.
+
+        A server checks all of them before it changes the first. Optimizer state stays as it is.
+
+        Args:
+            state_dict: what `state_dict` returned, or a part of it that is complete for each of its experts.
+
+        Raises:
+            KeyError: a key belongs to no expert.
+            InvalidCallError: an expert has other keys, shapes or dtypes.
+            PermissionDeniedError: the token does not allow it.
+        """
+        self._connection.send_states(split_by_expert(state_dict, self))
+
+    def close(self) -> None:
+        """Disconnect; calls under way fail."""
+        self._connection.close()
+
+    def __enter__(self) -> RemoteExperts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RemoteExperts({len(self)} experts at {', '.join(self._connection.addresses)})"
+
+
+def natural_order(name: str) -> list[tuple[str, int]]:
+    """Return a sort key that takes digits as numbers."""
+    return [(text, int(digits) if digits else -1) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _check_addresses(addresses: Sequence[str]) -> list[str]:
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed."
+            )
+    if not addresses:
+        raise ValueError("addresses: expected at least one host:port, got none. Name a server.")
+    return list(dict.fromkeys(addresses))

@@ -1,0 +1,124 @@
+"""Do something at several servers at the same time.
+
+The calling thread serves the first itself; each other one gets a thread of a small pool. All come to rest before
+the caller goes on, except on Ctrl-C: then what is under way is cancelled and the caller goes on at once.
+
+Mutable state: the pool, made when first needed, under `_lock`. A pool's threads wait for servers only, never for
+each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_PASSES_AT_ONCE = 8
+
+
+class Cancellation:
+    """What one operation has under way, so that it can be cancelled from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancels: set[Callable[[], object]] = set()
+        self._event = threading.Event()
+
+    def add(self, cancel: Callable[[], object]) -> None:
+        """Have `cancel` called if the operation is cancelled; at once if it has been."""
+        with self._lock:
+            self._cancels.add(cancel)
+        if self._event.is_set():
+            cancel()
+
+    def remove(self, cancel: Callable[[], object]) -> None:
+        """Forget `cancel`: what it cancels has ended."""
+        with self._lock:
+            self._cancels.discard(cancel)
+
+    def cancel(self) -> None:
+        """Cancel all that is under way, and whatever may be added."""
+        self._event.set()
+        with self._lock:
+            cancels = tuple(self._cancels)
+        for cancel in cancels:
+            cancel()
+
+    def wait(self, pause_s: float) -> bool:
+        """Pause; return at once with True if the operation is cancelled."""
+        return self._event.wait(pause_s)
+
+
+class Fanout:
+    """A pool of threads for some servers.
+
+    Args:
+        num_servers: how many there are.
+    """
+
+    def __init__(self, num_servers: int) -> None:
+        self._num_servers = num_servers
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def at_each(
+        self, work: Mapping[str, T], do: Callable[[str, T], R], cancellation: Cancellation
+    ) -> dict[str, R | Exception]:
+        """Call `do(address, work)` for all addresses at the same time.
+
+        Returns:
+            What each returned or raised, by address, in the order of `work`.
+
+        Raises:
+            BaseException: such as Ctrl-C on the calling thread, after `cancellation` has been called.
+        """
+        if not work:
+            return {}
+        first, *others = work
+        futures: dict[str, Future[R]] = {
+            address: self._threads().submit(do, address, work[address]) for address in others
+        }
+        try:
+            results: dict[str, R | Exception] = {first: _attempt(do, first, work[first])}
+            for address, future in futures.items():
+                outcome = _result(future)
+                results[address] = outcome
+        except BaseException:
+            cancellation.cancel()
+            raise
+        return results
+
+    def close(self) -> None:
+        """Let the threads go when they are done."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    max_workers=_PASSES_AT_ONCE * self._num_servers, thread_name_prefix="moe_autograd remote"
+                )
+            return self._pool
+
+
+def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
+    try:
+        return do(address, work)
+    except Exception as error:
+        return error
+
+
+def _result(future: Future[R]) -> R | Exception:
+    """Wait for what a thread returned or raised."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error

@@ -1,0 +1,94 @@
+"""Training where the experts live: `zero_grad` and `step` as in `torch.optim`, over the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import overload
+
+import torch
+
+from moe_autograd.remote.connection import Connection
+from moe_autograd.remote.expert import RemoteExpert
+
+
+class RemoteOptimizer:
+    """Steps the optimizers that servers hold for their experts.
+
+    On servers with `update="on_step"`, backwards gather gradients there, as `.grad` does here; `step` applies
+    this client's gradients and `zero_grad` forgets them. With `update="on_backward"` both have nothing to do.
+    Which optimizer, and with which settings, is the server's configuration.
+
+    Args:
+        experts: what `connect` returned, or some of its experts. Those that are not trained are left out.
+
+    Raises:
+        ValueError: there is nothing to train.
+        TypeError: one of them is not a remote expert.
+
+    Threads: one at a time, and not beside a backward of the same experts, as in `torch.optim`.
+    """
+
+    def __init__(self, experts: Mapping[str, RemoteExpert] | Iterable[RemoteExpert]) -> None:
+        modules = list(experts.values() if isinstance(experts, Mapping) else experts)
+        for module in modules:
+            if not isinstance(module, RemoteExpert):
+                raise TypeError(
+                    f"RemoteOptimizer: expected remote experts, got {type(module).__name__}. "
+                    "Give local parameters to an optimizer of torch.optim."
+                )
+        trained = [module for module in modules if module.hosted.is_trained]
+        if not trained:
+            raise ValueError(
+                f"RemoteOptimizer: expected a trained expert, got {len(modules)} experts without an optimizer. "
+                "Start the server with one (`--optimizer adam --lr 1e-3`)."
+            )
+        self._names: dict[Connection, list[str]] = {}
+        for module in trained:
+            self._names.setdefault(module.call_group, []).append(module.name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that this client gave since its last `zero_grad`.
+
+        Args:
+            set_to_none: True, as a `step` without new gradients is no update on a server.
+
+        Raises:
+            ValueError: `set_to_none` is False.
+            RemoteError: a server did not do it; others may have.
+        """
+        if not set_to_none:
+            raise ValueError(
+                "zero_grad: expected set_to_none=True, got False. Servers forget gradients; they keep no zeros."
+            )
+        self._update("ZeroGrad")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply the gradients that this client gave; each expert that got some is updated once.
+
+        Args:
+            closure: computes the loss anew, as in `torch.optim`; called once, before the update.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            GradientsLostError: a server was restarted after the backward and no longer has its gradients; its
+                experts were not changed. Call `zero_grad`, repeat forward and backward, and step again.
+            RemoteError: a server did not do it; others may have.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update("Step")
+        return loss
+
+    def _update(self, rpc: str) -> None:
+        for connection, names in self._names.items():
+            connection.update(rpc, names)

@@ -1,0 +1,123 @@
+"""Which server hosts which expert, and which servers are left alone for a while.
+
+A server's own word counts: what it said last it hosts, until it says otherwise. One that does not answer keeps
+its place in the list, at its end, for a while that doubles each time it fails again.
+
+Threads: any; one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_autograd.wire import experts_pb2 as pb
+
+_FIRST_REST_S = 0.5
+_LONGEST_REST_S = 30.0
+
+
+@dataclass(frozen=True)
+class HostedExpert:
+    """What a server says of an expert.
+
+    Args:
+        name: of the expert.
+        kind: the module's class.
+        addresses: the servers that host it.
+        num_parameters: of the module.
+        is_trained: whether it has an optimizer.
+        update: `"on_step"` or `"on_backward"`.
+        num_updates: how often it has been updated, on the first of the servers.
+        optimizer: the optimizer's class; empty for none.
+    """
+
+    name: str
+    kind: str
+    addresses: tuple[str, ...]
+    num_parameters: int
+    is_trained: bool
+    update: str
+    num_updates: int
+    optimizer: str
+
+
+class Placement:
+    """The experts of some servers.
+
+    Args:
+        addresses: of all servers, in the order they were given.
+        seed: chooses among replicas, so that different clients choose differently and one client always alike:
+            replicas that are trained are different experts as soon as they are.
+    """
+
+    def __init__(self, addresses: Iterable[str], seed: int) -> None:
+        self._addresses = tuple(addresses)
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._replies: dict[str, dict[str, pb.ExpertInfo]] = {}
+        self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
+
+    def note_reply(self, address: str, reply: pb.InfoReply) -> None:
+        """Take a server's word for what it hosts."""
+        with self._lock:
+            self._replies[address] = {info.name: info for info in reply.experts}
+            self._rests.pop(address, None)
+
+    def note_failure(self, address: str) -> None:
+        """Leave a server alone for a while, as far as there is another."""
+        with self._lock:
+            now = time.monotonic()
+            until, rest_s = self._rests.get(address, (0.0, 0.0))
+            if now >= until:
+                rest_s = min(_LONGEST_REST_S, 2 * rest_s or _FIRST_REST_S)
+                self._rests[address] = (now + rest_s, rest_s)
+
+    def note_success(self, address: str) -> None:
+        """Forget that a server has failed."""
+        if address in self._rests:
+            with self._lock:
+                self._rests.pop(address, None)
+
+    def hosts_of(self, name: str) -> tuple[str, ...]:
+        """Return the servers that host an expert, in the order in which this client would ask them."""
+        with self._lock:
+            hosts = [address for address in self._addresses if name in self._replies.get(address, ())]
+            if len(hosts) < 2:
+                return tuple(hosts)
+            first = self._seed % len(hosts)
+            now = time.monotonic()
+            rotated = hosts[first:] + hosts[:first]
+            return tuple(
+                sorted(rotated, key=lambda address: max(0.0, self._rests.get(address, (0.0,))[0] - now))
+            )
+
+    def experts(self) -> dict[str, HostedExpert]:
+        """Return all experts by name."""
+        with self._lock:
+            places: dict[str, list[tuple[str, pb.ExpertInfo]]] = {}
+            for address in self._addresses:
+                for name, info in self._replies.get(address, {}).items():
+                    places.setdefault(name, []).append((address, info))
+        return {name: _hosted(name, found) for name, found in places.items()}
+
+    def __repr__(self) -> str:
+        now = time.monotonic()
+        resting = [address for address, (until, _) in self._rests.items() if until > now]
+        return f"Placement({len(self._replies)} of {len(self._addresses)} servers known, resting: {resting})"
+
+
+def _hosted(name: str, places: Sequence[tuple[str, pb.ExpertInfo]]) -> HostedExpert:
+    info = places[0][1]
+    return HostedExpert(
+        name=name,
+        kind=info.kind,
+        addresses=tuple(address for address, _ in places),
+        num_parameters=info.num_parameters,
+        is_trained=info.is_trained,
+        update="on_backward" if info.update == pb.ON_BACKWARD else "on_step",
+        num_updates=info.num_updates,
+        optimizer=info.optimizer,
+    )

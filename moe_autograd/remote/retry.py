@@ -1,0 +1,129 @@
+"""When a call that failed is made again: rules, a budget, and pauses.
+
+1. A call is repeated only where that cannot change anything twice: a forward changes nothing, and a change
+   carries a sequence number under which the server applies it once.
+2. A server that is gone is waited for, at most `patience_s`: trying costs it nothing.
+3. A server that is busy, or an answer that arrived damaged, is tried again a few times, and all such retries of
+   a connection share a budget: when many calls fail, retries don't multiply the load.
+4. What the server has looked at and refused is not repeated: it would be refused again.
+5. Pauses grow, and vary at random, so that clients don't come back in step. A server's own hint is honoured.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_autograd.errors import CorruptDataError, RemoteError, ServerBusyError, ServerUnavailableError
+from moe_autograd.remote.deadline import Deadline
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How stubborn a client is; an operation's deadline ends all of it.
+
+    Args:
+        patience_s: how long an operation waits for a server that is gone. 0 raises at once.
+        max_retries: of a call to a server that is busy, or whose answer was damaged.
+        update_attempt_s: how long one attempt of an update may take; it is short, so no answer means it is lost.
+        initial_pause_s: before the first retry; doubles from one to the next.
+        max_pause_s: the longest.
+        budget: how many retries a connection may have ahead of its successes.
+        budget_per_success: how much of a retry each success gives back.
+    """
+
+    patience_s: float = 10.0
+    max_retries: int = 8
+    update_attempt_s: float = 5.0
+    initial_pause_s: float = 0.05
+    max_pause_s: float = 0.5
+    budget: float = 32.0
+    budget_per_success: float = 0.1
+
+
+class RetryBudget:
+    """The retries that all operations of a connection share (rule 3). Threads: any; one lock."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._left = policy.budget
+
+    def has_taken(self) -> bool:
+        """Take one retry; False if there is none left."""
+        with self._lock:
+            if self._left < 1:
+                return False
+            self._left -= 1
+            return True
+
+    def note_success(self) -> None:
+        """Give back a part of a retry."""
+        with self._lock:
+            self._left = min(self._policy.budget, self._left + self._policy.budget_per_success)
+
+    def __repr__(self) -> str:
+        return f"RetryBudget({self._left:.1f} of {self._policy.budget:.1f})"
+
+
+class Attempts:
+    """The attempts of one operation at one server.
+
+    Args:
+        policy: the rules' numbers.
+        budget: shared with others.
+        deadline: of the operation.
+    """
+
+    def __init__(self, policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> None:
+        self.num_retries = 0
+        self._policy = policy
+        self._budget = budget
+        self._deadline = deadline
+        self._num_others = 0
+        self._gone_since: float | None = None
+
+    def pause_before_next(self, errors: Sequence[RemoteError]) -> float | None:
+        """Return how long to wait before what failed is tried again, or None if it should not be.
+
+        Args:
+            errors: of the calls that could be tried again; at least one.
+        """
+        if all(isinstance(error, ServerUnavailableError) for error in errors):
+            now = time.monotonic()
+            self._gone_since = self._gone_since or now
+            if now - self._gone_since >= self._policy.patience_s:
+                return None
+        else:
+            self._gone_since = None
+            self._num_others += 1
+            if self._num_others > self._policy.max_retries or not self._budget.has_taken():
+                return None
+        pause_s = max(self._own_pause_s(), *(_hint_s(error) for error in errors))
+        if pause_s >= self._deadline.remaining_s:
+            return None
+        self.num_retries += 1
+        return pause_s
+
+    def _own_pause_s(self) -> float:
+        grown = self._policy.initial_pause_s * 2.0 ** min(self.num_retries, 30)
+        return min(self._policy.max_pause_s, grown) * random.uniform(0.5, 1.0)
+
+
+def is_worth_retrying(error: RemoteError, *, was_answered: bool) -> bool:
+    """Tell whether a call that failed so may be made again (rule 4).
+
+    Args:
+        error: what became of it.
+        was_answered: whether the server answered this very call, and not only the connection broke.
+    """
+    if isinstance(error, ServerUnavailableError | ServerBusyError | CorruptDataError):
+        return True
+    return type(error) is RemoteError and not was_answered
+
+
+def _hint_s(error: RemoteError) -> float:
+    return (error.retry_after_s or 0.0) if isinstance(error, ServerBusyError) else 0.0

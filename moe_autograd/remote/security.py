@@ -1,0 +1,49 @@
+"""How a client proves who it is and knows whom it talks to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from moe_autograd.wire.options import ChannelOption
+
+
+@dataclass(frozen=True)
+class TLS:
+    """Certificates of an encrypted connection; the files are PEM.
+
+    Args:
+        ca_file: who may have signed the server's certificate; None: the authorities that gRPC ships.
+        cert_file: this client's own certificate, for servers that ask (mutual TLS).
+        key_file: its private key.
+        server_name: the name in the server's certificate, where that is not the host of its address.
+
+    Raises:
+        ValueError: a certificate without its key, or a key without its certificate.
+    """
+
+    ca_file: str | Path | None = None
+    cert_file: str | Path | None = None
+    key_file: str | Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError(
+                f"TLS: expected cert_file and key_file together, got cert_file={self.cert_file!r}, "
+                f"key_file={self.key_file!r}. Give both, or neither."
+            )
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files; raises `OSError` where one cannot be read."""
+        return grpc.ssl_channel_credentials(_read(self.ca_file), _read(self.key_file), _read(self.cert_file))
+
+    def options(self) -> tuple[ChannelOption, ...]:
+        """Return the channel options that belong to it."""
+        return () if self.server_name is None else (("grpc.ssl_target_name_override", self.server_name),)
+
+
+def _read(file: str | Path | None) -> bytes | None:
+    return None if file is None else Path(file).read_bytes()

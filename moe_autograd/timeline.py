@@ -1,0 +1,120 @@
+"""Who ran when: record calls of experts, and export them for Chrome's and Perfetto's trace viewers.
+
+`torch.profiler` sees the ranges of other threads only with an experimental switch, and nothing of what happens
+on a server. So whoever runs a call of an expert reports it here with `add_span`, as `moe_autograd.remote` does
+for every call of every pass; that costs a look at one tuple unless somebody records.
+
+::
+
+    with record_timeline() as timeline:
+        layer(x).sum().backward()
+    timeline.save_chrome_trace("trace.json")     # open it at https://ui.perfetto.dev
+
+Threads: any thread may report or record, several recordings may overlap, and each gets every call that ended
+while it was open. Spans are added by `list.append`, which is atomic; the tuple of recordings is replaced as
+a whole under a lock.
+
+Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_recordings: tuple[Timeline, ...] = ()
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of one expert in one pass.
+
+    Args:
+        name: of the expert, such as ``ffn.3``.
+        phase: ``"forward"`` or ``"backward"``.
+        start_s: when the caller started or sent it, on the clock of `time.perf_counter`.
+        end_s: when the caller had its result.
+    """
+
+    name: str
+    phase: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Timeline:
+    """The calls of one recording, in the order in which they ended."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """Return the recording in the Trace Event Format: one lane an expert, times in microseconds."""
+        lanes = {name: lane for lane, name in enumerate(sorted({span.name for span in self.spans}), start=1)}
+        origin_s = min((span.start_s for span in self.spans), default=0.0)
+        return {
+            "displayTimeUnit": "ms",
+            "traceEvents": [
+                *(_lane_name(lane, name) for name, lane in lanes.items()),
+                *(_complete_event(span, lanes[span.name], origin_s) for span in self.spans),
+            ],
+        }
+
+    def save_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write `chrome_trace` as JSON."""
+        Path(path).write_text(json.dumps(self.chrome_trace(), indent=1), encoding="utf-8")
+
+
+@contextmanager
+def record_timeline() -> Iterator[Timeline]:
+    """Record the calls that are reported in this process until the block ends.
+
+    >>> with record_timeline() as timeline:
+    ...     add_span("ffn.0", "forward", 1.0, 1.5)
+    >>> timeline.spans
+    [Span(name='ffn.0', phase='forward', start_s=1.0, end_s=1.5)]
+    """
+    global _recordings
+    timeline = Timeline()
+    with _lock:
+        _recordings = (*_recordings, timeline)
+    try:
+        yield timeline
+    finally:
+        with _lock:
+            _recordings = tuple(other for other in _recordings if other is not timeline)
+
+
+def is_recording() -> bool:
+    """Whether anybody records, for those who would have to work to name a span."""
+    return bool(_recordings)
+
+
+def add_span(name: str, phase: str, start_s: float, end_s: float) -> None:
+    """Report a call that has ended; its times are those of `time.perf_counter`."""
+    for timeline in _recordings:
+        timeline.spans.append(Span(name, phase, start_s, end_s))
+
+
+def _lane_name(lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": 1, "tid": lane, "args": {"name": name}}
+
+
+def _complete_event(span: Span, lane: int, origin_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.phase,
+        "cat": span.phase,
+        "pid": 1,
+        "tid": lane,
+        "ts": round((span.start_s - origin_s) * 1e6, 3),
+        "dur": round((span.end_s - span.start_s) * 1e6, 3),
+        "args": {"expert_name": span.name},
+    }

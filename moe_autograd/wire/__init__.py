@@ -1,0 +1,15 @@
+"""The contract between the client and `experts_server`: messages, tensors, errors and channel options.
+
+=================  ===========================================================================
+`experts.proto`    the RPCs and their messages; read it first
+`methods`          the RPCs' names and kinds, for both sides
+`parcels`          many calls in one stream (start here): `writing` and `reading` them, without I/O
+`tensors`          tensor <-> announcement and raw bytes; checks everything, never pickles
+`framing`          messages with a checksum at their end, written without copying tensors
+`compression`      what may travel in fewer bytes
+`status`           errors <-> status, in calls and in RPCs
+`options`          channel and server options, message sizes, limits
+=================  ===========================================================================
+
+Imports nothing of ours but `moe_autograd.errors`, and grpc only in `status` and `options`.
+"""

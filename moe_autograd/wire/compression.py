@@ -1,0 +1,83 @@
+"""What may travel in fewer bytes: bfloat16, float16, and int8 in blocks with a scale each.
+
+====================  =====  ================================================  =====================
+encoding              bytes  error of an element x                             for
+====================  =====  ================================================  =====================
+`RAW`                 4      none                                              everything
+`AS_BFLOAT16`         2      at most |x| / 256                                 everything
+`AS_FLOAT16`          2      at most |x| / 2048 from 6e-5 to 65504 (values     activations; small
+                             outside are lost: larger ones become infinite)    gradients underflow
+`AS_INT8_BLOCKS`      1.02   at most m / 254 with m the largest |x| in its     activations, large
+                             block of 256                                      gradients
+====================  =====  ================================================  =====================
+
+Only floating tensors that get smaller are encoded; all others travel raw, whatever is asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_autograd.wire import experts_pb2 as pb
+
+BLOCK = 256
+
+_ENCODABLE: dict[int, tuple[torch.dtype, ...]] = {
+    pb.AS_BFLOAT16: (torch.float32, torch.float64),
+    pb.AS_FLOAT16: (torch.float32, torch.float64),
+    pb.AS_INT8_BLOCKS: (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+}
+_CASTS: dict[int, torch.dtype] = {pb.AS_BFLOAT16: torch.bfloat16, pb.AS_FLOAT16: torch.float16}
+
+
+def is_applicable(dtype: torch.dtype, encoding: int) -> bool:
+    """Tell whether a tensor of `dtype` can travel in `encoding`, which is not `RAW`."""
+    return dtype in _ENCODABLE.get(encoding, ())
+
+
+def encoded_bytes(dtype: torch.dtype, numel: int, encoding: int) -> int:
+    """Return how many bytes `numel` elements of `dtype` take in `encoding`."""
+    if encoding == pb.RAW:
+        return dtype.itemsize * numel
+    if encoding in _CASTS:
+        return 2 * numel
+    return 4 * _num_blocks(numel) + numel
+
+
+def encode(tensor: torch.Tensor, encoding: int) -> torch.Tensor:
+    """Return the encoded bytes of a tensor as a contiguous tensor of any dtype."""
+    if encoding in _CASTS:
+        return tensor.to(_CASTS[encoding]).contiguous()
+    flat = tensor.reshape(-1).float()
+    num_blocks = _num_blocks(flat.numel())
+    padded = torch.nn.functional.pad(flat, (0, num_blocks * BLOCK - flat.numel())).view(num_blocks, BLOCK)
+    scales = padded.abs().amax(dim=1).div_(127)
+    codes = padded.div(scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
+    codes = codes.clamp_(-127, 127).to(torch.int8).view(-1)[: flat.numel()]
+    return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
+
+
+def travelling_dtype(dtype: torch.dtype | None, encoding: int) -> torch.dtype:
+    """Return the dtype in which encoded bytes of a `dtype` tensor are looked at."""
+    if encoding == pb.RAW:
+        assert dtype is not None, "None has no bytes"
+        return dtype
+    return _CASTS.get(encoding, torch.uint8)
+
+
+def decode(encoded: torch.Tensor, dtype: torch.dtype, encoding: int) -> torch.Tensor:
+    """Return the elements, one-dimensional, of `dtype`.
+
+    Args:
+        encoded: what `encode` gave, one-dimensional, of `travelling_dtype`.
+    """
+    if encoding in _CASTS:
+        return encoded.to(dtype)
+    num_blocks = -(-encoded.numel() // (BLOCK + 4))
+    scales = encoded[: 4 * num_blocks].view(torch.float32)
+    codes = encoded[4 * num_blocks :].view(torch.int8).to(torch.float32)
+    return codes.mul_(scales.repeat_interleave(BLOCK)[: codes.numel()]).to(dtype)
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)

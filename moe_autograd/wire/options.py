@@ -1,0 +1,46 @@
+"""Channel and server options, message sizes: in one place, for both sides.
+
+Each value was measured (the figures are in the benchmarks' READMEs); grpc's defaults are made for something
+else: unlimited patience with a peer that is gone, and messages that are either too small or without a limit.
+"""
+
+from __future__ import annotations
+
+PART_BYTES = 1 << 20  # 64 MiB as one message moves at a fifth of the speed, and holds up all small calls
+MAX_MESSAGE_BYTES = 4 << 20  # never -1: one hostile message would take all memory
+
+ChannelOption = tuple[str, int | str]
+
+_BOTH: tuple[ChannelOption, ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CHANNEL_OPTIONS: tuple[ChannelOption, ...] = (
+    *_BOTH,
+    # A server that is stopped or unplugged says nothing. With a call under way we ask after 0.8 s of silence and
+    # wait 1 s for the answer, which grpc gives without Python. The ping timeout has to be set too, else the
+    # answer is awaited for a minute.
+    ("grpc.keepalive_time_ms", 800),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 1_000),
+    # A server that comes back is found within a second; the default waits up to two minutes. The shortest backoff
+    # stays grpc's: it is also the limit of one attempt to connect, and a crowded machine needs more than 100 ms.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),  # ours know what is safe to repeat
+)
+
+SERVER_OPTIONS: tuple[ChannelOption, ...] = (
+    *_BOTH,
+    # A client that is gone keeps its calls' memory until this is noticed; nobody waits for it meanwhile.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.so_reuseport", 0),  # else a second server on the port starts, and takes every other connection
+    # Keepalive pings of waiting clients are no attack.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+)

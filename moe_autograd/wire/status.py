@@ -1,0 +1,132 @@
+"""Errors <-> status, at the one edge where they cross the network.
+
+A call in a stream carries a `Status`; a whole RPC ends with a gRPC code, its details, and, where the server
+knows when to come back, `retry-after-ms` in the trailing metadata::
+
+    error                     Status code          gRPC code
+    ExpertNotFoundError       EXPERT_NOT_FOUND     NOT_FOUND
+    InvalidCallError          INVALID_CALL         INVALID_ARGUMENT
+    PermissionDeniedError     PERMISSION_DENIED    PERMISSION_DENIED (UNAUTHENTICATED is read as the same)
+    ServerUnavailableError    UNAVAILABLE          UNAVAILABLE (CANCELLED and UNKNOWN are read as the same)
+    ServerBusyError           BUSY                 RESOURCE_EXHAUSTED
+    DeadlineExceededError     DEADLINE_EXCEEDED    DEADLINE_EXCEEDED
+    CorruptDataError          CORRUPT_DATA         DATA_LOSS
+    ExpertFailedError         EXPERT_FAILED        ABORTED
+    GradientsLostError        GRADIENTS_LOST       OUT_OF_RANGE
+    InputsNeededError         INPUTS_NEEDED        FAILED_PRECONDITION
+    RemoteError               INTERNAL             INTERNAL (and all others)
+
+Anything else that a server raises is its own fault: it becomes INTERNAL, with type and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import grpc
+
+from moe_autograd.errors import (
+    CorruptDataError,
+    DeadlineExceededError,
+    ExpertFailedError,
+    ExpertNotFoundError,
+    GradientsLostError,
+    InputsNeededError,
+    InvalidCallError,
+    PermissionDeniedError,
+    RemoteError,
+    ServerBusyError,
+    ServerUnavailableError,
+)
+from moe_autograd.wire import experts_pb2 as pb
+
+RETRY_AFTER_KEY = "retry-after-ms"
+
+_CODES: dict[type[RemoteError], tuple[pb.Code, grpc.StatusCode]] = {
+    ExpertNotFoundError: (pb.EXPERT_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
+    InvalidCallError: (pb.INVALID_CALL, grpc.StatusCode.INVALID_ARGUMENT),
+    PermissionDeniedError: (pb.PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED),
+    ServerUnavailableError: (pb.UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
+    ServerBusyError: (pb.BUSY, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    DeadlineExceededError: (pb.DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
+    CorruptDataError: (pb.CORRUPT_DATA, grpc.StatusCode.DATA_LOSS),
+    ExpertFailedError: (pb.EXPERT_FAILED, grpc.StatusCode.ABORTED),
+    GradientsLostError: (pb.GRADIENTS_LOST, grpc.StatusCode.OUT_OF_RANGE),
+    InputsNeededError: (pb.INPUTS_NEEDED, grpc.StatusCode.FAILED_PRECONDITION),
+    RemoteError: (pb.INTERNAL, grpc.StatusCode.INTERNAL),
+}
+_ERROR_OF_CODE: dict[int, type[RemoteError]] = {code: error for error, (code, _) in _CODES.items()}
+_ERROR_OF_GRPC: dict[grpc.StatusCode, type[RemoteError]] = {
+    code: error for error, (_, code) in _CODES.items()
+}
+_ERROR_OF_GRPC[grpc.StatusCode.UNAUTHENTICATED] = PermissionDeniedError
+# Our servers never end an RPC so: grpc itself does, when a connection breaks or a server stops in the middle.
+_ERROR_OF_GRPC[grpc.StatusCode.CANCELLED] = ServerUnavailableError
+_ERROR_OF_GRPC[grpc.StatusCode.UNKNOWN] = ServerUnavailableError
+
+
+# ---- errors -> status, on the server
+
+
+def status_of(error: BaseException) -> pb.Status:
+    """Return the status that tells a client of `error`."""
+    code, _ = _codes_of(error)
+    return pb.Status(code=code, message=_text(error), retry_after_s=_retry_after_s(error))
+
+
+def rpc_status_of(
+    error: BaseException,
+) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Return code, details and trailing metadata for `context.abort(*rpc_status_of(error))`."""
+    _, code = _codes_of(error)
+    retry_after_s = _retry_after_s(error)
+    trailing = () if retry_after_s is None else ((RETRY_AFTER_KEY, str(round(retry_after_s * 1000))),)
+    return code, _text(error), trailing
+
+
+def _codes_of(error: BaseException) -> tuple[pb.Code, grpc.StatusCode]:
+    return next((codes for known, codes in _CODES.items() if isinstance(error, known)), _CODES[RemoteError])
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+
+
+def _retry_after_s(error: BaseException) -> float | None:
+    return error.retry_after_s if isinstance(error, ServerBusyError) else None
+
+
+# ---- status -> errors, on the client
+
+
+def error_of(status: pb.Status, place: str = "") -> RemoteError:
+    """Return the error that a call's status tells of (which is not OK).
+
+    Args:
+        status: from a `CallResult` or an `ExpertUpdate`.
+        place: where it happened, such as "expert 'ffn.3' at host:port, backward, after 2.0 s"; comes first.
+    """
+    retry_after_s = status.retry_after_s if status.HasField("retry_after_s") else None
+    return _error(_ERROR_OF_CODE.get(status.code, RemoteError), status.message, retry_after_s, place)
+
+
+def error_of_rpc(
+    code: grpc.StatusCode,
+    details: str | None,
+    trailing: Iterable[tuple[str, str | bytes]] | None,
+    place: str = "",
+) -> RemoteError:
+    """Return the error that the end of a whole RPC tells of (`call.code()`, `.details()`, `.trailing_metadata()`)."""
+    hint = dict(trailing or ()).get(RETRY_AFTER_KEY)
+    text = details or code.name
+    return _error(_ERROR_OF_GRPC.get(code, RemoteError), text, _seconds(hint), place)
+
+
+def _error(error: type[RemoteError], text: str, retry_after_s: float | None, place: str) -> RemoteError:
+    message = f"{place}: {text}" if place else text
+    return ServerBusyError(message, retry_after_s) if error is ServerBusyError else error(message)
+
+
+def _seconds(milliseconds: str | bytes | None) -> float | None:
+    text = milliseconds.decode("ascii", "replace") if isinstance(milliseconds, bytes) else milliseconds
+    return int(text) / 1000 if text is not None and text.isdecimal() else None

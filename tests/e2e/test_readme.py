@@ -1,0 +1,88 @@
+"""The code in the README and the documentation runs as it stands there; only the server's port is a free one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experts_server.config import load_config
+from tests.support.servers import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+PATHS = ("README.md", "docs/index.md", "docs/server.md")
+PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in PATHS}
+README = PAGES["README.md"]
+PORT_IN_README = "127.0.0.1:31415"
+LONGEST = 15  # lines
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+
+
+def run(code: str, folder: Path) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=folder)
+
+
+def shell_lines(command: str) -> list[str]:
+    return [line for block in blocks(README, "sh") for line in block.splitlines() if line.startswith(command)]
+
+
+LOCAL = [code for page in PAGES.values() for code in blocks(page, "python") if PORT_IN_README not in code]
+REMOTE = [code for code in blocks(README, "python") if PORT_IN_README in code]
+SERVE = shell_lines("experts-server serve")
+
+
+def test_there_is_code_for_each_of_the_three_uses() -> None:
+    assert (len(blocks(README, "python")), len(REMOTE), len(SERVE)) == (3, 1, 1)
+    assert all(len(code.splitlines()) <= LONGEST for code in blocks(README, "python"))
+
+
+@pytest.mark.parametrize("code", LOCAL)
+def test_code_without_a_server_runs(code: str, tmp_path: Path) -> None:
+    run(code, tmp_path)
+
+
+def test_the_command_starts_a_server_and_the_code_trains_its_experts(tmp_path: Path) -> None:
+    arguments = shlex.split(SERVE[0].replace(PORT_IN_README, "127.0.0.1:0"))[2:]
+    with ServerProcess(*arguments) as server:
+        run(REMOTE[0].replace(PORT_IN_README, server.address), tmp_path)
+
+
+def test_the_configuration_in_the_documentation_can_be_served(tmp_path: Path) -> None:
+    (text,) = blocks(PAGES["docs/index.md"], "toml")
+    (tmp_path / "server.toml").write_text(text, encoding="utf-8")
+    assert list(load_config(tmp_path / "server.toml", {}).experts) == [f"ffn.{index}" for index in range(8)]
+
+
+def test_the_make_targets_it_names_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {line.split()[1] for line in shell_lines("make ")}
+    assert named == {"demo", "test"}
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in named)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_links_to_exists(page: str) -> None:
+    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("http")]
+    assert links
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_the_index_links_every_page_and_every_benchmark() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)\)", PAGES["docs/index.md"]))
+    pages = {path.name for path in (ROOT / "docs").iterdir()} - {"index.md"}
+    benchmarks = {f"../{path.relative_to(ROOT)}" for path in (ROOT / "benchmarks").glob("*/README.md")}
+    assert (pages | benchmarks) - linked == set()
+
+
+def test_the_layout_it_draws_is_the_real_one() -> None:
+    drawn = re.findall(r"^((?:moe_autograd|experts_server)/\S*)  ?", README, flags=re.MULTILINE)
+    assert len(drawn) == 6
+    assert all((ROOT / name).exists() for name in drawn)

@@ -1,0 +1,183 @@
+"""Finding experts: what `connect` returns, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.errors import (
+    ConfigError,
+    ExpertFailedError,
+    ExpertNotFoundError,
+    InvalidCallError,
+    ServerUnavailableError,
+)
+from moe_autograd.remote import connect
+
+
+class Failing(nn.Module):
+    """Raises on even sums."""
+
+    def forward(self, x):
+        if int(x.sum()) % 2 == 0:
+            raise ArithmeticError("an even sum")
+        return x
+
+
+class FailingBackward(nn.Module):
+    """Raises in its backward."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("a backward")
+
+    def forward(self, x):
+        return self.Function.apply(x)
+
+
+@pytest.fixture(scope="module")
+def server():
+    modules = {f"ffn.{index}": nn.Linear(4, 4) for index in (10, 2, 1)}
+    modules |= {"failing": Failing(), "failing_backward": FailingBackward()}
+    with ExpertsServer(modules) as server:
+        yield server
+
+
+@pytest.fixture
+def experts(server):
+    with connect(server.address) as experts:
+        yield experts
+
+
+@pytest.fixture
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class TestMapping:
+    def test_iteration_is_in_natural_order(self, experts):
+        assert list(experts) == ["failing", "failing_backward", "ffn.1", "ffn.2", "ffn.10"]
+        assert [expert.name for expert in experts.values()] == list(experts)
+        assert len(experts) == 5
+
+    def test_an_unknown_name_is_a_key_error_that_shows_the_known_ones(self, experts, server):
+        with pytest.raises(KeyError) as raised:
+            experts["ffn.3"]
+        assert isinstance(raised.value, ExpertNotFoundError)
+        assert "expert 'ffn.3': expected one of 5 (failing, " in str(raised.value)
+        assert server.address in str(raised.value)
+        assert "ffn.3" not in experts
+        assert experts.get("ffn.3") is None
+
+    def test_repr_shows_how_many_and_where(self, experts, server):
+        assert repr(experts) == f"RemoteExperts(5 experts at {server.address})"
+        assert repr(experts.connection) == f"Connection(5 experts at {server.address})"
+
+    def test_hosted_says_what_an_expert_is(self, experts, server):
+        hosted = experts["ffn.1"].hosted
+        assert (hosted.kind, hosted.num_parameters, hosted.is_trained) == ("Linear", 20, False)
+        assert hosted.addresses == (server.address,)
+
+
+class TestNoServer:
+    def test_a_server_that_is_not_there_is_named(self, free_address):
+        with pytest.raises(
+            ServerUnavailableError, match=re.escape(f"server at {free_address}, info, after ")
+        ):
+            connect(free_address)
+
+    def test_one_of_two_that_is_not_there_is_named(self, server, free_address):
+        with pytest.raises(ServerUnavailableError, match=re.escape(free_address)):
+            connect([server.address, free_address])
+
+    @pytest.mark.parametrize(
+        "address", ["", "localhost", "localhost:", ":99", "localhost:0", "localhost:65536", "h:p"]
+    )
+    def test_an_address_that_is_none_is_refused(self, address):
+        with pytest.raises(ValueError, match=f"expected host:port, got {address!r}"):
+            connect(address)
+
+    def test_no_address_is_refused(self):
+        with pytest.raises(ValueError, match="at least one"):
+            connect([])
+
+    @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan"), None])
+    def test_no_deadline_is_refused(self, server, timeout_s):
+        with pytest.raises(ValueError, match="timeout_s: expected a positive, finite number"):
+            connect(server.address, timeout_s=timeout_s)
+
+    def test_after_the_block_the_connection_is_closed(self, server):
+        with connect(server.address) as experts:
+            expert = experts["ffn.1"]
+        with pytest.raises(ServerUnavailableError, match="closed"):
+            expert(torch.ones(1, 4))
+
+    def test_a_port_in_use_is_said_by_the_server(self, server):
+        with pytest.raises(ConfigError), ExpertsServer({}, listen=server.address):
+            pass
+
+
+class TestBadCalls:
+    """Each has a clear error that names expert, address, phase and time, and the server lives on."""
+
+    @pytest.fixture(autouse=True)
+    def lives_on(self, experts):
+        yield
+        assert experts["ffn.1"](torch.ones(1, 4)).shape == (1, 4)
+
+    @pytest.mark.parametrize(
+        ("x", "complaint"),
+        [
+            (torch.ones(1, 5), r"got \(1, 5\)"),
+            (torch.ones(1, 4, dtype=torch.float64), "expected dtype torch.float32, got torch.float64"),
+            (torch.ones(4), r"got \(4,\)"),
+            (torch.full((1, 4), float("nan")), "expected finite values"),
+        ],
+        ids=["width", "dtype", "rank", "nan"],
+    )
+    def test_a_bad_input_is_refused(self, experts, server, x, complaint):
+        with pytest.raises(InvalidCallError, match=complaint) as raised:
+            experts["ffn.1"](x)
+        place = (
+            rf"expert 'ffn.1' at {re.escape(server.address)}, forward, after \d+\.\d s \(deadline 30\.0 s\): "
+        )
+        assert re.match(place, str(raised.value))
+        assert str(raised.value).count("'ffn.1'") == 1
+
+    def test_a_bad_gradient_is_refused(self, experts):
+        x = torch.ones(1, 4, requires_grad=True)
+        y = experts["ffn.1"](x)
+        with pytest.raises(InvalidCallError, match=r"backward, after .* expected finite values"):
+            y.backward(torch.full((1, 4), float("inf")))
+
+    def test_an_expert_that_raises_is_named_with_its_error(self, experts):
+        with pytest.raises(ExpertFailedError, match=r"expert 'failing' at .*ArithmeticError: an even sum"):
+            experts["failing"](torch.zeros(1, 4))
+
+    def test_an_expert_that_raises_in_its_backward_is_named_with_its_error(self, experts):
+        y = experts["failing_backward"](torch.zeros(1, 4, requires_grad=True))
+        with pytest.raises(ExpertFailedError, match=r"backward, .*ArithmeticError: a backward"):
+            y.sum().backward()
+
+    def test_of_several_failures_the_first_is_raised_and_the_others_counted(self, experts):
+        names = ["ffn.1", "ffn.2", "failing", "ffn.1"]
+        inputs = [(torch.zeros(1, width),) for width in (4, 5, 4, 4)]
+        with pytest.raises(InvalidCallError, match=r"expert 'ffn\.2' at") as raised:
+            experts.connection.call_together([experts[name] for name in names], inputs, [{}] * 4)
+        assert raised.value.__notes__ == ["1 other calls of this pass failed too."]
+
+    def test_a_tensor_above_the_servers_limit_is_refused(self, experts):
+        with pytest.raises(InvalidCallError, match="expected at most"):
+            experts["ffn.1"](torch.empty(1, dtype=torch.uint8).expand(1 << 29))

@@ -1,0 +1,185 @@
+"""Remote experts among signals, forks, threads and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.errors import DeadlineExceededError
+from moe_autograd.remote import RemoteOptimizer, connect
+from tests.support.servers import ROOT
+from tests.support.subprocesses import assert_prints
+
+
+@pytest.fixture(scope="module")
+def server():
+    torch.manual_seed(0)
+    modules = {"ffn.0": nn.Linear(4, 4), "ffn.1": nn.Linear(4, 4)}
+    with ExpertsServer(modules, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0)) as server:
+        yield server
+
+
+def test_ctrl_c_ends_a_call_at_once():
+    """The program calls an expert that answers in a minute, and is interrupted when the call is under way."""
+    program = """
+        import threading, torch
+        from experts_server import ExpertsServer
+        from moe_autograd.remote import connect
+
+        class Waits(torch.nn.Module):
+            def forward(self, x):
+                print("begun", flush=True)
+                threading.Event().wait(60)
+                return x
+
+        if __name__ == "__main__":
+            server = ExpertsServer({"waits": Waits()}).start()
+            with connect(server.address, timeout_s=100) as experts:
+                try:
+                    experts["waits"](torch.ones(1, 4))
+                except KeyboardInterrupt:
+                    print("interrupted", flush=True)
+            import os
+            os._exit(0)
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            rest, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert rest == "interrupted\n"
+
+
+class Gated(nn.Module):
+    """Says that it has begun, and waits until it is let go; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.begun.set()
+        assert self.gate.wait(60)
+        return x
+
+
+def test_a_call_that_is_given_up_before_it_began_is_never_begun():
+    gated = Gated()
+    x = torch.ones(1, 4)
+    with ExpertsServer({"gated": gated}) as server, connect(server.address) as experts:
+        first = threading.Thread(target=experts["gated"], args=(x,))
+        first.start()
+        assert gated.begun.wait(60)
+        with connect(server.address, timeout_s=0.5) as hasty, pytest.raises(DeadlineExceededError):
+            hasty["gated"](x)
+        gated.gate.set()
+        first.join(60)
+        experts["gated"](x)
+        assert gated.num_calls == 2
+
+
+def test_a_forked_child_gets_a_clear_error_and_can_connect_anew(server):
+    assert_prints(
+        f"""
+        import os, torch
+        from moe_autograd.remote import connect
+        with connect({server.address!r}) as experts:
+            x = torch.ones(1, 4)
+            experts["ffn.0"](x)
+            child = os.fork()
+            if child == 0:
+                try:
+                    experts["ffn.0"](x)
+                except RuntimeError as error:
+                    assert "expected to be used in the process that made it" in str(error), error
+                    print("refused", flush=True)
+                with connect({server.address!r}) as anew:
+                    anew["ffn.0"](x)
+                print("anew", flush=True)
+                experts.close()  # as its `with` block would
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            experts["ffn.0"](x)
+            print("parent")
+        """,
+        "refused anew parent",
+    )
+
+
+def test_a_spawned_child_connects_by_itself(server):
+    assert_prints(
+        f"""
+        import torch
+        from moe_autograd.remote import connect
+        with connect({server.address!r}) as experts:
+            print(len(experts))
+        """,
+        "2",
+    )
+
+
+def test_without_close_the_interpreter_ends(server):
+    assert_prints(
+        f"""
+        import torch
+        from moe_autograd.remote import connect
+        experts = connect({server.address!r})
+        experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+        print("done")
+        """,
+        "done",
+    )
+
+
+def test_an_event_loop_goes_on_while_an_expert_is_called_in_a_thread(server):
+    async def main() -> int:
+        with await asyncio.to_thread(connect, server.address) as experts:
+            ticks = 0
+            call = asyncio.ensure_future(asyncio.to_thread(experts["ffn.0"], torch.ones(1, 4)))
+            while not call.done():
+                ticks += 1
+                await asyncio.sleep(0)
+            assert (await call).shape == (1, 4)
+            return ticks
+
+    assert asyncio.run(main()) > 0
+
+
+def test_many_threads_train_at_once(server):
+    with connect(server.address) as experts:
+        errors: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            try:
+                for _ in range(10):
+                    x = torch.randn(3, 4, generator=generator).requires_grad_()
+                    y = experts["ffn.1"](experts["ffn.0"](x))
+                    y.sum().backward()
+                    assert x.grad is not None
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        RemoteOptimizer(experts).step()
+        assert repr(experts.connection.numbering).endswith(" 0 open)")

@@ -1,0 +1,128 @@
+"""Encrypted connections, certificates on both sides, and tokens, from the client's side."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from experts_server.config import SecurityConfig, ServingConfig
+from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError
+from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
+
+TRAIN, READ = "train-token-0123456789", "read-token-0123456789"
+AT_ONCE = RetryPolicy(patience_s=0.0)
+
+
+def openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An authority, and certificates of a server (localhost) and a client signed by it."""
+    folder = tmp_path_factory.mktemp("certificates")
+    new = ("req", "-newkey", "rsa:2048", "-nodes", "-days", "1")
+    ca = ("-subj", "/CN=authority", "-keyout", folder / "ca.key", "-out", folder / "ca.pem")
+    openssl(*new, "-x509", *ca)
+    for name in ("server", "client"):
+        key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
+        openssl(*new, "-subj", "/CN=localhost", *key)
+        (folder / f"{name}.ext").write_text("subjectAltName=DNS:localhost\n")
+        signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem", "-days", "1")
+        authority = ("-CA", folder / "ca.pem", "-CAkey", folder / "ca.key", "-CAcreateserial")
+        openssl("x509", "-req", *signed, *authority, "-extfile", folder / f"{name}.ext")
+    (folder / "tokens").write_text(f"train {TRAIN}\nread {READ}\n")
+    return folder
+
+
+def serve(security: SecurityConfig) -> ExpertsServer:
+    return ExpertsServer(
+        {"ffn.0": nn.Linear(4, 4)},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        config=ServingConfig(security=security),
+    )
+
+
+def train_once(address: str, **credentials) -> int:
+    with connect(address, retry=AT_ONCE, **credentials) as experts:
+        experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+        RemoteOptimizer(experts).step()
+        experts.load_state_dict(experts.state_dict())
+        return experts.info()["ffn.0"].num_updates
+
+
+class TestTokens:
+    @pytest.fixture
+    def address(self, folder):
+        with serve(SecurityConfig(tokens_file=folder / "tokens")) as server:
+            yield server.address
+
+    def test_the_right_token_may_train(self, address):
+        assert train_once(address, token=TRAIN) == 1
+
+    @pytest.mark.parametrize("token", [None, "wrong-token-0123456789"])
+    def test_no_token_and_a_wrong_one_are_refused(self, address, token):
+        with pytest.raises(PermissionDeniedError, match=f"server at {address}, info"):
+            connect(address, token=token)
+
+    def test_a_read_token_reads_and_changes_nothing(self, address):
+        with connect(address, token=READ) as experts:
+            y = experts["ffn.0"](torch.ones(1, 4))
+            assert len(experts.state_dict()) == 2
+            with pytest.raises(PermissionDeniedError, match=r"expert 'ffn\.0' at .*, backward"):
+                y.sum().backward()
+            with pytest.raises(PermissionDeniedError):
+                experts.load_state_dict(experts.state_dict())
+
+
+class TestTLS:
+    @pytest.fixture
+    def address(self, folder):
+        security = SecurityConfig(tls_cert=folder / "server.pem", tls_key=folder / "server.key")
+        with serve(security) as server:
+            yield server.address
+
+    def test_a_trusted_certificate_is_accepted(self, address, folder):
+        assert train_once(address, tls=TLS(folder / "ca.pem", server_name="localhost")) == 1
+
+    def test_a_certificate_of_another_name_is_refused(self, address, folder):
+        with pytest.raises(ServerUnavailableError):
+            train_once(address, tls=TLS(folder / "ca.pem", server_name="elsewhere"))
+
+    def test_an_authority_that_did_not_sign_it_is_refused(self, address, folder, tmp_path):
+        other = ("-subj", "/CN=other", "-keyout", tmp_path / "ca.key", "-out", tmp_path / "ca.pem")
+        openssl("req", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-x509", *other)
+        with pytest.raises(ServerUnavailableError):
+            train_once(address, tls=TLS(tmp_path / "ca.pem", server_name="localhost"))
+
+    def test_a_plain_connection_is_refused(self, address):
+        with pytest.raises(ServerUnavailableError):
+            connect(address, timeout_s=5.0)
+
+
+class TestMutualTLS:
+    @pytest.fixture
+    def address(self, folder):
+        security = SecurityConfig(
+            tls_cert=folder / "server.pem", tls_key=folder / "server.key", client_ca=folder / "ca.pem"
+        )
+        with serve(security) as server:
+            yield server.address
+
+    def test_a_client_with_its_certificate_is_accepted(self, address, folder):
+        own = (folder / "client.pem", folder / "client.key")
+        assert train_once(address, tls=TLS(folder / "ca.pem", *own, server_name="localhost")) == 1
+
+    def test_a_client_without_one_is_refused(self, address, folder):
+        with pytest.raises(ServerUnavailableError):
+            train_once(address, tls=TLS(folder / "ca.pem", server_name="localhost"))
+
+
+def test_a_certificate_without_its_key_is_refused(folder):
+    with pytest.raises(ValueError, match="expected cert_file and key_file together"):
+        TLS(cert_file=folder / "client.pem")

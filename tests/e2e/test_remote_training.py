@@ -1,0 +1,183 @@
+"""Training through a server is training here: the same losses and the same weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.moe.layer import MixtureOfExperts
+from moe_autograd.moe.routers import TopKRouter
+from moe_autograd.remote import RemoteOptimizer, connect
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+}
+
+
+def make_experts(num_experts: int = 8) -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {
+        f"ffn.{index}": nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        for index in range(num_experts)
+    }
+
+
+def make_model(experts) -> nn.Module:
+    torch.manual_seed(1)
+    layer = MixtureOfExperts(TopKRouter(16, num_experts=8, top_k=2), experts)
+    return nn.Sequential(nn.Linear(10, 16), layer, nn.Linear(16, 3))
+
+
+def train(model: nn.Module, optimizers) -> list[float]:
+    torch.manual_seed(2)
+    features = torch.randn(64, 10)
+    labels = features[:, :3].argmax(dim=1)
+    losses = []
+    for _ in range(20):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(features), labels)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_losses_and_weights_are_those_of_local_training(name, num_servers):
+    make_optimizer = OPTIMIZERS[name]
+    local = make_experts()
+    model = make_model(local)
+    expected = train(model, [make_optimizer(model.parameters())])
+
+    hosted = list(copy.deepcopy(make_experts()).items())
+    servers = [
+        ExpertsServer(dict(hosted[index::num_servers]), optimizer=make_optimizer).start()
+        for index in range(num_servers)
+    ]
+    try:
+        with connect([server.address for server in servers]) as experts:
+            assert list(experts) == list(local)
+            model = make_model(experts)
+            losses = train(model, [make_optimizer(model.parameters()), RemoteOptimizer(experts)])
+            updates = {expert: info.num_updates for expert, info in experts.info().items()}
+    finally:
+        for server in servers:
+            server.stop()
+
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert losses[-1] < 0.7 * losses[0]
+    for expert, module in hosted:
+        torch.testing.assert_close(module.state_dict(), local[expert].state_dict(), rtol=1e-4, atol=1e-5)
+        assert 0 < updates[expert] <= 20
+
+
+def test_gradients_of_several_backwards_add_up_until_the_step():
+    modules = {"ffn.0": nn.Linear(4, 4)}
+    twin = copy.deepcopy(modules["ffn.0"])
+    make_optimizer = OPTIMIZERS["sgd"]
+    with ExpertsServer(modules, optimizer=make_optimizer) as server, connect(server.address) as experts:
+        optimizer, local_optimizer = RemoteOptimizer(experts), make_optimizer(twin.parameters())
+        for x in torch.randn(3, 5, 4):
+            experts["ffn.0"](x).square().sum().backward()
+            twin(x).square().sum().backward()
+        optimizer.step()
+        local_optimizer.step()
+    torch.testing.assert_close(modules["ffn.0"].state_dict(), twin.state_dict())
+
+
+def test_gradients_stay_until_zero_grad_as_in_torch():
+    modules = {"ffn.0": nn.Linear(4, 4)}
+    twin = copy.deepcopy(modules["ffn.0"])
+    make_optimizer = OPTIMIZERS["sgd"]
+    with ExpertsServer(modules, optimizer=make_optimizer) as server, connect(server.address) as experts:
+        optimizer, local_optimizer = RemoteOptimizer(experts), make_optimizer(twin.parameters())
+        x = torch.randn(5, 4)
+        experts["ffn.0"](x).square().sum().backward()
+        twin(x).square().sum().backward()
+        for _ in range(2):
+            optimizer.step()
+            local_optimizer.step()
+        optimizer.zero_grad()
+        local_optimizer.zero_grad()
+        optimizer.step()
+        local_optimizer.step()
+        assert experts.info()["ffn.0"].num_updates == 2
+    torch.testing.assert_close(modules["ffn.0"].state_dict(), twin.state_dict())
+
+
+def test_on_backward_applies_each_backward_at_once():
+    modules = {"ffn.0": nn.Linear(4, 4)}
+    twin = copy.deepcopy(modules["ffn.0"])
+    make_optimizer = OPTIMIZERS["sgd"]
+    with (
+        ExpertsServer(modules, optimizer=make_optimizer, update="on_backward") as server,
+        connect(server.address) as experts,
+    ):
+        assert experts["ffn.0"].hosted.update == "on_backward"
+        local_optimizer = make_optimizer(twin.parameters())
+        for x in torch.randn(3, 5, 4):
+            experts["ffn.0"](x).square().sum().backward()
+            local_optimizer.zero_grad()
+            twin(x).square().sum().backward()
+            local_optimizer.step()
+        assert experts.info()["ffn.0"].num_updates == 3
+    torch.testing.assert_close(modules["ffn.0"].state_dict(), twin.state_dict())
+
+
+def test_step_with_a_closure_returns_its_loss():
+    with (
+        ExpertsServer({"ffn.0": nn.Linear(4, 4)}, optimizer=OPTIMIZERS["sgd"]) as server,
+        connect(server.address) as experts,
+    ):
+        optimizer = RemoteOptimizer(experts)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = experts["ffn.0"](torch.ones(1, 4)).square().sum()
+            loss.backward()
+            return loss.item()
+
+        with torch.no_grad():
+            first = optimizer.step(closure)
+        assert optimizer.step(closure) < first
+        assert experts.info()["ffn.0"].num_updates == 2
+
+
+class TestOptimizer:
+    @pytest.fixture
+    def server(self):
+        with ExpertsServer(
+            {"ffn.0": nn.Linear(4, 4), "ffn.1": nn.Linear(4, 4)}, optimizer=OPTIMIZERS["sgd"]
+        ) as s:
+            yield s
+
+    def test_it_can_train_some_of_the_experts(self, server):
+        with connect(server.address) as experts:
+            for expert in experts.values():
+                expert(torch.ones(1, 4)).sum().backward()
+            RemoteOptimizer([experts["ffn.1"]]).step()
+            assert [info.num_updates for info in experts.info().values()] == [0, 1]
+
+    def test_local_modules_are_refused(self):
+        with pytest.raises(TypeError, match="expected remote experts, got Linear"):
+            RemoteOptimizer([nn.Linear(2, 2)])
+
+    def test_nothing_to_train_is_refused(self):
+        with (
+            ExpertsServer({"ffn.0": nn.Linear(4, 4)}) as server,
+            connect(server.address) as experts,
+            pytest.raises(ValueError, match="expected a trained expert"),
+        ):
+            RemoteOptimizer(experts)
+
+    def test_zeros_are_not_kept(self, server):
+        with connect(server.address) as experts, pytest.raises(ValueError, match="set_to_none=True"):
+            RemoteOptimizer(experts).zero_grad(set_to_none=False)

@@ -1,0 +1,122 @@
+"""The weights of hosted experts from here: fetched, set, and saved with the model that they are part of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.errors import InvalidCallError
+from moe_autograd.remote import connect
+
+
+def make_modules(seed: int) -> dict[str, nn.Module]:
+    torch.manual_seed(seed)
+    modules: dict[str, nn.Module] = {f"ffn.{index}": nn.Linear(4, 4) for index in (1, 10)}
+    modules["norm"] = nn.BatchNorm1d(4)
+    modules["large"] = nn.Linear(600, 1100)  # more than one part
+    return modules
+
+
+def flat(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": value
+        for name, module in modules.items()
+        for key, value in module.state_dict().items()
+    }
+
+
+@pytest.fixture
+def modules():
+    return make_modules(0)
+
+
+@pytest.fixture
+def server(modules):
+    with ExpertsServer(modules) as server:
+        yield server
+
+
+@pytest.fixture
+def experts(server):
+    with connect(server.address) as experts:
+        yield experts
+
+
+def test_state_dict_is_what_the_modules_have(experts, modules):
+    torch.testing.assert_close(experts.state_dict(), flat(modules), rtol=0, atol=0)
+
+
+def test_load_state_dict_sets_it(experts, modules):
+    other = make_modules(1)
+    experts.load_state_dict(flat(other))
+    torch.testing.assert_close(flat(modules), flat(other), rtol=0, atol=0)
+
+
+def test_several_servers_and_replicas_are_all_set(modules):
+    replica, other = make_modules(2), make_modules(1)
+    extra = {"only": nn.Linear(2, 2)}
+    with (
+        ExpertsServer(modules) as one,
+        ExpertsServer(replica | extra) as two,
+        connect([one.address, two.address]) as experts,
+    ):
+        assert "only.weight" in experts.state_dict()
+        experts.load_state_dict(flat(other))
+    torch.testing.assert_close(flat(modules), flat(other), rtol=0, atol=0)
+    torch.testing.assert_close(flat(replica), flat(other), rtol=0, atol=0)
+
+
+def test_a_part_of_the_experts_may_be_set(experts, modules):
+    before = copy.deepcopy(modules["ffn.10"].state_dict())
+    experts.load_state_dict({"ffn.1.weight": torch.ones(4, 4), "ffn.1.bias": torch.zeros(4)})
+    assert torch.equal(modules["ffn.1"].weight, torch.ones(4, 4))
+    torch.testing.assert_close(modules["ffn.10"].state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"ffn.1.weight": torch.ones(4, 4)}, InvalidCallError),
+        ({"ffn.1.weight": torch.ones(4, 5), "ffn.1.bias": torch.ones(4)}, InvalidCallError),
+        ({"ffn.1.weight": torch.ones(4, 4).double(), "ffn.1.bias": torch.ones(4)}, InvalidCallError),
+        ({"ffn.2.weight": torch.ones(4, 4)}, KeyError),
+    ],
+    ids=["missing key", "shape", "dtype", "unknown expert"],
+)
+def test_weights_that_do_not_fit_change_nothing(experts, modules, bad, error):
+    before = copy.deepcopy(flat(modules))
+    with pytest.raises(error, match=r"expected"):
+        experts.load_state_dict({"ffn.10.weight": torch.ones(4, 4), "ffn.10.bias": torch.ones(4), **bad})
+    torch.testing.assert_close(flat(modules), before, rtol=0, atol=0)
+
+
+def test_a_model_with_remote_experts_is_saved_and_restored_as_one(experts, modules):
+    model = nn.Sequential(nn.Linear(4, 4), experts["ffn.1"], experts["ffn.10"])
+    local = nn.Sequential(nn.Linear(4, 4), *(copy.deepcopy(modules[name]) for name in ("ffn.1", "ffn.10")))
+    saved = model.state_dict()
+    assert saved.keys() == local.state_dict().keys()
+    local.load_state_dict(saved)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(model(x), local(x))
+    with torch.no_grad():
+        for parameter in local.parameters():
+            parameter.add_(1)
+    model.load_state_dict(local.state_dict())
+    torch.testing.assert_close(model(x), local(x))
+
+
+def test_a_model_says_which_expert_does_not_fit(experts):
+    model = nn.Sequential(experts["ffn.1"])
+    with pytest.raises(RuntimeError, match=r"state of expert 'ffn\.1'"):
+        model.load_state_dict({"0.weight": torch.ones(4, 4)})
+
+
+def test_gradients_after_loading_are_those_of_the_new_weights(experts, modules):
+    x = torch.randn(2, 4, requires_grad=True)
+    experts.load_state_dict({"ffn.1.weight": torch.eye(4), "ffn.1.bias": torch.zeros(4)})
+    experts["ffn.1"](x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 4))

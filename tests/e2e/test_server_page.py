@@ -1,0 +1,96 @@
+"""docs/server.md and its dashboard name every key, command and metric that there is, and none that there is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
+
+from experts_server import ExpertsServer
+from experts_server import config as models
+from experts_server.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "server.md").read_text(encoding="utf-8")
+DASHBOARD = json.loads((DOCS / "grafana-dashboard.json").read_text(encoding="utf-8"))
+TABLES = (
+    models.ServerConfig,
+    models.OptimizerConfig,
+    models.ExpertConfig,
+    models.BatchingConfig,
+    models.LimitsConfig,
+    models.SecurityConfig,
+)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+def in_first_columns() -> set[str]:
+    """Return what the page's tables have in backticks in their first column."""
+    rows = re.findall(r"^\| (`[^|]*`) \|", PAGE, flags=re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+@pytest.fixture(scope="module")
+def families() -> Iterator[dict[str, set[str]]]:
+    """Return the names of all metrics that a server shows, with those of their samples."""
+    config = models.ServingConfig(metrics_listen="127.0.0.1:0")
+    with ExpertsServer({"e": torch.nn.Linear(1, 1)}, config=config) as server:
+        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=30) as reply:
+            parsed = list(text_string_to_metric_families(reply.read().decode()))
+        yield {family.name: {sample.name for sample in family.samples} for family in parsed}
+
+
+@pytest.mark.parametrize("text", blocks("toml"))
+def test_each_configuration_passes_the_check(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tokens").write_text("train a-token-of-16-characters-or-more\n", encoding="utf-8")
+    Path("server.toml").write_text(text, encoding="utf-8")
+    checked = CliRunner().invoke(main, ["config", "--check", "server.toml"])
+    assert (checked.exit_code, "no mistakes" in checked.output) == (0, True), checked.output
+
+
+def test_it_names_every_key_and_no_other(families: dict[str, set[str]]) -> None:
+    keys = {field.alias or name for model in TABLES for name, field in model.model_fields.items()}
+    tables = {
+        name
+        for name, field in models.ServerConfig.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    } | {"experts"}
+    named = in_first_columns()
+    assert keys - tables - named == set()
+    others = {name for name in named if not name.startswith(("experts-server", "experts_"))}
+    assert others - keys == set()
+    assert all(f"[{table}" in PAGE for table in tables)
+
+
+def test_it_names_every_command_and_no_other() -> None:
+    named = {name.split()[1] for name in in_first_columns() if name.startswith("experts-server ")}
+    assert named == set(main.commands)
+
+
+def test_it_names_every_metric_and_no_other(families: dict[str, set[str]]) -> None:
+    named = {name.removesuffix("_total") for name in in_first_columns() if name.startswith("experts_")}
+    assert named == set(families)
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist_and_shows_all_of_them(
+    families: dict[str, set[str]],
+) -> None:
+    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"\bexperts_\w+", query)}
+    samples = {name for names in families.values() for name in names}
+    assert asked - samples == set()
+    assert [family for family, names in families.items() if not names & asked] == []

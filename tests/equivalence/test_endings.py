@@ -1,0 +1,275 @@
+"""However a map ends, by Ctrl-C, exit, fork or failure after failure, nothing hangs and nothing is left behind.
+
+Each ending is provoked in a process of its own, with real signals and real forks.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.subprocesses import assert_prints
+
+PREAMBLE = """
+    import atexit, os, signal, sys, threading, traceback
+    import torch
+    from moe_autograd import map_with_parallel_backward
+    from tests.support.functions_waiting import Calls, Meets
+
+    def run(actions, where="forward"):
+        inputs = [torch.ones(2, requires_grad=True) for _ in actions]
+        calls = [(x, a, None) if where == "forward" else (x, None, a) for x, a in zip(inputs, actions)]
+        torch.stack(map_with_parallel_backward(Calls, *calls)).sum().backward()
+        return sum(x.grad.sum().item() for x in inputs)
+
+    def meet(parties):
+        barrier = threading.Barrier(parties)
+        inputs = [torch.ones(2, requires_grad=True) for _ in range(parties)]
+        torch.stack(map_with_parallel_backward(Meets, *[(x, barrier) for x in inputs])).sum().backward()
+        return sum(x.grad.sum().item() for x in inputs)
+"""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("sender", [0, 5])
+def test_ctrl_c_returns_at_once_though_calls_still_block(where: str, sender: int) -> None:
+    assert_prints(
+        PREAMBLE
+        + f"""
+    barrier, never = threading.Barrier(8), threading.Event()
+    def action(mine):
+        barrier.wait(60)
+        if mine == {sender}:
+            os.kill(os.getpid(), signal.SIGINT)
+        never.wait()
+    try:
+        run([lambda i=i: action(i) for i in range(8)], {where!r})
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(meet(8))
+    """,
+        "interrupted 32.0",
+    )
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_ctrl_c_while_only_workers_block_returns_at_once(where: str) -> None:
+    """The calling thread's own call has ended: it waits for the others when the signal comes."""
+    assert_prints(
+        PREAMBLE
+        + f"""
+    barrier, never, once = threading.Barrier(8), threading.Event(), threading.Lock()
+    def action():
+        barrier.wait(60)
+        if threading.current_thread() is not threading.main_thread():
+            if once.acquire(blocking=False):
+                os.kill(os.getpid(), signal.SIGINT)
+            never.wait()
+    try:
+        run([action] * 8, {where!r})
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(meet(8))
+    """,
+        "interrupted 32.0",
+    )
+
+
+def test_an_uncaught_ctrl_c_ends_the_process_though_calls_still_block() -> None:
+    assert_prints(
+        PREAMBLE
+        + """
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        barrier, never, once = threading.Barrier(4), threading.Event(), threading.Lock()
+        def action():
+            barrier.wait(60)
+            if once.acquire(blocking=False):
+                os.kill(os.getpid(), signal.SIGINT)
+            never.wait()
+        signal.alarm(60)
+        run([action] * 4)
+    _, status = os.waitpid(child, 0)
+    print(os.WTERMSIG(status) == signal.SIGINT or os.waitstatus_to_exitcode(status) == 1)
+    """,
+        "True",
+    )
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_sys_exit_in_a_call_exits_with_its_code_once_the_others_rest(where: str) -> None:
+    assert_prints(
+        PREAMBLE
+        + f"""
+    barrier = threading.Barrier(4)
+    def action(mine):
+        barrier.wait(60)
+        if mine == 3:
+            sys.exit(7)
+    try:
+        run([lambda i=i: action(i) for i in range(4)], {where!r})
+    except SystemExit as error:
+        print(error.code, meet(4))
+    """,
+        "7 16.0",
+    )
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_the_interpreter_exits_while_a_map_runs_in_another_thread(daemon: bool) -> None:
+    """A daemon's map is abandoned; anybody else's is waited for, as Python does with threads."""
+    assert_prints(
+        PREAMBLE
+        + f"""
+    barrier, go_on = threading.Barrier(5), threading.Event()
+    def action():
+        barrier.wait(60)
+        go_on.wait({"None" if daemon else "60"})
+    def work():
+        value = run([action] * 4)
+        if not {daemon}:
+            print(value, run([None] * 8, "backward"), meet(8), flush=True)
+    threading.Thread(target=work, daemon={daemon}).start()
+    barrier.wait(60)
+    if not {daemon}:
+        go_on.set()
+    print("main")
+    """,
+        "main" if daemon else "main 16.0 32.0 32.0",
+    )
+
+
+def test_a_map_works_at_interpreter_exit() -> None:
+    assert_prints(PREAMBLE + "\n    meet(4)\n    atexit.register(lambda: print(run([None] * 8)))\n", "32.0")
+
+
+def test_a_first_map_works_at_interpreter_exit() -> None:
+    assert_prints(PREAMBLE + "\n    atexit.register(lambda: print(run([None] * 8)))\n", "32.0")
+
+
+def test_a_forked_child_maps_with_workers_of_its_own() -> None:
+    assert_prints(
+        PREAMBLE
+        + """
+    print(meet(8), flush=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        ok = meet(8) == 32.0 and meet(3) == 12.0
+        os._exit(0 if ok else 1)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), meet(8))
+    """,
+        "32.0 0 32.0",
+    )
+
+
+def test_children_forked_while_maps_run_can_map() -> None:
+    """Whatever lock is held at the fork by a thread that the child does not have."""
+    assert_prints(
+        PREAMBLE
+        + """
+    stop = threading.Event()
+    def keep_mapping():
+        while not stop.is_set():
+            run([None] * 6)
+    threads = [threading.Thread(target=keep_mapping) for _ in range(3)]
+    for thread in threads: thread.start()
+    codes = set()
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os._exit(0 if meet(6) == 24.0 else 1)
+        codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    stop.set()
+    for thread in threads: thread.join()
+    print(codes)
+    """,
+        "{0}",
+    )
+
+
+def test_a_child_forked_inside_a_call_can_map() -> None:
+    assert_prints(
+        PREAMBLE
+        + """
+    codes = []
+    def fork():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            try:
+                with torch.enable_grad():
+                    ok = meet(4) == 16.0
+            except BaseException:
+                traceback.print_exc()
+                os._exit(2)
+            os._exit(0 if ok else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    run([fork, fork])
+    run([None, fork], "backward")
+    print(codes)
+    """,
+        "[0, 0, 0]",
+    )
+
+
+def test_a_data_loader_worker_maps() -> None:
+    assert_prints(
+        PREAMBLE
+        + """
+    class Maps(torch.utils.data.Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, i): return meet(4) + i
+    meet(4)
+    loader = torch.utils.data.DataLoader(Maps(), num_workers=2, multiprocessing_context="fork")
+    print(sorted(item.item() for item in loader))
+    """,
+        "[16.0, 17.0, 18.0, 19.0]",
+    )
+
+
+def test_a_map_works_when_the_system_has_no_thread_to_give() -> None:
+    """No stack of a petabyte can be had; the calling thread does all the work, and threads come back later."""
+    assert_prints(
+        PREAMBLE
+        + """
+    usual = threading.stack_size(1 << 50)
+    print(run([None] * 8), run([None] * 8, "backward"))
+    threading.stack_size(usual)
+    print(meet(8))
+    """,
+        "32.0 32.0 32.0",
+    )
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_ten_thousand_failing_maps_leave_no_thread_file_or_memory(where: str) -> None:
+    assert_prints(
+        PREAMBLE
+        + f"""
+    import gc, psutil
+    me = psutil.Process()
+    def fail():
+        raise LookupError("x" * 1000)
+    def fail_often(times):
+        for _ in range(times):
+            try:
+                run([None, fail, None, fail], {where!r})
+            except LookupError:
+                pass
+    def left():
+        return threading.active_count(), me.num_threads(), me.num_fds(), me.memory_info().rss
+    gc.disable()
+    fail_often(2000)
+    before = left()
+    fail_often(10_000)
+    after = left()
+    print(after[0] <= before[0] + 2, after[1] <= before[1] + 2, after[2] <= before[2])
+    grown = after[3] - before[3]
+    print("small" if grown < 12_000_000 else grown)  # a cycle for each failure takes 180 MB
+    """,
+        "True True True small",
+    )

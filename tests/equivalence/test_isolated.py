@@ -1,0 +1,136 @@
+"""An isolated forward and backward give the numbers of `func.apply`, without a graph, on any thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import get_gradient_edge
+
+from moe_autograd import EmulatedAutogradContext, run_isolated_backward, run_isolated_forward
+from tests.support.comparison import Raised, attempt, tensors_in
+from tests.support.functions import CATALOGUE, Case, Leaves
+from tests.support.functions_context import LeavesGradsUnmaterialized, SavesInput, SavesOutput
+from tests.support.functions_faulty import BREAKS_BACKWARD, GivesAWrongShape
+
+# `apply` takes one result returned twice for one; and it sends a changed view's gradient to the view's base.
+APPLY_DIFFERS = ("ReturnsOneTensorTwice", "ChangesInPlace-of_a_view")
+
+every_case = pytest.mark.parametrize("case", CATALOGUE, ids=str)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+
+
+@every_case
+def test_the_outputs_are_those_of_apply_and_carry_no_graph(case: Case) -> None:
+    expected = case.func.apply(*case.args(Leaves()))
+    leaves = Leaves()
+    ctx, outputs = run_isolated_forward(case.func, *case.args(leaves))
+    assert isinstance(ctx, EmulatedAutogradContext)
+    assert isinstance(ctx, FunctionCtx)
+    assert type(outputs) is type(expected)
+    for native, isolated in zip(tensors_in(expected), tensors_in(outputs), strict=True):
+        assert not isolated.requires_grad
+        assert isolated.grad_fn is None
+        torch.testing.assert_close(isolated, native.detach(), rtol=0, atol=0)
+    assert all(leaf.grad is None for leaf in leaves.made)
+
+
+@every_case
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_gradients_are_those_of_apply_on_whatever_thread(case: Case, elsewhere: bool) -> None:
+    leaves = Leaves()
+    args = case.args(leaves)
+    inputs = [get_gradient_edge(arg) for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    result = case.func.apply(*args)
+    results = result if isinstance(result, tuple) else (result,)
+    differentiable = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+    if not differentiable or str(case) in APPLY_DIFFERS:
+        pytest.skip("nothing to differentiate, or no fair comparison")
+    grads_of = {id(r): torch.full_like(r, 0.5 + i) for i, r in enumerate(differentiable)}
+    expected = torch.autograd.grad(differentiable, inputs, list(grads_of.values()), allow_unused=True)
+
+    ctx, _ = run_isolated_forward(case.func, *case.args(Leaves()))
+    grad_outputs = [grads_of.get(id(r)) if isinstance(r, Tensor) else None for r in results]
+
+    def backward() -> tuple[Tensor | None, ...]:
+        return run_isolated_backward(case.func, ctx, *grad_outputs)
+
+    with ThreadPoolExecutor(1) as threads:
+        grads = threads.submit(backward).result() if elsewhere else backward()
+    assert len(grads) >= len(args)
+    got = [
+        grad for arg, grad in zip(args, grads, strict=False) if isinstance(arg, Tensor) and arg.requires_grad
+    ]
+    for native, isolated in zip(expected, got, strict=True):
+        if native is None or isolated is None:
+            assert native is None or not native.any()
+            assert isolated is None or not isolated.to_dense().any()
+            continue
+        assert not isolated.requires_grad
+        torch.testing.assert_close(isolated.to_dense().to(native.dtype), native.to_dense(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("func", BREAKS_BACKWARD, ids=lambda func: func.__name__)
+def test_a_broken_backward_raises_as_pytorch(func: type[Function]) -> None:
+    def native() -> None:
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        func.apply(x, True).sum().backward()
+
+    def isolated() -> None:
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        ctx, output = run_isolated_forward(func, x, True)
+        run_isolated_backward(func, ctx, torch.ones_like(output))
+
+    said, expected = attempt(isolated), attempt(native)
+    assert isinstance(said, Raised)
+    assert (said.type, said.text) == (expected.type, expected.text)
+
+
+@pytest.mark.parametrize("func", [SavesInput, SavesOutput])
+def test_a_saved_tensor_changed_in_place_raises_as_pytorch(func: type[Function]) -> None:
+    x = torch.ones(3, requires_grad=True) * 1
+    ctx, output = run_isolated_forward(func, x)
+    (x if func is SavesInput else output).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_isolated_backward(func, ctx, torch.ones(3))
+
+
+def test_the_callers_tensors_are_untouched() -> None:
+    x = torch.ones(3, requires_grad=True)
+    ctx, _ = run_isolated_forward(SavesInput, x)
+    run_isolated_backward(SavesInput, ctx, torch.ones(3))
+    assert x.grad is None
+    assert x.requires_grad
+    assert x.is_leaf
+
+
+def test_a_missing_gradient_is_filled_in_unless_the_function_wants_none() -> None:
+    ctx, _ = run_isolated_forward(LeavesGradsUnmaterialized, torch.zeros(3, requires_grad=True))
+    assert run_isolated_backward(LeavesGradsUnmaterialized, ctx, None, None) == (None,)
+    ctx, _ = run_isolated_forward(SavesInput, torch.ones(3, requires_grad=True))
+    (grad,) = run_isolated_backward(SavesInput, ctx, None)
+    assert grad is not None
+    assert grad.tolist() == [0.0] * 3
+
+
+def test_a_backward_may_run_twice_and_gives_the_same() -> None:
+    ctx, _ = run_isolated_forward(SavesInput, torch.ones(3, requires_grad=True))
+    first, second = (run_isolated_backward(SavesInput, ctx, torch.ones(3)) for _ in range(2))
+    assert torch.equal(first[0], second[0])  # type: ignore[arg-type]  # neither is None here
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_wrong_number_of_output_gradients_is_refused(count: int) -> None:
+    ctx, _ = run_isolated_forward(GivesAWrongShape, torch.ones(3), False)
+    with pytest.raises((ValueError, TypeError), match=f"expected 1 .*got {count}"):
+        run_isolated_backward(GivesAWrongShape, ctx, *[torch.ones(3)] * count)

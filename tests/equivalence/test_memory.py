@@ -1,0 +1,254 @@
+"""What a call saved goes when its graph goes, or its backward is done; never later, never by the collector.
+
+All with `gc` disabled, watching tensors through weak references.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from moe_autograd import (
+    map_with_parallel_backward,
+    parallel_apply,
+    run_isolated_backward,
+    run_isolated_forward,
+)
+from tests.support.functions_waiting import PATIENCE_S
+
+NUM_CALLS = 6
+
+
+@pytest.fixture(autouse=True)
+def _without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Watch:
+    """Weak references to tensors, and how many of them still live."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[Any]] = []
+
+    def __call__(self, value: Any) -> Any:
+        self._refs.append(weakref.ref(value))
+        return value
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self._refs)
+
+
+class Keeps(Function):
+    """Saves an intermediate, an input and its result, and keeps its context in view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, watch: Watch) -> Tensor:
+        intermediate, result = watch(x.cos()), x.sin()
+        ctx.save_for_backward(x, intermediate, result)
+        ctx.watch = watch
+        watch(ctx)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[1], None
+
+
+class KeepsOnContext(Function):
+    """Keeps its input and a graph of its own as attributes, which PyTorch frees with the node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, watch: Watch) -> Tensor:
+        with torch.enable_grad():
+            ctx.inner = watch(x.detach().requires_grad_())
+            ctx.result = watch(ctx.inner.sin())
+        watch(ctx)
+        return ctx.result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.autograd.grad(ctx.result, ctx.inner, grad)[0], None
+
+
+FUNCTIONS = pytest.mark.parametrize("func", [Keeps, KeepsOnContext])
+
+
+def run(func: Any, watch: Watch, **kwargs: Any) -> tuple[Tensor, ...]:
+    inputs = [watch(torch.ones(3, requires_grad=True)) for _ in range(NUM_CALLS)]
+    products = [watch(x * 2) for x in inputs]
+    return map_with_parallel_backward(func, *[(x, watch) for x in products], **kwargs)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("bound", [None, 1])
+def test_everything_goes_with_the_results(func: Any, bound: int | None) -> None:
+    watch = Watch()
+    results = run(func, watch, max_concurrency=bound)
+    assert watch.alive > NUM_CALLS
+    watch(results[0])
+    del results
+    assert watch.alive == 0
+
+
+@FUNCTIONS
+def test_everything_goes_with_the_results_after_a_backward(func: Any) -> None:
+    watch = Watch()
+    results = run(func, watch)
+    torch.stack(results).sum().backward()
+    del results
+    assert watch.alive == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept_but_the_results(mode: Callable[[], Any]) -> None:
+    watch = Watch()
+    with mode():
+        results = run(Keeps, watch)
+    assert watch.alive == 0
+    assert len(results) == NUM_CALLS
+
+
+class Counted:
+    """Lives exactly as long as the saved tensor that it was packed with."""
+
+    live = 0
+    _lock = threading.Lock()
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        with self._lock:
+            Counted.live += 1
+
+    def __del__(self) -> None:
+        with self._lock:
+            Counted.live -= 1
+
+    @classmethod
+    def saved_tensors(cls) -> saved_tensors_hooks:
+        return saved_tensors_hooks(cls, lambda packed: packed.tensor)
+
+
+def test_the_saved_tensors_go_with_the_backward_though_the_results_stay() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with Counted.saved_tensors():
+        results = map_with_parallel_backward(Keeps, *[(x, Watch())] * NUM_CALLS)
+    loss = torch.stack(results).sum()
+    assert Counted.live == 3 * NUM_CALLS
+    loss.backward(retain_graph=True)
+    assert Counted.live == 3 * NUM_CALLS
+    loss.backward()
+    assert Counted.live == 0
+    assert len(results) == NUM_CALLS
+
+
+def test_each_calls_saved_tensors_go_as_soon_as_its_own_backward_is_done() -> None:
+    """Call 0 waits until the others are done, and then sees that only its own tensor is left."""
+    num_entered, unpacked = threading.Semaphore(0), Watch()
+    seen: list[int] = []
+
+    class Saves(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, index: int) -> Tensor:
+            ctx.index = index
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            (x,) = ctx.saved_tensors
+            unpacked(x)
+            if ctx.index == 0:
+                for _ in range(NUM_CALLS - 1):
+                    assert num_entered.acquire(timeout=PATIENCE_S)
+                pause, patience = threading.Event(), 600  # the last one is on its way out
+                while unpacked.alive > 1 and patience:
+                    patience -= pause.wait(0.01) or 1
+                seen.append(unpacked.alive)
+            num_entered.release()
+            return grad * 2 * (x / x), None
+
+    x = torch.ones(3, requires_grad=True)
+    results = map_with_parallel_backward(Saves, *[(x * 1, i) for i in range(NUM_CALLS)])
+    torch.stack(results).sum().backward()
+    assert seen == [1]
+    assert unpacked.alive == 0
+
+
+def test_a_modules_activations_go_with_its_outputs() -> None:
+    watch = Watch()
+
+    def call(x: Tensor) -> Tensor:
+        return watch(watch(x.sin()) * watch(x.cos())) * 2
+
+    inputs = [watch(torch.ones(3, requires_grad=True)) for _ in range(NUM_CALLS)]
+    outputs = parallel_apply([call] * NUM_CALLS, [(x,) for x in inputs])
+    watch(outputs[0])
+    del inputs, outputs
+    assert watch.alive == 0
+
+
+def test_a_modules_activations_go_with_the_backward_though_the_outputs_stay() -> None:
+    modules = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(NUM_CALLS)]
+    with Counted.saved_tensors():
+        outputs = parallel_apply(modules, [(torch.ones(2, 3, requires_grad=True),) for _ in modules])
+    assert Counted.live > NUM_CALLS
+    torch.stack(outputs).sum().backward()
+    assert Counted.live == 0
+    assert len(outputs) == NUM_CALLS
+
+
+def test_recompute_keeps_only_the_inputs() -> None:
+    watch = Watch()
+
+    def call(x: Tensor) -> Tensor:
+        return watch(watch(x.sin()) * watch(x.cos())).sum()
+
+    x = torch.ones(3, requires_grad=True)
+    outputs = parallel_apply([call] * NUM_CALLS, [(x,)] * NUM_CALLS, recompute=True)
+    assert watch.alive == 0
+    torch.stack(outputs).sum().backward()
+    assert watch.alive == 0
+
+
+def test_an_isolated_call_keeps_its_tensors_as_long_as_its_context() -> None:
+    watch = Watch()
+    ctx, result = run_isolated_forward(Keeps, watch(torch.ones(3, requires_grad=True)), watch)
+    run_isolated_backward(Keeps, ctx, torch.ones(3))
+    watch(result)
+    del ctx, result
+    assert watch.alive == 0
+
+
+def test_idle_workers_hold_nothing() -> None:
+    watch = Watch()
+    barrier = threading.Barrier(NUM_CALLS)
+
+    class MeetsWithPayload(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, payload: Tensor) -> Tensor:
+            barrier.wait(PATIENCE_S)
+            return x + payload
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            barrier.wait(PATIENCE_S)
+            return grad, None
+
+    inputs = [watch(torch.ones(3, requires_grad=True)) for _ in range(NUM_CALLS)]
+    results = map_with_parallel_backward(MeetsWithPayload, *[(x, watch(torch.ones(3))) for x in inputs])
+    torch.stack(results).sum().backward()
+    del inputs, results
+    assert watch.alive == 0

@@ -1,0 +1,80 @@
+"""Under DistributedDataParallel, idle experts get zeros and training equals that of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.moe.layer import MixtureOfExperts
+from moe_autograd.moe.routers import TopKRouter
+
+D_MODEL, NUM_EXPERTS, NUM_RANKS, NUM_STEPS = 6, 4, 2, 3
+
+
+def layer_whose_last_expert_is_idle() -> MixtureOfExperts:
+    """Positive tokens go to experts 0 and 1, depending on which half is larger; 2 and 3 get none."""
+    torch.manual_seed(0)
+    experts = [FeedForwardExpert(D_MODEL) for _ in range(NUM_EXPERTS)]
+    layer = MixtureOfExperts(
+        TopKRouter(D_MODEL, NUM_EXPERTS, top_k=1), experts, zero_grads_for_idle_experts=True
+    )
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[0, :3] = layer.router.weight[1, 3:] = 1.0
+        layer.router.weight[2:] = -1.0
+    return layer.double()
+
+
+def tokens_of(rank: int) -> Tensor:
+    """Rank 0 has tokens for expert 0 alone, rank 1 for expert 1."""
+    x = torch.full((5, D_MODEL), 0.1, dtype=torch.float64)
+    x[:, 3 * rank : 3 * rank + 3] += torch.rand(
+        5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    )
+    return x
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.square().sum()
+
+
+def train_one_rank(rank: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
+    )
+    layer = layer_whose_last_expert_is_idle()
+    model = DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss_of(model(tokens_of(rank))).backward()
+        optimizer.step()
+    if rank == 0:
+        save_file(layer.state_dict(), f"{folder}/weights")
+        save_file({name: parameter.grad for name, parameter in layer.named_parameters()}, f"{folder}/grads")
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_the_layer_as_one_does(tmp_path: Path) -> None:
+    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
+    weights, grads = load_file(tmp_path / "weights"), load_file(tmp_path / "grads")
+
+    layer = layer_whose_last_expert_is_idle()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        losses = [loss_of(layer(tokens_of(rank))) for rank in range(NUM_RANKS)]
+        (torch.stack(losses).sum() / NUM_RANKS).backward()  # DDP takes the mean over ranks
+        optimizer.step()
+    torch.testing.assert_close(weights, dict(layer.state_dict()))
+    torch.testing.assert_close(grads, {name: p.grad for name, p in layer.named_parameters()})
+    assert not grads["experts.2.up.weight"].any()
+    assert grads["experts.0.up.weight"].any()
+    assert grads["experts.1.up.weight"].any()

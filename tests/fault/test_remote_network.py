@@ -1,0 +1,109 @@
+"""A network that cuts, damages, delays or is slow, between a client and a real server: nothing is counted twice,
+nothing is lost, and no number is silently wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.errors import RemoteError
+from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote.channel import Channel
+from tests.support.proxy import Proxy
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def train_beside_a_twin(proxy_faults: dict[str, float], num_steps: int) -> Proxy:
+    """Train an expert through a faulty proxy and its twin here; every number must be the same bit for bit."""
+    torch.manual_seed(0)
+    module = nn.Linear(32, 32)
+    twin = copy.deepcopy(module)
+    retry = RetryPolicy(patience_s=20.0, budget=1000.0, max_retries=100, update_attempt_s=2.0)
+    with (
+        ExpertsServer({"ffn.0": module}, optimizer=adam) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=60.0, retry=retry) as experts,
+    ):
+        optimizer, local_optimizer = RemoteOptimizer(experts), adam(twin.parameters())
+        for fault, value in proxy_faults.items():
+            setattr(proxy, fault, value)
+        for _ in range(num_steps):
+            x = torch.randn(16, 32, requires_grad=True)
+            local_x = x.detach().clone().requires_grad_()
+            optimizer.zero_grad()
+            local_optimizer.zero_grad()
+            y, local_y = experts["ffn.0"](x), twin(local_x)
+            assert torch.equal(y, local_y)
+            y.square().sum().backward()
+            local_y.square().sum().backward()
+            assert torch.equal(x.grad, local_x.grad)
+            optimizer.step()
+            local_optimizer.step()
+            assert torch.equal(module.weight, twin.weight)
+        assert server.num_updates["ffn.0"] == num_steps
+    return proxy
+
+
+def test_cut_connections_lose_nothing_and_count_nothing_twice():
+    proxy = train_beside_a_twin({"cut_chance": 0.05}, num_steps=40)
+    assert proxy.num_cut > 5
+
+
+def test_a_delay_changes_nothing():
+    train_beside_a_twin({"delay_s": 0.01}, num_steps=3)
+
+
+def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
+    """4 MiB each way at 2 MB/s: pings wait for seconds behind the tensor."""
+    with (
+        ExpertsServer({"echo": nn.Identity()}) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=60.0) as experts,
+    ):
+        proxy.bytes_per_s = 2e6
+        x = torch.randn(1024, 1024)
+        assert torch.equal(experts["echo"](x), x)
+
+
+def test_without_retries_damage_is_an_error_and_never_a_number():
+    with (
+        ExpertsServer({"echo": nn.Identity()}) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=3.0, retry=RetryPolicy(patience_s=0.0, max_retries=0)) as experts,
+    ):
+        proxy.flip_chance = 0.05
+        num_errors = 0
+        for _ in range(40):
+            x = torch.randn(64, 64)
+            try:
+                assert torch.equal(experts["echo"](x), x)
+            except RemoteError:
+                num_errors += 1
+        assert num_errors > 0
+        proxy.flip_chance = 0.0
+        with connect(proxy.address) as fresh:
+            assert torch.equal(fresh["echo"](x), x)
+
+
+def test_calls_and_updates_that_come_to_the_wrong_rpc_are_made_again(monkeypatch):
+    """Damage to grpc's own headers, which no checksum of ours covers, can change the name of an RPC."""
+    other = {"Forward": "Backward", "Backward": "Forward", "Step": "ZeroGrad", "ZeroGrad": "Step"}
+    is_damaged, strayed = True, []
+
+    def damaged(rpc: str) -> str:
+        nonlocal is_damaged
+        is_damaged = not is_damaged and rpc in other
+        strayed.extend([rpc] if is_damaged else [])
+        return other[rpc] if is_damaged else rpc
+
+    stream, unary = Channel.stream, Channel.unary
+    monkeypatch.setattr(Channel, "stream", lambda self, rpc, *rest: stream(self, damaged(rpc), *rest))
+    monkeypatch.setattr(Channel, "unary", lambda self, rpc, *rest: unary(self, damaged(rpc), *rest))
+    train_beside_a_twin({}, num_steps=3)
+    assert set(strayed) == set(other)

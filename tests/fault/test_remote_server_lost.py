@@ -1,0 +1,232 @@
+"""Servers that die, freeze, come back, or come back elsewhere, while experts on them are called."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.errors import DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.proxy import Proxy
+from tests.support.servers import ServerProcess
+
+AT_ONCE = RetryPolicy(patience_s=0.0)
+SERVE = ("--expert", "ffn", "--num-experts", "2", "--d-model", "8", "--optimizer", "sgd", "--lr", "0.1")
+NOTICED_S = 10.0  # 2 s on an idle machine; the operation's deadline of 30 s is far away
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def call_in_thread(experts: RemoteExperts) -> tuple[threading.Thread, list[BaseException | torch.Tensor]]:
+    """Begin a call; return its thread and a list that will hold what became of it."""
+    became: list[BaseException | torch.Tensor] = []
+
+    def call() -> None:
+        try:
+            became.append(experts["ffn.0"](torch.ones(1, 8)))
+        except BaseException as error:
+            became.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread, became
+
+
+@pytest.fixture(scope="module")
+def slow_server():
+    with ServerProcess(*SERVE, "--latency-ms", "20000") as server:
+        yield server
+
+
+class TestNoticed:
+    """A call under way on a server that is lost fails soon, long before its deadline."""
+
+    def test_a_network_that_swallows_everything_is_noticed(self, slow_server):
+        with Proxy(slow_server.address) as proxy, connect(proxy.address, retry=AT_ONCE) as experts:
+            proxy.is_black_hole = True
+            began_at = time.monotonic()
+            with pytest.raises(ServerUnavailableError):
+                experts["ffn.0"](torch.ones(1, 8))
+            assert time.monotonic() - began_at < NOTICED_S
+
+    def test_a_server_that_does_not_answer_in_time_has_a_deadline(self, slow_server):
+        with connect(slow_server.address, timeout_s=0.5) as experts:
+            place = r"expert 'ffn\.0' at .*, forward, after \d\.\d s \(deadline 0\.5 s\): expected an answer"
+            with pytest.raises(DeadlineExceededError, match=place):
+                experts["ffn.0"](torch.ones(1, 8))
+
+    def test_closing_the_connection_ends_a_call_under_way(self, slow_server):
+        experts = connect(slow_server.address)
+        thread, became = call_in_thread(experts)
+        experts.close()
+        thread.join(10)
+        assert isinstance(became[0], ServerUnavailableError)
+
+    @pytest.mark.parametrize("fate", ["frozen", "killed"])
+    def test_a_lost_server_is_noticed(self, slow_server, fate):
+        with connect(slow_server.address, retry=AT_ONCE) as experts:
+            thread, became = call_in_thread(experts)
+            slow_server.signal(signal.SIGSTOP) if fate == "frozen" else slow_server.kill()
+            lost_at = time.monotonic()
+            thread.join(30)
+            assert isinstance(became[0], ServerUnavailableError)
+            assert "expert 'ffn.0' at" in str(became[0])
+            assert time.monotonic() - lost_at < NOTICED_S
+            with pytest.raises(ServerUnavailableError):
+                experts["ffn.1"](torch.ones(1, 8))
+            if fate == "frozen":
+                slow_server.signal(signal.SIGCONT)
+
+
+class TestComesBack:
+    def test_a_pass_waits_for_a_server_that_is_restarted(self):
+        with ServerProcess(*SERVE) as first, connect(first.address) as experts:
+            x = torch.ones(1, 8)
+            expected = experts["ffn.0"](x)
+            first.kill()
+            thread, became = call_in_thread(experts)
+            with ServerProcess(*SERVE, "--listen", first.address):
+                thread.join(30)
+                assert isinstance(became[0], torch.Tensor), became[0]
+                assert became[0].shape == expected.shape
+
+    def test_a_frozen_server_that_thaws_serves_again(self):
+        with ServerProcess(*SERVE) as server, connect(server.address) as experts:
+            expected = experts["ffn.0"](torch.ones(1, 8))
+            server.signal(signal.SIGSTOP)
+            thread, became = call_in_thread(experts)
+            server.signal(signal.SIGCONT)
+            thread.join(30)
+            assert torch.equal(became[0], expected)
+
+    def test_a_server_that_is_gone_for_good_ends_the_patience(self):
+        retry = RetryPolicy(patience_s=0.5)
+        with ServerProcess(*SERVE) as server, connect(server.address, retry=retry) as experts:
+            server.kill()
+            with pytest.raises(ServerUnavailableError) as raised:
+                experts["ffn.0"](torch.ones(1, 8))
+        assert raised.value.__notes__[-1].startswith("Given up after ")
+
+    def test_a_backward_after_a_restart_computes_the_forward_again(self):
+        torch.manual_seed(0)
+        modules = {"ffn.0": nn.Linear(8, 8)}
+        twin = copy.deepcopy(modules["ffn.0"])
+        server = ExpertsServer(modules, optimizer=sgd).start()
+        with connect(server.address) as experts:
+            x = torch.randn(3, 8, requires_grad=True)
+            y = experts["ffn.0"](x)
+            server.stop()
+            with ExpertsServer(modules, optimizer=sgd, listen=server.address):
+                y.square().sum().backward()
+                (expected,) = torch.autograd.grad(twin(x).square().sum(), x)
+                torch.testing.assert_close(x.grad, expected)
+                RemoteOptimizer(experts).step()
+                assert experts.info()["ffn.0"].num_updates == 1
+
+
+class TestElsewhere:
+    """Several servers for one expert: replicas, and an expert that moves."""
+
+    def make(self) -> dict[str, nn.Module]:
+        torch.manual_seed(0)
+        return {"ffn.0": nn.Linear(8, 8), "ffn.1": nn.Linear(8, 8)}
+
+    def test_a_forward_moves_to_a_replica(self):
+        servers = [ExpertsServer(self.make()).start() for _ in range(2)]
+        x = torch.ones(1, 8)
+        with connect([server.address for server in servers]) as experts:
+            assert experts["ffn.0"].hosted.addresses == tuple(server.address for server in servers)
+            expected = experts["ffn.0"](x)
+            servers[0].stop()
+            assert torch.equal(experts["ffn.0"](x), expected)
+            with ExpertsServer(self.make(), listen=servers[0].address):
+                servers[1].stop()
+                assert torch.equal(experts["ffn.0"](x), expected)
+
+    def test_one_client_trains_one_replica(self):
+        servers = [ExpertsServer(self.make(), optimizer=sgd).start() for _ in range(2)]
+        with connect([server.address for server in servers]) as experts:
+            optimizer = RemoteOptimizer(experts)
+            for _ in range(3):
+                optimizer.zero_grad()
+                experts["ffn.0"](torch.ones(1, 8)).sum().backward()
+                optimizer.step()
+        assert sorted(server.num_updates["ffn.0"] for server in servers) == [0, 3]
+        for server in servers:
+            server.stop()
+
+    def test_training_goes_on_where_an_expert_has_moved(self):
+        modules = self.make()
+        twin = copy.deepcopy(modules["ffn.0"])
+        old, spare = ExpertsServer(modules, optimizer=sgd).start(), ExpertsServer({}, optimizer=sgd).start()
+        with connect([old.address, spare.address]) as experts:
+            x = torch.randn(3, 8, requires_grad=True)
+            y = experts["ffn.0"](x)
+            old.stop()
+            spare.stop()
+            with ExpertsServer(modules, optimizer=sgd, listen=spare.address) as new:
+                y.square().sum().backward()
+                RemoteOptimizer([experts["ffn.0"]]).step()
+                assert new.num_updates["ffn.0"] == 1
+        local = sgd(twin.parameters())
+        twin(x).square().sum().backward()
+        local.step()
+        torch.testing.assert_close(modules["ffn.0"].state_dict(), twin.state_dict())
+
+    def test_a_backward_does_not_move_to_a_replica(self):
+        servers = [ExpertsServer(self.make(), optimizer=sgd).start() for _ in range(2)]
+        with connect([server.address for server in servers], retry=RetryPolicy(patience_s=0.3)) as experts:
+            y = experts["ffn.0"](torch.ones(1, 8))
+            address = y.grad_fn.calls[0].address
+            (used,) = [server for server in servers if server.address == address]
+            used.stop()
+            with pytest.raises(ServerUnavailableError, match=address):
+                y.sum().backward()
+        for server in servers:
+            server.stop()
+
+    def test_a_missing_server_is_allowed_if_asked_for(self):
+        gone = ExpertsServer(self.make()).start()
+        gone.stop()
+        with (
+            ExpertsServer(self.make()) as server,
+            connect([gone.address, server.address], allow_missing=True) as experts,
+        ):
+            assert experts["ffn.0"](torch.ones(1, 8)).shape == (1, 8)
+        with pytest.raises(ServerUnavailableError):
+            connect([gone.address, server.address], allow_missing=True)
+
+    def test_an_expert_that_moved_between_living_servers_is_found(self):
+        first, second = self.make(), self.make()
+        moving = {"ffn.1": first.pop("ffn.1")}
+        old, other = ExpertsServer(first | moving).start(), ExpertsServer({"ffn.9": second["ffn.0"]}).start()
+        x = torch.ones(1, 8)
+        with connect([old.address, other.address]) as experts:
+            expected = experts["ffn.1"](x)
+            old.stop()
+            other.stop()
+            with (
+                ExpertsServer(first, listen=old.address),
+                ExpertsServer(moving, listen=other.address),
+            ):
+                assert torch.equal(experts["ffn.1"](x), expected)
+
+    def test_an_expert_that_is_hosted_no_more_is_named(self):
+        server = ExpertsServer(self.make()).start()
+        with connect(server.address) as experts:
+            server.stop()
+            with ExpertsServer({"ffn.1": nn.Linear(8, 8)}, listen=server.address):
+                with pytest.raises(ExpertNotFoundError, match=r"expert 'ffn\.0'"):
+                    experts["ffn.0"](torch.ones(1, 8))
+                experts.info()
+                with pytest.raises(ExpertNotFoundError, match=r"got none any more at"):
+                    experts["ffn.0"](torch.ones(1, 8))

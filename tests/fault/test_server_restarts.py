@@ -1,0 +1,88 @@
+"""A server that is restarted between a backward and the step: no update goes missing without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_autograd.errors import GradientsLostError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.servers import ServerProcess, WireClient
+
+SERVE = ("--expert", "ffn", "--num-experts", "2", "--d-model", "8", "--optimizer", "sgd", "--lr", "0.1")
+PATIENT = RetryPolicy(patience_s=60.0)
+
+
+def server_at(folder: Path, address: str = "127.0.0.1:0") -> ServerProcess:
+    return ServerProcess(*SERVE, "--checkpoint-dir", str(folder), "--listen", address)
+
+
+def backward(experts: RemoteExperts) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    (experts["ffn.0"](x) + experts["ffn.1"](x)).square().sum().backward()
+
+
+def num_updates(experts: RemoteExperts) -> list[int]:
+    return [hosted.num_updates for hosted in experts.info().values()]
+
+
+def save(address: str) -> None:
+    with WireClient(address) as client:
+        client.save()
+
+
+def test_a_step_whose_gradients_were_lost_says_so_and_can_be_repeated(tmp_path):
+    with server_at(tmp_path) as first, connect(first.address, timeout_s=120.0, retry=PATIENT) as experts:
+        optimizer = RemoteOptimizer(experts)
+        save(first.address)
+        backward(experts)
+        first.kill()
+        with server_at(tmp_path, first.address):
+            before = experts.state_dict()
+            with pytest.raises(
+                GradientsLostError, match=r"of 1 backwards, got those of 0\. .* Call zero_grad"
+            ):
+                optimizer.step()
+            torch.testing.assert_close(experts.state_dict(), before, rtol=0, atol=0)
+            optimizer.zero_grad()
+            backward(experts)
+            optimizer.step()
+            assert num_updates(experts) == [1, 1]
+
+
+def test_gradients_that_the_checkpoint_holds_are_not_lost(tmp_path):
+    with server_at(tmp_path) as first, connect(first.address, timeout_s=120.0, retry=PATIENT) as experts:
+        backward(experts)
+        save(first.address)
+        first.kill()
+        with server_at(tmp_path, first.address):
+            RemoteOptimizer(experts).step()
+            assert num_updates(experts) == [1, 1]
+
+
+def test_of_two_backwards_one_that_was_lost_is_noticed(tmp_path):
+    with server_at(tmp_path) as first, connect(first.address, timeout_s=120.0, retry=PATIENT) as experts:
+        backward(experts)
+        save(first.address)
+        backward(experts)
+        first.kill()
+        with (
+            server_at(tmp_path, first.address),
+            pytest.raises(GradientsLostError, match=r"of 2 backwards, got those of 1"),
+        ):
+            RemoteOptimizer(experts).step()
+
+
+def test_gradients_that_were_forgotten_after_the_checkpoint_do_not_count_again(tmp_path):
+    with server_at(tmp_path) as first, connect(first.address, timeout_s=120.0, retry=PATIENT) as experts:
+        optimizer = RemoteOptimizer(experts)
+        backward(experts)
+        save(first.address)
+        optimizer.zero_grad()
+        first.kill()
+        with server_at(tmp_path, first.address):
+            backward(experts)
+            with pytest.raises(GradientsLostError, match=r"of 1 backwards, got those of 2"):
+                optimizer.step()

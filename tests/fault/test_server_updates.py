@@ -1,0 +1,82 @@
+"""Ten thousand updates through a network that cuts and damages, and a hundred kills: each update counts once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
+from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
+from tests.support.proxy import Proxy
+from tests.support.subprocesses import ROOT
+
+NUM_EXPERTS, NUM_STEPS, D = 100, 100, 4
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def make_experts() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {f"e.{n}": nn.Linear(D, D) for n in range(NUM_EXPERTS)}
+
+
+def trained(flip_chance: float, cut_chance: float) -> tuple[list[Tensor], dict[str, int], Proxy]:
+    """Train through a proxy with these faults; return the weights, the server's counts, and the proxy."""
+    modules = make_experts()
+    retry = RetryPolicy(
+        patience_s=60.0, budget=10_000.0, max_retries=1000, update_attempt_s=5.0, max_pause_s=0.05
+    )
+    with (
+        ExpertsServer(modules, optimizer=sgd) as server,
+        Proxy(server.address, seed=7) as proxy,
+        connect(proxy.address, timeout_s=120.0, retry=retry) as experts,
+    ):
+        proxy.flip_chance, proxy.cut_chance = flip_chance, cut_chance
+        optimizer = RemoteOptimizer(experts)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(NUM_STEPS):
+            x = torch.randn(3, D, generator=generator)
+            optimizer.zero_grad()
+            outputs = parallel_apply(list(experts.values()), [(x,)] * NUM_EXPERTS)
+            torch.stack(outputs).square().sum().backward()
+            optimizer.step()
+        counts = server.num_updates
+    return [p.detach() for module in modules.values() for p in module.parameters()], counts, proxy
+
+
+def test_ten_thousand_updates_through_a_faulty_network_are_bit_equal_to_those_without() -> None:
+    clean, _, _ = trained(0.0, 0.0)
+    faulty, counts, proxy = trained(flip_chance=0.01, cut_chance=0.01)
+    assert set(counts.values()) == {NUM_STEPS}
+    assert proxy.num_flipped + proxy.num_cut >= 10
+    assert all(torch.equal(a, b) for a, b in zip(clean, faulty, strict=True))
+
+
+def test_after_a_hundred_kills_every_restart_loads_and_no_update_is_lost_or_counted_twice(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.support.kill_while_saving", str(tmp_path), "100"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    kills, interrupted = (int(word) for word in ended.stdout.split())
+    assert kills == 100
+    assert interrupted >= 10, "kills hit saves under way"
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} <= {
+        "generation",
+        "lock",
+        "writing",
+        "removing",
+    }

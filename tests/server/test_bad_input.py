@@ -1,0 +1,266 @@
+"""A call that is wrong is refused by itself: a clear error, nothing changed, and the server lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.framing import seal
+from moe_autograd.wire.parcels import ParcelWriter
+from tests.support.servers import WireClient, messages_of, tokens
+
+D = 16
+
+
+class Grumpy(nn.Module):
+    """Raises on its first value being negative; returns a string where it is large."""
+
+    def forward(self, x: Tensor) -> Any:
+        if x[0, 0] < 0:
+            raise ArithmeticError("I do not like this")
+        return "text" if x[0, 0] > 5 else x * 2
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ExpertsServer]:
+    torch.manual_seed(0)
+    experts = {"ffn.0": FeedForwardExpert(D), "grumpy": Grumpy(), "custom": nn.ModuleList()}
+    experts["custom"] = _first_layer_is_linear()
+    with ExpertsServer(experts, optimizer=sgd) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ExpertsServer) -> Iterator[WireClient]:
+    with WireClient(server.address) as client:
+        client.sequence = server.num_updates["ffn.0"] * 1000
+        yield client
+        assert client.forward("ffn.0", tokens(3, D)).code == "OK", "the server lives on"
+
+
+def _first_layer_is_linear() -> nn.Module:
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    return Custom()
+
+
+@pytest.mark.parametrize(
+    ("expert", "x", "code", "text"),
+    [
+        ("ffn.7", tokens(3, D), "EXPERT_NOT_FOUND", "one of its 3 experts (custom, ffn.0, grumpy), got 'ffn.7'"),
+        ("ffn.0", tokens(3, D + 1), "INVALID_CALL", "expected shape (num_tokens, 16), got (3, 17)"),
+        ("ffn.0", tokens(3, D).double(), "INVALID_CALL", "expected dtype torch.float32, got torch.float64"),
+        ("ffn.0", tokens(3, D).long(), "INVALID_CALL", "expected dtype torch.float32, got torch.int64"),
+        ("ffn.0", tokens(D), "INVALID_CALL", "expected shape (num_tokens, 16), got (16,)"),
+        ("ffn.0", tokens(2, 3, D), "INVALID_CALL", "expected shape (num_tokens, 16), got (2, 3, 16)"),
+        ("ffn.0", torch.tensor(1.0), "INVALID_CALL", "expected shape (num_tokens, 16), got ()"),
+        ("ffn.0", torch.full((3, D), float("nan")), "INVALID_CALL", "expected finite values, got 48 of 48"),
+        ("ffn.0", torch.full((3, D), float("inf")), "INVALID_CALL", "expected finite values, got 48 of 48"),
+        ("custom", tokens(3, D + 1), "INVALID_CALL", "got (3, 17)"),
+        ("grumpy", -torch.ones(3, D), "EXPERT_FAILED", "its module raised ArithmeticError: I do not like this"),
+        ("grumpy", 9 * torch.ones(3, D), "EXPERT_FAILED", "expected a tensor or a sequence of tensors"),
+    ],
+    ids=[f"wrong {n}" for n in range(12)],
+)  # fmt: skip
+def test_a_wrong_forward_is_refused_and_its_neighbours_are_served(
+    client: WireClient, expert: str, x: Tensor, code: str, text: str
+) -> None:
+    good = [client.forward_call("ffn.0", tokens(2, D), call_id=n) for n in (1, 2)]
+    bad = client.forward_call(expert, x, call_id=3)
+    answers = client.stream("Forward", [good[0], bad, good[1]])
+    assert [a.code for a in answers] == ["OK", code, "OK"]
+    assert text in answers[1].text
+
+
+def test_a_finite_input_whose_sum_overflows_is_served(client: WireClient) -> None:
+    assert client.forward("grumpy", torch.full((3, D), 1e38)[:, :1].sign() * 4).code == "OK"
+    assert client.forward("ffn.0", torch.full((100, D), 3e38) * torch.tensor([[1.0]]) * 0.9).code == "OK"
+
+
+def test_no_input_and_a_missing_input_are_refused(client: WireClient) -> None:
+    assert "at least one tensor, got none" in client.forward("ffn.0").text
+    head, _ = client.forward_call("ffn.0", tokens(3, D))
+    assert "got None among them" in client.stream("Forward", [(head, [None])])[0].text
+
+
+@pytest.mark.parametrize(
+    ("grads", "text"),
+    [
+        ((tokens(3, D + 1),), "expected grad_outputs[0] of the output's shape (3, 16), got (3, 17)"),
+        ((tokens(4, D),), "expected grad_outputs[0] of the output's shape (3, 16), got (4, 16)"),
+        ((tokens(3, D), tokens(3, D)), "expected 1 grad_outputs"),
+        ((), "expected 1 grad_outputs"),
+        ((torch.full((3, D), float("nan")),), "grad_outputs 0: expected finite values"),
+        ((torch.full((3, D), 3e38),), "expected finite values"),  # the weights' gradients overflow
+    ],
+    ids=["width", "rows", "too many", "none", "nan", "overflow"],
+)
+def test_a_wrong_gradient_is_refused_and_changes_nothing_bit_for_bit(
+    client: WireClient, grads: tuple[Tensor, ...], text: str
+) -> None:
+    client.forward("ffn.0", tokens(3, D))
+    before = client.get_state()
+    answer = client.backward("ffn.0", *grads, keep_graph=False)
+    assert (answer.code, text in answer.text) == ("INVALID_CALL", True), answer.text
+    assert client.backward("ffn.0", tokens(3, D), wants_weight_grads=False).code == "OK", (
+        "the forward is kept"
+    )
+    num_before = client.num_updates()
+    client.step("ffn.0")
+    assert client.num_updates() == num_before, "nothing was gathered"
+    torch.testing.assert_close(client.get_state(), before, rtol=0, atol=0)
+
+
+def test_after_a_refused_gradient_the_gathered_ones_are_what_they_were(client: WireClient) -> None:
+    client.zero_grad()
+    for call_id in (1, 2):
+        client.forward("ffn.0", tokens(3, D), call_id=call_id)
+    before = client.get_state()["ffn.0"]
+    client.backward("ffn.0", tokens(3, D), call_id=1)
+    assert client.backward("ffn.0", torch.full((3, D), float("inf")), call_id=2).code == "INVALID_CALL"
+    client.step("ffn.0")
+    client.zero_grad()
+    local = FeedForwardExpert(D)
+    local.load_state_dict(before)
+    optimizer = sgd(local.parameters())
+    local(tokens(3, D)).backward(tokens(3, D))
+    optimizer.step()
+    torch.testing.assert_close(client.get_state()["ffn.0"], local.state_dict())
+
+
+def test_a_backward_of_a_forward_that_never_was_asks_for_inputs(client: WireClient) -> None:
+    assert client.backward("ffn.0", tokens(3, D), call_id=404).code == "INPUTS_NEEDED"
+
+
+def test_a_step_of_an_unknown_expert_fails_alone(client: WireClient) -> None:
+    known, unknown = client.step("ffn.0", "ffn.9").updates
+    assert known.status.code == pb.OK
+    assert unknown.status.code == pb.EXPERT_NOT_FOUND
+
+
+def test_a_step_that_names_an_expert_twice_is_refused(client: WireClient) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.step("ffn.0", "ffn.0")
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state.pop("up.bias"), "missing=['up.bias']"),
+        (lambda state: state.update(extra=torch.zeros(1)), "unknown=['extra']"),
+        (
+            lambda state: state.update({"up.bias": torch.zeros(3)}),
+            "expected (64,) of torch.float32, got (3,)",
+        ),
+        (lambda state: state.update({"up.bias": torch.zeros(64).double()}), "got (64,) of torch.float64"),
+    ],
+    ids=["missing", "unknown", "shape", "dtype"],
+)
+def test_a_state_that_does_not_fit_is_refused_with_both_sides_named(
+    client: WireClient, change: Any, text: str
+) -> None:
+    before = client.get_state("ffn.0", "custom")
+    states = {"custom": {k: v + 1 for k, v in before["custom"].items()}, "ffn.0": dict(before["ffn.0"])}
+    change(states["ffn.0"])
+    with pytest.raises(grpc.RpcError) as refused:
+        client.set_state(states)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert text in refused.value.details()
+    torch.testing.assert_close(client.get_state("ffn.0", "custom"), before, rtol=0, atol=0)
+
+
+def test_a_state_of_which_entries_are_missing_is_refused(client: WireClient) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.set_state(client.get_state("ffn.0"), num_entries=99)
+    assert "expected 99 entries, got 4" in refused.value.details()
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("position", [0, 10, 40, -1, -9])
+def test_a_flipped_byte_ends_the_stream_with_data_loss(client: WireClient, position: int) -> None:
+    writer = ParcelWriter()
+    writer.add(*client.forward_call("ffn.0", tokens(3, D)))
+    message = bytearray(next(messages_of(writer)))
+    message[position] ^= 0x40
+    assert _code_of(client, [bytes(message)]) == grpc.StatusCode.DATA_LOSS
+
+
+def test_a_truncated_message_a_repeated_one_and_an_unfinished_stream_are_data_loss(
+    client: WireClient,
+) -> None:
+    writer = ParcelWriter(part_bytes=256)
+    writer.add(*client.forward_call("ffn.0", tokens(100, D)))
+    messages = list(messages_of(writer))
+    for wrong in ([messages[0][:-20]], [messages[0], messages[0]], messages[:-1], [b""], [b"not protobuf"]):
+        assert _code_of(client, wrong) == grpc.StatusCode.DATA_LOSS
+
+
+def test_a_tensor_of_a_hundred_gigabytes_is_refused_before_it_comes(client: WireClient) -> None:
+    head = pb.ForwardCall(client_id=b"x", call_id=1, expert="ffn.0")
+    header = pb.TensorHeader(dtype=pb.FLOAT32, shape=[25_000_000_000], num_bytes=100_000_000_000)
+    contents = pb.Contents(announcements=[pb.Announcement(parcel=0, tensors=[header], forward_call=head)])
+    [(_, answer)] = client.stream_messages("Forward", [seal(pb.Packet(contents=contents))])
+    assert answer.code == "INVALID_CALL"
+    assert "expected at most" in answer.text
+
+
+def test_a_message_over_the_limit_is_refused(client: WireClient) -> None:
+    assert _code_of(client, [bytes(5 << 20)]) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_backward_parcel_in_a_forward_stream_is_corrupt(client: WireClient) -> None:
+    answer = client.stream("Forward", [client.backward_call("ffn.0", tokens(3, D))])[0]
+    assert "expected ForwardCall parcels, got BackwardCall" in answer.text
+    assert answer.code == "CORRUPT_DATA"
+
+
+@pytest.mark.parametrize(("rpc", "meant_for"), [("Step", pb.ZERO_GRAD), ("ZeroGrad", pb.STEP)])
+def test_an_update_that_came_to_the_other_rpc_is_corrupt_and_changes_nothing(
+    server: ExpertsServer, rpc: str, meant_for: pb.UpdateKind
+) -> None:
+    with WireClient(server.address, client_id=rpc.encode()) as client:
+        client.forward("ffn.0", tokens(3, D))
+        client.backward("ffn.0", tokens(3, D), sequence=1)
+        before = client.num_updates()["ffn.0"]
+        request = pb.UpdateRequest(client_id=client.client_id, sequence=2, experts=["ffn.0"], kind=meant_for)
+        with pytest.raises(grpc.RpcError, match="It was meant for another RPC") as refused:
+            client.unary(rpc, seal(request))
+        assert refused.value.code() == grpc.StatusCode.DATA_LOSS
+        client.step("ffn.0", sequence=2, kind=pb.STEP)
+        assert client.num_updates()["ffn.0"] == before + 1
+
+
+@pytest.mark.parametrize("rpc", ["Step", "ZeroGrad", "Save"])
+def test_an_update_whose_bytes_were_flipped_is_data_loss(client: WireClient, rpc: str) -> None:
+    sealed = bytearray(seal(pb.UpdateRequest(client_id=b"x", sequence=1)))
+    sealed[3] ^= 1
+    with pytest.raises(grpc.RpcError) as refused:
+        client.unary(rpc, bytes(sealed))
+    assert refused.value.code() == grpc.StatusCode.DATA_LOSS
+
+
+def _code_of(client: WireClient, messages: list[bytes]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as refused:
+        list(client.stream_messages("Forward", messages))
+    return refused.value.code()

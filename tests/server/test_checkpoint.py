@@ -1,0 +1,327 @@
+"""Checkpoints: what is saved is what was; a damaged generation is passed over; one that does not fit is refused."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from experts_server import ExpertsServer
+from experts_server.checkpoint import CheckpointFolder
+from experts_server.cli import main
+from experts_server.config import ServingConfig
+from experts_server.snapshot import Snapshot
+from moe_autograd.errors import CheckpointError
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+from tests.support.servers import ROOT, ServerProcess, WireClient, tokens
+
+D = 8
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def experts() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {"ffn.0": FeedForwardExpert(D), "glu.0": SwiGLUExpert(D, 4)}
+
+
+def served(folder: Path, modules: dict[str, nn.Module] | None = None, optimizer: Any = adam) -> ExpertsServer:
+    config = ServingConfig(checkpoint_dir=folder, keep_checkpoints=2)
+    return ExpertsServer(experts() if modules is None else modules, optimizer=optimizer, config=config)
+
+
+def train(client: WireClient, num_steps: int) -> None:
+    for _ in range(num_steps):
+        for name in ("ffn.0", "glu.0"):
+            assert client.forward(name, tokens(5, D)).code == "OK"
+            assert client.backward(name, tokens(5, D, seed=1)).code == "OK"
+        client.step()
+        client.zero_grad()
+
+
+def test_training_across_a_restart_is_training_without_one(tmp_path: Path) -> None:
+    with served(tmp_path / "a") as server, WireClient(server.address) as client:
+        train(client, 6)
+        expected = client.get_state()
+    for _ in range(3):  # saved by stopping, loaded by starting
+        with served(tmp_path / "b") as server, WireClient(server.address) as client:
+            client.sequence = 1000 * (1 + max(client.num_updates().values()))
+            train(client, 2)
+            state, num_updates = client.get_state(), client.num_updates()
+    assert num_updates == {"ffn.0": 6, "glu.0": 6}
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+def test_gathered_gradients_the_ledger_and_the_answers_to_repeated_updates_outlive_a_restart(
+    tmp_path: Path,
+) -> None:
+    with served(tmp_path) as server, WireClient(server.address) as client:
+        client.forward("ffn.0", tokens(5, D))
+        client.backward("ffn.0", tokens(5, D, seed=1), sequence=7)
+    with served(tmp_path) as server, WireClient(server.address) as client:
+        repeated = client.backward("ffn.0", tokens(5, D, seed=1), sequence=7, inputs=[tokens(5, D)])
+        assert repeated.code == "OK"
+        assert [u.num_updates for u in client.step(sequence=8).updates] == [1, 0]
+        once = client.get_state()
+    local = experts()["ffn.0"]
+    optimizer = adam(local.parameters())
+    local(tokens(5, D)).backward(tokens(5, D, seed=1))
+    optimizer.step()
+    torch.testing.assert_close(once["ffn.0"], local.state_dict())
+    with served(tmp_path) as server, WireClient(server.address) as client:
+        assert [u.num_updates for u in client.step(sequence=8).updates] == [1, 0], (
+            "a repeated step counts once"
+        )
+        torch.testing.assert_close(client.get_state(), once, rtol=0, atol=0)
+
+
+def test_schedule_and_learning_rate_outlive_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        f"""
+        listen = "127.0.0.1:0"
+        checkpoint_dir = {json.dumps(str(tmp_path / "saved"))}
+        optimizer = {{ name = "sgd", lr = 1.0, schedule = {{ name = "StepLR", args = {{ step_size = 1 }} }} }}
+        [experts.e]
+        class = "torch.nn:Linear"
+        args = {{ in_features = 1, out_features = 1, bias = false }}
+        """
+    )
+    weights = []
+    for number in range(2):
+        with ServerProcess("--config", str(file)) as server, WireClient(server.address) as client:
+            client.sequence = 100 * number
+            weights.append(client.get_state()["e"]["weight"].item())
+            client.forward("e", torch.ones(1, 1))
+            client.backward("e", torch.ones(1, 1))
+            client.step()
+            client.zero_grad()
+            weights.append(client.get_state()["e"]["weight"].item())
+            assert server.stop() == 0
+    assert weights[1] == pytest.approx(weights[0] - 1.0)
+    assert weights[2] == weights[1]
+    assert weights[3] == pytest.approx(weights[2] - 0.1), (
+        "the second step has a tenth of the first one's rate"
+    )
+
+
+def test_only_the_last_generations_stay_and_nothing_else(tmp_path: Path) -> None:
+    with served(tmp_path) as server, WireClient(server.address) as client:
+        names = [client.save() for _ in range(4)]
+    assert names == [f"generation-0000000{n}" for n in (1, 2, 3, 4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "generation-00000004",
+        "generation-00000005",
+        "lock",
+    ]
+    files = {path.name for path in (tmp_path / "generation-00000005").iterdir()}
+    assert files == {"manifest.json", "ffn.0.safetensors", "glu.0.safetensors"}
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = folder / "ffn.0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "flipped byte": flip_a_byte,
+    "truncated file": lambda folder: (folder / "glu.0.safetensors").write_bytes(b"short"),
+    "missing file": lambda folder: (folder / "glu.0.safetensors").unlink(),
+    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "empty manifest": lambda folder: (folder / "manifest.json").write_bytes(b""),
+    "foreign manifest": lambda folder: (folder / "manifest.json").write_bytes(
+        b'{"manifest": "{}", "xxh3_64": ""}'
+    ),
+    "list as manifest": lambda folder: (folder / "manifest.json").write_bytes(b"[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_generation_is_passed_over_and_that_is_said(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointFolder(tmp_path) as folder:
+        for number in (1, 2):
+            folder.write([_snapshot(name, number) for name in ("ffn.0", "glu.0")])
+        DAMAGES[damage](tmp_path / "generation-00000002")
+        with caplog.at_level(logging.ERROR):
+            name, snapshots = folder.read_newest() or ("", {})
+    assert name == "generation-00000001"
+    assert snapshots["ffn.0"].tensors["weights.w"].item() == 1
+    assert "generation-00000002" in caplog.text
+    assert "Falling back" in caplog.text
+
+
+def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: Path) -> None:
+    with served(tmp_path):
+        pass
+    flip_a_byte(tmp_path / "generation-00000001")
+    with pytest.raises(CheckpointError, match="expected a whole generation, got 1 damaged"):
+        served(tmp_path).start()
+
+
+def _snapshot(name: str, number: float) -> Snapshot:
+    return Snapshot({"weights.w": torch.tensor([number])}, {"expert": name})
+
+
+@pytest.mark.parametrize(
+    ("modules", "optimizer", "text"),
+    [
+        ({"ffn.0": FeedForwardExpert(D)}, adam, "expected the configured experts ffn.0, got ffn.0, glu.0"),
+        ({**experts(), "ffn.0": FeedForwardExpert(D, 4)}, adam, "'up.bias': '(4,) float32'"),
+        (
+            {**experts(), "ffn.0": SwiGLUExpert(D, 4)},
+            adam,
+            "got {'expert': 'ffn.0', 'class': 'FeedForwardExpert'",
+        ),
+        (experts(), lambda p: torch.optim.SGD(p, lr=1), "'optimizer': 'SGD'} as configured, got"),
+    ],
+    ids=["other experts", "other shapes", "other class", "other optimizer"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_with_both_sides_named(
+    tmp_path: Path, modules: dict[str, nn.Module], optimizer: Any, text: str
+) -> None:
+    with served(tmp_path):
+        pass
+    with pytest.raises(CheckpointError) as refused:
+        served(tmp_path, copy.deepcopy(modules), optimizer).start()
+    assert text in str(refused.value)
+    with served(tmp_path):
+        pass  # it is still there, and the folder is free again
+
+
+def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:
+    with served(tmp_path), pytest.raises(CheckpointError, match="another server uses"):
+        served(tmp_path).start()
+
+
+def test_saving_without_a_folder_is_refused() -> None:
+    with ExpertsServer(experts()) as server, WireClient(server.address) as client:
+        with pytest.raises(grpc.RpcError) as refused:
+            client.save()
+        assert "expected a checkpoint_dir to save to, got none" in refused.value.details()
+
+
+def test_leftovers_of_an_interrupted_save_are_removed_at_the_start(tmp_path: Path) -> None:
+    with served(tmp_path):
+        pass
+    for name in ("writing-00000009", "removing-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("torn")
+    with served(tmp_path):
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["generation-00000001", "lock"]
+
+
+def test_with_a_file_size_limit_a_save_fails_clearly_and_the_old_generation_loads(tmp_path: Path) -> None:
+    with served(tmp_path) as server, WireClient(server.address) as client:
+        train(client, 1)
+        expected = client.get_state()
+    program = f"""
+import resource, pathlib
+from tests.server.test_checkpoint import served, WireClient
+import grpc
+with_limit = served(pathlib.Path({str(tmp_path)!r}))
+with_limit.start()
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+try:
+    with WireClient(with_limit.address) as client:
+        client.save()
+except grpc.RpcError as error:
+    print(error.details())
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(sorted(p.name for p in pathlib.Path({str(tmp_path)!r}).iterdir()))
+with_limit.stop()
+"""
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "expected room for generation-00000002, got 'File too large'" in ended.stdout, ended.stderr
+    assert "['generation-00000001', 'lock']" in ended.stdout
+    with served(tmp_path) as server, WireClient(server.address) as client:
+        torch.testing.assert_close(client.get_state(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fails_at", range(8))
+def test_on_a_full_disk_the_old_generation_stays_and_no_stray_file(
+    tmp_path: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from the n-th write, flush or rename on."""
+    num_done = 0
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal num_done
+            num_done += 1
+            if num_done > fails_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(*arguments)
+
+        return call
+
+    with CheckpointFolder(tmp_path) as folder:
+        folder.write([_snapshot("e", 1)])
+        with monkeypatch.context() as full:
+            for owner, name in ((os, "fsync"), (Path, "open"), (Path, "mkdir"), (Path, "rename")):
+                full.setattr(owner, name, failing(getattr(owner, name)))
+            with pytest.raises(CheckpointError, match="got 'No space left on device'"):
+                folder.write([_snapshot("e", 2)])
+        newest = folder.read_newest()
+        assert newest is not None
+        saved = newest[1]["e"].tensors["weights.w"].item()
+        assert saved == (2 if fails_at == 7 else 1), "only the last flush comes after the rename"
+        assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"generation", "lock"}
+        folder.write([_snapshot("e", 3)])
+
+
+def test_save_export_and_import_commands(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    file = tmp_path / "expert.safetensors"
+    with served(tmp_path / "saved") as server, WireClient(server.address) as client:
+        assert run(main, ["save", server.address]).output == "generation-00000001\n"
+        assert run(main, ["export", server.address, "ffn.0", str(file)]).exit_code == 0
+        state = safetensors.torch.load_file(file)
+        FeedForwardExpert(D).load_state_dict(state)
+        torch.testing.assert_close(state, client.get_state()["ffn.0"], rtol=0, atol=0)
+        changed = {key: value + 1 for key, value in state.items()}
+        safetensors.torch.save_file(changed, file)
+        assert run(main, ["import", server.address, "ffn.0", str(file)]).exit_code == 0
+        torch.testing.assert_close(client.get_state()["ffn.0"], changed, rtol=0, atol=0)
+        refused = run(main, ["import", server.address, "glu.0", str(file)])
+        assert (refused.exit_code, "unknown=['down.bias', 'up.bias']" in refused.output) == (1, True), (
+            refused.output
+        )
+        file.write_bytes(b"no safetensors")
+        assert (
+            "expected a safetensors file" in run(main, ["import", server.address, "ffn.0", str(file)]).output
+        )
+
+
+def test_config_check_says_what_is_wrong_without_serving(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('[experts."ffn.[0:2]"]\nclass = "ffn"\nargs = { d_model = 8 }\n')
+    good = CliRunner().invoke(main, ["config", "--check", str(file)])
+    assert (good.exit_code, good.output) == (0, f"{file}: 2 experts, no mistakes\n")
+    file.write_text('[experts.e]\nclass = "ffn"\nargs = { d_modell = 8 }\n')
+    bad = CliRunner().invoke(main, ["config", "--check", str(file)])
+    assert bad.exit_code == 1
+    assert "d_modell" in bad.output

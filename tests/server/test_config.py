@@ -1,0 +1,237 @@
+"""The configuration: what is allowed, where it comes from, and that every mistake is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experts_server.building import build_module, build_training
+from experts_server.config import check_config, load_config, split_address
+from experts_server.names import check_name, expand_pattern, natural_order
+from experts_server.server import from_config
+from moe_autograd.errors import ConfigError
+
+FFN = {"class": "ffn", "args": {"d_model": 8}}
+MINIMAL: dict[str, Any] = {"experts": {"ffn.[0:4]": FFN}}
+
+
+def test_a_pattern_makes_experts_and_a_later_entry_overrides_one_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        """
+        listen = "127.0.0.1:0"
+        [optimizer]
+        name = "adam"
+        lr = 0.5
+        [experts."ffn.[0:3]"]
+        class = "ffn"
+        args = { d_model = 8 }
+        [experts."ffn.1"]
+        optimizer = { name = "sgd", lr = 0.1 }
+        args = { d_ff = 4 }
+        """
+    )
+    config = load_config(file, environment={})
+    assert list(config.experts) == ["ffn.0", "ffn.1", "ffn.2"]
+    assert config.experts["ffn.1"].args == {"d_model": 8, "d_ff": 4}
+    optimizers = [config.optimizer_of(expert) for expert in config.experts.values()]
+    assert [(o.name, o.lr) for o in optimizers if o] == [("adam", 0.5), ("sgd", 0.1), ("adam", 0.5)]
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('latency_ms = 1\nseed = 1\nupdate = "on_step"\n[experts.e]\nclass = "identity"\n')
+    environment = {
+        "EXPERTS_SERVER_SEED": "2",
+        "EXPERTS_SERVER_UPDATE": "on_backward",
+        "EXPERTS_SERVER_LIMITS__MAX_THREADS": "7",
+        "OTHER": "x",
+    }
+    config = load_config(file, {"seed": 3, "listen": None}, environment)
+    assert (config.latency_ms, config.update, config.seed) == (1.0, "on_backward", 3)
+    assert config.limits.max_threads == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"update": "sometimes"}, "key 'update': expected 'on_step' or 'on_backward', got 'sometimes'"),
+        ({"latency_ms": -1}, "key 'latency_ms': expected greater than or equal to 0, got -1"),
+        ({"latency_ms": float("inf")}, "key 'latency_ms': expected"),
+        ({"limits": {"max_threads": "many"}}, "key 'limits.max_threads': expected a valid integer"),
+        ({"limits": {"max_queued_calls": -1}}, "key 'limits.max_queued_calls': expected greater than 0, got -1"),
+        ({"limits": {"max_tensor_bytes": 1 << 50}}, "expected less than or equal to 1099511627776"),
+        ({"limts": {}}, "key 'limts': expected one of batching, checkpoint_dir"),
+        ({"limts": {}}, "Did you mean 'limits'?"),
+        ({"limits": {"max_thread": 3}}, "Did you mean 'max_threads'?"),
+        ({"listen": "here"}, "key 'listen': expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0, got 'here'"),
+        ({"listen": "127.0.0.1:70000"}, "key 'listen': expected a port from 0 to 65535, got '127.0.0.1:70000'"),
+        ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address or credentials, got '0.0.0.0:80'"),
+        ({"security": {"tls_cert": "a.pem"}}, "key 'security': expected tls_cert and tls_key together"),
+        ({"optimizer": {"lr": 0}}, "key 'optimizer.lr': expected greater than 0, got 0"),
+        ({"experts": {}}, "key 'experts': expected at least one expert, got {}"),
+        ({"experts": {"ffn.0": {}}}, "key 'experts.ffn.0.class': expected a value, got none"),
+        ({"experts": {"ffn.0": {"class": "ffn", "arg": 1}}}, "key 'experts.ffn.0.arg': expected one of args, can_join"),
+        ({"experts": {"../up": FFN}}, "expert name '../up': expected letters, digits"),
+        ({"experts": {"ffn.[3:3]": FFN}}, "expert pattern 'ffn.[3:3]': expected 1 to 65536 names, got 0"),
+        ({"experts": {"ffn.[0:999999999]": FFN}}, "got 999999999"),
+        ({"experts": {"ffn.[0:70].[0:1000]": FFN}}, "got 70000"),
+        ({"experts": 3}, "key 'experts': expected a valid dictionary, got 3"),
+    ],
+)  # fmt: skip
+def test_every_mistake_names_the_key_the_value_and_what_is_allowed(
+    settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_config({**MINIMAL, **settings}, source="x.toml")
+    assert text in str(refused.value)
+    assert "config 'x.toml'" in str(refused.value)
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_config({**MINIMAL, "update": "x", "seed": -1})
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_loopback_needs_no_credentials_and_other_addresses_tls_and_callers_that_are_known() -> None:
+    for address in ("127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"):
+        check_config({**MINIMAL, "listen": address})
+    tls = {"tls_cert": "a", "tls_key": "b"}
+    for security in ({"insecure": True}, {**tls, "tokens_file": "c"}, {**tls, "client_ca": "c"}):
+        check_config({**MINIMAL, "listen": "0.0.0.0:1", "security": security})
+    for security in ({}, tls, {"tokens_file": "c"}):
+        with pytest.raises(ConfigError, match="expected a loopback address or credentials"):
+            check_config({**MINIMAL, "listen": "[::]:1", "security": security})
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"listen = ", "expected TOML, got a file that does not parse (Invalid value (at end of document))"),
+        (b"\xff\xfe", "expected TOML, got a file that does not parse"),
+        (None, "expected a readable file, got 'No such file or directory'"),
+    ],
+)
+def test_an_unreadable_file_is_named_with_the_reason(
+    tmp_path: Path, content: bytes | None, text: str
+) -> None:
+    file = tmp_path / "server.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, environment={})
+    assert str(file) in str(refused.value)
+    assert text in str(refused.value)
+
+
+def test_a_folder_as_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path, environment={})
+
+
+def test_the_model_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        check_config(MINIMAL).seed = 3
+
+
+# ---- names and addresses
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "a\\b", ".a", "a.", "a..b", "a b", "a\n", "ä", "x" * 129]
+)
+def test_a_name_that_could_leave_a_folder_or_hide_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected letters"):
+        check_name(name)
+
+
+def test_patterns_expand_in_order() -> None:
+    assert expand_pattern("a") == ["a"]
+    assert expand_pattern("l.[1:3].e.[9:11]") == ["l.1.e.9", "l.1.e.10", "l.2.e.9", "l.2.e.10"]
+    assert sorted(["ffn.10", "ffn.2", "attn.3", "ffn"], key=natural_order) == [
+        "attn.3",
+        "ffn",
+        "ffn.2",
+        "ffn.10",
+    ]
+
+
+@pytest.mark.parametrize("address", ["", "a", ":1", "a:", "a:b", "::1:3", "a:-1", "a:1.5"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="expected HOST:PORT"):
+        split_address(address)
+
+
+# ---- building
+
+
+@pytest.mark.parametrize(
+    ("expert", "text"),
+    [
+        ({"class": "fnn"}, "expected one of ffn, swiglu, transformer, identity or module:Class, got 'fnn'"),
+        ({"class": "no.such.module:X"}, "expected a class that can be imported, got 'no.such.module:X'"),
+        ({"class": "torch.nn:NoSuch"}, "expected a class that can be imported, got 'torch.nn:NoSuch'"),
+        (
+            {"class": "ffn", "args": {"width": 3}},
+            "key 'args': expected arguments that it takes, got {'width': 3}",
+        ),
+        ({"class": "ffn", "args": {"d_model": -3}}, "key 'args': expected arguments that it takes"),
+        ({"class": "builtins:dict"}, "expected a torch.nn.Module, got dict from 'builtins:dict'"),
+        ({**FFN, "optimizer": {"name": "Adm"}}, "expected one of ASGD, Adadelta"),
+        (
+            {**FFN, "optimizer": {"args": {"nope": 1}}},
+            "key 'optimizer.args': expected arguments that it takes",
+        ),
+        ({**FFN, "optimizer": {"schedule": {"name": "x"}}}, "key 'optimizer.schedule.name': expected one of"),
+        ({**FFN, "optimizer": {"schedule": {"name": "StepLR"}}}, "key 'optimizer.schedule.args': expected"),
+    ],
+)
+def test_what_cannot_be_built_names_expert_key_and_value(expert: dict[str, Any], text: str) -> None:
+    config = check_config({"experts": {"e.0": expert}})
+    with pytest.raises(ConfigError) as refused:
+        from_config(config)
+    assert text in str(refused.value)
+    assert "'e.0'" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["sgd", "ADAM", "AdamW", "rmsprop", "Adagrad"])
+def test_any_optimizer_of_torch_is_built_by_name(name: str) -> None:
+    config = check_config(
+        {"experts": {"e": FFN}, "optimizer": {"name": name, "lr": 0.25, "args": {"weight_decay": 0.5}}}
+    )
+    module = build_module("e", config.experts["e"], 0)
+    training = build_training("e", module, config.optimizer_of(config.experts["e"]), "on_step")
+    assert training is not None
+    assert type(training.optimizer).__name__.lower() == name.lower()
+    assert (training.optimizer.defaults["lr"], training.optimizer.defaults["weight_decay"]) == (0.25, 0.5)
+
+
+def test_a_module_of_the_users_own_is_built_from_module_and_class() -> None:
+    config = check_config(
+        {"experts": {"e": {"class": "torch.nn:Linear", "args": {"in_features": 3, "out_features": 2}}}}
+    )
+    assert build_module("e", config.experts["e"], 0).weight.shape == (2, 3)
+
+
+def test_the_same_seed_gives_the_same_weights_other_experts_others_and_leaves_the_callers_stream_alone() -> (
+    None
+):
+    config = check_config(MINIMAL)
+    torch.manual_seed(5)
+    first, again = (build_module("ffn.0", config.experts["ffn.0"], 1) for _ in range(2))
+    other = build_module("ffn.1", config.experts["ffn.1"], 1)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
+    torch.testing.assert_close(first.state_dict(), again.state_dict(), rtol=0, atol=0)
+    assert not torch.equal(first.up.weight, other.up.weight)
+
+
+def test_an_eval_only_expert_is_not_trained() -> None:
+    config = check_config({"experts": {"e": {**FFN, "eval_only": True}}})
+    assert config.optimizer_of(config.experts["e"]) is None
+    assert not build_module("e", config.experts["e"], 0).training

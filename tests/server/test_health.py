@@ -1,0 +1,74 @@
+"""Health and reflection, asked with the stock clients."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer, health
+from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.servers import START_S, WireClient, tokens
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Hanging(nn.Module):
+    """Waits in its forward until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started, self.may_go = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.started.set()
+        assert self.may_go.wait(START_S)
+        return x
+
+
+def test_the_server_and_each_expert_are_serving() -> None:
+    with ExpertsServer({"ffn.0": FeedForwardExpert(8)}) as server, WireClient(server.address) as client:
+        stub = health_pb2_grpc.HealthStub(client.channel)
+        for name in ("", "moe_autograd.v1.Experts", "ffn.0"):
+            assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=START_S).status == SERVING
+
+
+def test_a_hanging_expert_stops_serving_and_serves_again_while_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "STUCK_S", 0.0)
+    hanging = Hanging()
+    with (
+        ExpertsServer({"hangs": hanging, "ffn.0": FeedForwardExpert(8)}) as server,
+        WireClient(server.address) as client,
+    ):
+        stub = health_pb2_grpc.HealthStub(client.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="hangs"), timeout=START_S)
+        assert next(watch).status == SERVING
+        caller = threading.Thread(target=client.forward, args=("hangs", torch.ones(2, 8)))
+        caller.start()
+        assert next(watch).status == NOT_SERVING
+        assert client.forward("ffn.0", tokens(2, 8)).code == "OK"
+        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=START_S).status == SERVING
+        hanging.may_go.set()
+        assert next(watch).status == SERVING
+        caller.join(START_S)
+
+
+def test_reflection_describes_the_service() -> None:
+    with ExpertsServer({"ffn.0": FeedForwardExpert(8)}) as server, WireClient(server.address) as client:
+        database = ProtoReflectionDescriptorDatabase(client.channel)
+        assert "moe_autograd.v1.Experts" in database.get_services()
+        service = DescriptorPool(database).FindServiceByName("moe_autograd.v1.Experts")
+        assert service.methods_by_name["Forward"].client_streaming
+
+
+def test_info_answers_a_request_without_a_checksum_as_grpcurl_sends_it() -> None:
+    with ExpertsServer({"ffn.0": FeedForwardExpert(8)}) as server, WireClient(server.address) as client:
+        assert b"ffn.0" in client.unary("Info", b"")

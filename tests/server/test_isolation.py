@@ -1,0 +1,361 @@
+"""One expert, client or call does not spoil another's day: hanging, raising, slow, joined, cancelled, crowded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from experts_server.config import BatchingConfig, LimitsConfig, ServingConfig
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire import methods
+from moe_autograd.wire.parcels import ParcelWriter
+from moe_autograd.wire.status import RETRY_AFTER_KEY
+from tests.support.servers import START_S, Answer, WireClient, messages_of, tokens
+
+D = 8
+
+
+class Gated(nn.Module):
+    """Waits before each call until it is let go, and notes how many rows each call had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.started, self.may_go = threading.Semaphore(0), threading.Semaphore(0)
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.started.release()
+        assert self.may_go.acquire(timeout=START_S)
+        self.rows.append(x.shape[0])
+        return self.linear(x)
+
+    def let_go(self, times: int = 1000) -> None:
+        self.may_go.release(times)
+
+
+class Waiting:
+    """A call on a thread of its own; `answers()` waits for it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._result: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self._result.append(call()), daemon=True)
+        self._thread.start()
+
+    def result(self) -> Any:
+        self._thread.join(START_S)
+        return self._result[0]
+
+
+def serving(experts: dict[str, nn.Module], **settings: Any) -> ExpertsServer:
+    return ExpertsServer(experts, config=ServingConfig(**settings))
+
+
+def wait_until_queued(server: ExpertsServer, num_calls: int) -> None:
+    """Wait until so many calls wait for the expert called e."""
+    assert server._server is not None
+    while len(server._server.registry["e"]) < num_calls:
+        threading.Event().wait(0.001)
+
+
+def test_many_hanging_experts_hold_up_no_other() -> None:
+    hanging = {f"hangs.{n}": Gated() for n in range(12)}
+    with serving({**hanging, "ffn.0": FeedForwardExpert(D)}) as server, WireClient(server.address) as client:
+        calls = [client.forward_call(name, tokens(2, D), call_id=1) for name in hanging]
+        waiting = Waiting(lambda: client.stream("Forward", calls))
+        for gated in hanging.values():
+            assert gated.started.acquire(timeout=START_S), "all of them run at once"
+        assert client.forward("ffn.0", tokens(2, D), call_id=2).code == "OK"
+        for gated in hanging.values():
+            gated.let_go()
+        assert [a.code for a in waiting.result()] == ["OK"] * 12
+
+
+def test_results_of_quick_experts_come_before_a_slow_sibling_is_done() -> None:
+    slow = Gated()
+    experts = {"slow": slow, **{f"ffn.{n}": FeedForwardExpert(D) for n in range(4)}}
+    with serving(experts) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        numbers = [writer.add(*client.forward_call(name, tokens(2, D))) for name in experts]
+        answers = client.stream_messages("Forward", messages_of(writer))
+        first = [next(answers)[0] for _ in range(4)]
+        assert sorted(first) == numbers[1:]
+        slow.let_go()
+        assert next(answers)[0] == numbers[0]
+
+
+def test_a_call_whose_client_went_away_is_never_begun() -> None:
+    gated = Gated()
+    with serving({"e": gated}) as server, WireClient(server.address) as client:
+        first = Waiting(lambda: client.forward("e", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        writer = ParcelWriter()
+        writer.add(*client.forward_call("e", tokens(5, D)))
+        call = client.channel.stream_stream(methods.path("Forward"))(messages_of(writer), timeout=START_S)
+        second = Waiting(lambda: client.forward("e", tokens(2, D), call_id=2))
+        call.cancel()
+        assert client.info().experts[0].name == "e", "the server has seen the cancellation by now"
+        gated.let_go()
+        assert (first.result().code, second.result().code) == ("OK", "OK")
+    assert 5 not in gated.rows
+
+
+def test_a_deadline_is_kept_while_an_expert_hangs_and_expired_work_is_not_begun() -> None:
+    gated = Gated()
+    with serving({"e": gated}) as server, WireClient(server.address) as client:
+        first = Waiting(lambda: client.forward("e", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        with pytest.raises(grpc.RpcError) as expired:
+            client.stream("Forward", [client.forward_call("e", tokens(5, D))], timeout_s=0.2)
+        assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        gated.let_go()
+        assert first.result().code == "OK"
+        assert client.forward("e", tokens(2, D), call_id=2).code == "OK"
+    assert gated.rows == [1, 2]
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({"max_queued_calls": 2}, "queued calls: expected at most 2, got 1 more than the 2 in use"),
+        ({"max_queued_bytes": 200}, "queued bytes: expected at most 200"),
+    ],
+)
+def test_a_full_queue_answers_busy_at_once_with_a_hint_and_serves_again_after(
+    limits: dict[str, int], text: str
+) -> None:
+    gated = Gated()
+    with serving({"e": gated}, limits=LimitsConfig(**limits)) as server, WireClient(server.address) as client:
+        first = Waiting(lambda: client.forward("e", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        calls = [client.forward_call("e", tokens(3, D), call_id=n) for n in range(2, 6)]
+        waiting = Waiting(lambda: client.stream("Forward", calls))
+        wait_until_queued(server, 1)
+        busy = client.stream("Forward", [client.forward_call("e", tokens(9, D), call_id=9)])[0]
+        assert (busy.code, text in busy.text) == ("BUSY", True), busy.text
+        assert busy.result.status.retry_after_s > 0
+        gated.let_go()
+        assert first.result().code == "OK"
+        assert {a.code for a in waiting.result()} == {"OK", "BUSY"}
+        assert client.forward("e", tokens(1, D)).code == "OK"
+
+
+def test_kept_forwards_stay_within_their_budget_and_the_oldest_go_first() -> None:
+    one_call = 100 * D * 4
+    limits = LimitsConfig(kept_forward_bytes=3 * one_call + 2000)
+    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
+        for call_id in range(6):
+            client.forward("e", tokens(100, D), call_id=call_id)
+        codes = [client.backward("e", tokens(100, D), call_id=n).code for n in range(6)]
+    assert codes == ["INPUTS_NEEDED"] * 3 + ["OK"] * 3
+
+
+def test_gathered_gradients_stay_within_their_budget() -> None:
+    num_bytes = sum(p.nbytes for p in FeedForwardExpert(D).parameters())
+    config = ServingConfig(limits=LimitsConfig(gathered_gradient_bytes=num_bytes))
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server:
+        answers = []
+        for number in range(2):
+            with WireClient(server.address, client_id=bytes([number])) as client:
+                client.forward("e", tokens(3, D))
+                answers.append(client.backward("e", tokens(3, D)))
+        assert [a.code for a in answers] == ["OK", "BUSY"]
+        assert "bytes of gathered gradients" in answers[1].text
+
+
+def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back_is_told() -> None:
+    config = ServingConfig(limits=LimitsConfig(gathered_gradient_s=0.01))
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with (
+        ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        client.forward("e", tokens(3, D))
+        client.backward("e", tokens(3, D))
+        assert server._server is not None
+        while server._server.memory.gathered.in_use:
+            threading.Event().wait(0.01)
+        assert client.zero_grad("e").updates[0].status.message == "", "to forget them is no mistake"
+        client.forward("e", tokens(3, D))
+        client.backward("e", tokens(3, D))
+        while server._server.memory.gathered.in_use:
+            threading.Event().wait(0.01)
+        late = client.step("e").updates[0]
+        assert "its gradients had been let go" in " ".join(late.status.message.split()).replace("when ", "")
+        assert client.step("e").updates[0].num_updates == 0
+
+
+def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
+    limits = LimitsConfig(received_bytes=3 << 20)
+    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        writer.add(*client.forward_call("e", torch.zeros(1 << 18, D)))
+        with pytest.raises(grpc.RpcError) as busy:
+            list(client.stream_messages("Forward", messages_of(writer)))
+        assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "bytes of unfinished calls: expected at most 3145728" in busy.value.details()
+        assert client.forward("e", tokens(3, D)).code == "OK"
+        assert server._server is not None
+        assert server._server.service.received.in_use == 0
+
+
+def test_more_calls_than_a_pass_may_have_are_refused_and_the_others_served() -> None:
+    config = {"limits": LimitsConfig(max_calls_per_pass=3)}
+    with serving({"e": nn.Linear(D, D)}, **config) as server, WireClient(server.address) as client:
+        answers = client.stream(
+            "Forward", [client.forward_call("e", tokens(1, D), call_id=n) for n in range(5)]
+        )
+    assert [a.code for a in answers] == ["OK"] * 3 + ["INVALID_CALL"] * 2
+
+
+def test_more_passes_than_allowed_are_turned_away() -> None:
+    gated = Gated()
+    config = {"limits": LimitsConfig(max_concurrent_passes=1)}
+    with serving({"e": gated}, **config) as server, WireClient(server.address) as client:
+        first = Waiting(lambda: client.forward("e", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        with pytest.raises(grpc.RpcError) as busy:
+            client.forward("e", tokens(1, D))
+        assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(busy.value.trailing_metadata())[RETRY_AFTER_KEY]
+        gated.let_go()
+        assert first.result().code == "OK"
+
+
+# ---- joining
+
+
+@pytest.fixture
+def crowd() -> Iterator[tuple[Gated, list[Waiting], WireClient]]:
+    """An expert that is busy with one row while calls of three clients wait for it."""
+    gated = Gated()
+    torch.manual_seed(0)
+    gated.linear.reset_parameters()
+    with serving({"e": gated}, batching=BatchingConfig(max_batch_tokens=8)) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
+        waiting = [Waiting(lambda: clients[0].forward("e", tokens(1, D)))]
+        assert gated.started.acquire(timeout=START_S)
+        for index, client in enumerate(clients):
+            rows = [2, 3, 9][index]
+            waiting.append(Waiting(lambda c=client, r=rows: c.forward("e", tokens(r, D, seed=r), call_id=7)))
+        wait_until_queued(server, 3)
+        yield gated, waiting, clients[2]
+        gated.let_go()
+        for client in clients:
+            client.channel.close()
+
+
+def test_waiting_calls_of_several_clients_are_computed_together_up_to_the_limit(
+    crowd: tuple[Gated, list[Waiting], WireClient],
+) -> None:
+    gated, waiting, _ = crowd
+    gated.let_go()
+    answers: list[Answer] = [w.result() for w in waiting]
+    assert [a.code for a in answers] == ["OK"] * 4
+    assert sorted(gated.rows) == [1, 5, 9], "two and three rows together, nine alone"
+    for answer, rows in zip(answers[1:], (2, 3, 9), strict=True):
+        torch.testing.assert_close(answer.tensors[0], gated.linear(tokens(rows, D, seed=rows)).detach())
+
+
+def test_a_bad_call_among_joined_ones_fails_alone() -> None:
+    class Picky(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if bool((x > 50).any()):
+                raise ArithmeticError("too large")
+            return y
+
+    picky = Picky()
+    with serving({"e": picky}) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
+        first = Waiting(lambda: clients[0].forward("e", tokens(1, D)))
+        assert picky.started.acquire(timeout=START_S)
+        inputs = [tokens(2, D), torch.full((2, D), 99.0), torch.full((2, D), float("nan"))]
+        waiting = [
+            Waiting(lambda c=client, x=x: c.forward("e", x, call_id=5))
+            for client, x in zip(clients, inputs, strict=True)
+        ]
+        wait_until_queued(server, 3)
+        picky.let_go()
+        assert first.result().code == "OK"
+        assert [w.result().code for w in waiting] == ["OK", "EXPERT_FAILED", "INVALID_CALL"]
+        for client in clients:
+            client.channel.close()
+
+
+def test_the_turn_goes_round_between_clients() -> None:
+    gated = Gated()
+    config = {"batching": BatchingConfig(max_batch_tokens=1)}
+    with serving({"e": gated}, **config) as server:
+        greedy, modest = (WireClient(server.address, client_id=name) for name in (b"greedy", b"modest"))
+        calls = [greedy.forward_call("e", tokens(1, D), call_id=n) for n in range(20)]
+        many = Waiting(lambda: greedy.stream("Forward", calls))
+        assert gated.started.acquire(timeout=START_S)
+        wait_until_queued(server, 19)
+        one = Waiting(lambda: modest.forward("e", tokens(2, D)))
+        wait_until_queued(server, 20)
+        gated.let_go()
+        assert one.result().code == "OK"
+        assert all(a.code == "OK" for a in many.result())
+        assert gated.rows.index(2) <= 3, "the other's twenty calls did not come first"
+        greedy.channel.close()
+        modest.channel.close()
+
+
+def test_with_a_waiting_time_calls_that_come_one_after_the_other_are_joined() -> None:
+    gated = Gated()
+    gated.let_go()
+    config = {"batching": BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000)}
+    with serving({"e": gated}, **config) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
+        waiting = [
+            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
+            for c, r in zip(clients, (2, 3), strict=True)
+        ]
+        assert [w.result().code for w in waiting] == ["OK", "OK"]
+        assert gated.rows == [5]
+        for client in clients:
+            client.channel.close()
+
+
+def test_a_backward_after_a_joined_forward_gives_each_client_its_own_gradients() -> None:
+    gated = Gated()
+    gated.let_go()
+    config = ServingConfig(batching=BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000))
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with ExpertsServer({"e": gated}, optimizer=sgd, config=config) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
+        waiting = [
+            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
+            for c, r in zip(clients, (2, 3), strict=True)
+        ]
+        assert [w.result().code for w in waiting] == ["OK", "OK"]
+        weight = gated.linear.weight.detach().clone()
+        for client, rows in zip(clients, (2, 3), strict=True):
+            answer = client.backward("e", tokens(rows, D, seed=4))
+            torch.testing.assert_close(answer.tensors[0], tokens(rows, D, seed=4) @ weight)
+        clients[1].step()
+        expected = weight - 0.1 * tokens(3, D, seed=4).T @ tokens(3, D)
+        torch.testing.assert_close(gated.linear.weight.detach(), expected)
+        for client in clients:
+            client.channel.close()

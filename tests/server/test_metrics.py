@@ -1,0 +1,87 @@
+"""`/metrics` and `top`: what they show is what was done."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from experts_server import ExpertsServer
+from experts_server.cli import main
+from experts_server.config import ServingConfig
+from experts_server.metrics import Histogram
+from moe_autograd.errors import ConfigError
+from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.servers import WireClient, tokens
+
+D = 8
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def samples(address: str) -> dict[tuple[str, ...], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+        return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
+    experts = {"ffn.0": FeedForwardExpert(D), "ffn.1": FeedForwardExpert(D)}
+    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    with ExpertsServer(experts, optimizer=sgd, config=config) as server, WireClient(server.address) as client:
+        for call_id in range(3):
+            client.forward("ffn.0", tokens(5, D), call_id=call_id)
+        client.backward("ffn.0", tokens(5, D), call_id=0)
+        client.forward("ffn.0", tokens(5, D) / 0)
+        client.step()
+        assert server.metrics_address is not None
+        shown = samples(server.metrics_address)
+        top = CliRunner().invoke(main, ["top", server.metrics_address, "--looks", "1", "--interval-s", "0.1"])
+    assert shown["experts_calls_total", "ffn.0", "forward"] == 4
+    assert shown["experts_failed_calls_total", "ffn.0", "forward"] == 1
+    assert shown["experts_tokens_total", "ffn.0", "forward"] == 20
+    assert shown["experts_received_bytes_total", "ffn.0", "forward"] == 4 * 5 * D * 4
+    assert shown["experts_sent_bytes_total", "ffn.0", "backward"] == 5 * D * 4
+    assert shown["experts_calls_total", "ffn.1", "forward"] == 0
+    assert (shown["experts_updates", "ffn.0"], shown["experts_updates", "ffn.1"]) == (1, 0)
+    assert shown["experts_compute_seconds_bucket", "ffn.0", "forward", "+Inf"] == 4
+    assert shown["experts_queue_seconds_count", "ffn.0", "forward"] == 4
+    assert shown["experts_batch_calls_bucket", "ffn.0", "forward", "1"] == 4
+    assert shown[("experts_server_ready",)] == 1
+    assert shown[("experts_server_gathered_gradient_bytes",)] > 0
+    assert (top.exit_code, "ffn.1" in top.output) == (0, True), top.output
+
+
+def test_a_histogram_counts_up_to_each_bound() -> None:
+    histogram = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 99):
+        histogram.add(value)
+    assert (histogram.buckets(), histogram.total) == ([("1", 2.0), ("2", 3.0), ("+Inf", 4.0)], 102.0)
+
+
+def test_a_metrics_port_in_use_is_refused_and_the_servers_own_port_is_free_again() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = ServingConfig(metrics_listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="key 'metrics_listen': expected an address that is free"):
+            ExpertsServer({"e": FeedForwardExpert(D)}, config=config).start()
+
+
+def test_metrics_beyond_loopback_are_refused() -> None:
+    with pytest.raises(ValueError, match="metrics_listen: expected a loopback address"):
+        ServingConfig(metrics_listen="0.0.0.0:9100")
+
+
+def test_top_of_an_address_where_nobody_answers_says_so() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        shown = CliRunner().invoke(main, ["top", f"127.0.0.1:{unused.getsockname()[1]}"])
+    assert (shown.exit_code, "started with metrics_listen" in shown.output) == (1, True), shown.output

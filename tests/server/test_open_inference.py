@@ -1,0 +1,160 @@
+"""The Open Inference Protocol: what `tritonclient.grpc` sends is answered with the expert's forward.
+
+tritonclient pins another protobuf than ours, so it cannot be installed beside us. These tests speak the protocol with
+the messages of the server; with `TRITONCLIENT_PYTHON` set to an interpreter that has `tritonclient[grpc]`, the last one
+runs that client, as it comes from PyPI.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+
+from experts_server import ExpertsServer
+from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.open_inference import MESSAGES, SERVICE
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire.tensors import raw_bytes
+from tests.support.servers import START_S, WireClient, tokens
+
+D = 8
+
+
+def module() -> FeedForwardExpert:
+    torch.manual_seed(0)
+    return FeedForwardExpert(D)
+
+
+@pytest.fixture
+def server() -> Iterator[ExpertsServer]:
+    with ExpertsServer({"ffn.0": module()}) as server:
+        yield server
+
+
+def ask(server: ExpertsServer, method: str, **fields: Any) -> Any:
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/{method}")
+        reply = call(MESSAGES[f"{method}Request"](**fields).SerializeToString(), timeout=START_S)
+    return MESSAGES[f"{method}Response"].FromString(reply)
+
+
+def infer(server: ExpertsServer, name: str, x: Tensor, **overrides: Any) -> Any:
+    tensor = {"name": "input.0", "datatype": "FP32", "shape": list(x.shape), **overrides}
+    raw = bytes(raw_bytes(x.contiguous()))
+    return ask(server, "ModelInfer", model_name=name, id="7", inputs=[tensor], raw_input_contents=[raw])
+
+
+def test_the_server_is_live_and_ready_and_knows_its_models(server: ExpertsServer) -> None:
+    assert ask(server, "ServerLive").live
+    assert ask(server, "ServerReady").ready
+    assert ask(server, "ModelReady", name="ffn.0").ready
+    assert not ask(server, "ModelReady", name="ffn.9").ready
+    assert ask(server, "ServerMetadata").name == "experts-server"
+    shown = ask(server, "ModelMetadata", name="ffn.0")
+    assert [(t.name, t.datatype, list(t.shape)) for t in shown.inputs] == [("input.0", "FP32", [-1, D])]
+
+
+def test_an_inference_is_the_forward_of_the_expert(server: ExpertsServer) -> None:
+    x = tokens(5, D)
+    reply = infer(server, "ffn.0", x)
+    assert (reply.model_name, reply.id, list(reply.outputs[0].shape)) == ("ffn.0", "7", [5, D])
+    output = torch.frombuffer(bytearray(reply.raw_output_contents[0]), dtype=torch.float32).reshape(5, D)
+    torch.testing.assert_close(output, module()(x).detach(), rtol=0, atol=0)
+    assert list(infer(server, "ffn.0", tokens(0, D)).outputs[0].shape) == [0, D]
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "overrides", "code", "text"),
+    [
+        ("ffn.9", tokens(2, D), {}, "NOT_FOUND", "got 'ffn.9'"),
+        ("ffn.0", tokens(2, D + 1), {}, "INVALID_ARGUMENT", "expected shape (num_tokens, 8), got (2, 9)"),
+        (
+            "ffn.0",
+            tokens(2, D),
+            {"datatype": "FP64"},
+            "INVALID_ARGUMENT",
+            "expected 128 bytes for (2, 8) of FP64",
+        ),
+        ("ffn.0", tokens(2, D), {"datatype": "BYTES"}, "INVALID_ARGUMENT", "expected a datatype of BOOL"),
+        (
+            "ffn.0",
+            tokens(2, D),
+            {"shape": [-1, D]},
+            "INVALID_ARGUMENT",
+            "expected up to 16 sizes, got (-1, 8)",
+        ),
+        (
+            "ffn.0",
+            tokens(2, D),
+            {"shape": [1 << 40, 1 << 22]},
+            "INVALID_ARGUMENT",
+            "bytes for (1099511627776,",
+        ),
+        ("ffn.0", tokens(2, D) / 0, {}, "INVALID_ARGUMENT", "expected finite values"),
+    ],
+)
+def test_a_wrong_inference_is_refused(
+    server: ExpertsServer, name: str, x: Tensor, overrides: dict[str, Any], code: str, text: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        infer(server, name, x, **overrides)
+    assert (refused.value.code().name, text in refused.value.details()) == (code, True), (
+        refused.value.details()
+    )
+    assert infer(server, "ffn.0", tokens(2, D)).id == "7", "the server lives on"
+
+
+def test_contents_that_are_not_raw_and_bytes_that_are_no_request_are_refused(server: ExpertsServer) -> None:
+    tensor = {"name": "input.0", "datatype": "FP32", "shape": [2, D]}
+    with pytest.raises(grpc.RpcError, match="expected one raw_input_contents for each input"):
+        ask(server, "ModelInfer", model_name="ffn.0", inputs=[tensor])
+    with WireClient(server.address) as client, pytest.raises(grpc.RpcError) as refused:
+        client.channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"\xff\xff", timeout=START_S)
+    assert refused.value.code() == grpc.StatusCode.DATA_LOSS
+
+
+def test_it_asks_for_the_same_token_as_everything_else(tmp_path: Any) -> None:
+    (tmp_path / "tokens").write_text("read read-token-of-length-32-and-more")
+    config = ServingConfig(security=SecurityConfig(tokens_file=tmp_path / "tokens"))
+    with ExpertsServer({"ffn.0": module()}, config=config) as server:
+        for method in (
+            "ServerLive",
+            "ServerReady",
+            "ModelReady",
+            "ServerMetadata",
+            "ModelMetadata",
+            "ModelInfer",
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(server, method)
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+TRITON = """
+import sys, numpy, tritonclient.grpc as triton
+client = triton.InferenceServerClient(sys.argv[1])
+assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ffn.0")
+assert client.get_server_metadata().name == "experts-server"
+assert client.get_model_metadata("ffn.0").inputs[0].name == "input.0"
+x = numpy.ones((3, 8), numpy.float32)
+given = triton.InferInput("input.0", x.shape, "FP32")
+given.set_data_from_numpy(x)
+print(client.infer("ffn.0", [given]).as_numpy("output.0").tolist())
+"""
+
+
+@pytest.mark.skipif(
+    "TRITONCLIENT_PYTHON" not in os.environ, reason="needs an interpreter with tritonclient[grpc]"
+)
+def test_tritonclient_as_it_comes_from_pypi_calls_an_expert(server: ExpertsServer) -> None:
+    command = [os.environ["TRITONCLIENT_PYTHON"], "-c", TRITON, server.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={"PATH": ""})
+    assert ended.returncode == 0, ended.stderr
+    torch.testing.assert_close(torch.tensor(eval(ended.stdout)), module()(torch.ones(3, D)).detach())

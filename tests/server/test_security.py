@@ -1,0 +1,185 @@
+"""Who may call what: every RPC with no, wrong, read-only and right credentials; TLS with and without client ones."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from click.testing import CliRunner
+
+from experts_server import ExpertsServer
+from experts_server.cli import main
+from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.security import Gate, read_tokens
+from moe_autograd.errors import ConfigError
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.framing import seal
+from tests.support.servers import WireClient, tokens
+
+TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
+D = 8
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertsServer]:
+    folder = tmp_path_factory.mktemp("security")
+    file = folder / "tokens"
+    file.write_text(f"# who may do what\ntrain {TRAIN}\n\nread  {READ}   # the dashboard\n")
+    config = ServingConfig(security=SecurityConfig(tokens_file=file), checkpoint_dir=folder / "saved")
+    with ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server:
+        yield server
+
+
+CALLS = {
+    "Info": lambda client: client.info(),
+    "GetState": lambda client: client.get_state("e"),
+    "Forward": lambda client: client.forward("e", tokens(2, D)),
+    "Backward": lambda client: client.backward("e", tokens(2, D), inputs=[tokens(2, D)], call_id=9),
+    "Step": lambda client: client.step(),
+    "ZeroGrad": lambda client: client.zero_grad(),
+    "SetState": lambda client: client.set_state({}),
+    "Save": lambda client: client.save(),
+}
+READING = {"Info", "GetState", "Forward"}
+
+
+@pytest.mark.parametrize("rpc", CALLS)
+@pytest.mark.parametrize(
+    "token", [None, "wrong-token-of-length-32-and-more", READ[:-1], READ, TRAIN, "", "ä" * 32]
+)
+def test_each_rpc_is_accepted_exactly_where_its_token_allows_it(
+    guarded: ExpertsServer, rpc: str, token: str | None
+) -> None:
+    allowed = token == TRAIN or (token == READ and rpc in READING)
+    header = None if token is None else token.encode().decode("latin-1").encode("ascii", "replace").decode()
+    with WireClient(guarded.address, token=header) as client:
+        if allowed:
+            CALLS[rpc](client)
+        else:
+            with pytest.raises(grpc.RpcError) as refused:
+                CALLS[rpc](client)
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            assert token is None or token == "" or token not in refused.value.details()
+
+
+def test_the_table_above_names_every_rpc() -> None:
+    service = pb.DESCRIPTOR.services_by_name["Experts"]
+    assert set(CALLS) == {method.name for method in service.methods}
+
+
+def test_another_scheme_than_bearer_is_refused(guarded: ExpertsServer) -> None:
+    with grpc.insecure_channel(guarded.address) as channel:
+        info = channel.unary_unary("/moe_autograd.v1.Experts/Info")
+        for header in (TRAIN, f"Basic {TRAIN}", f"bearer{TRAIN}"):
+            with pytest.raises(grpc.RpcError) as refused:
+                info(seal(pb.InfoRequest()), metadata=(("authorization", header),), timeout=30)
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("admin 0123456789abcdef", "line 1: expected 'read' or 'train' and a token"),
+        ("\n0123456789abcdef", "line 2: expected 'read' or 'train' and a token, got 1 words"),
+        ("train short", "expected a token of at least 16 characters, got 5"),
+        ("# nothing", "expected tokens in"),
+    ],
+)
+def test_a_tokens_file_that_is_none_is_refused_without_showing_a_token(
+    tmp_path: Path, content: str, text: str
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        read_tokens(file)
+    assert text in str(refused.value)
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_tokens_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = ServingConfig(security=SecurityConfig(tokens_file=tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"key .security\.tokens_file.: expected a readable file"):
+        ExpertsServer({"e": FeedForwardExpert(D)}, config=config).start()
+
+
+def test_a_gate_shows_and_keeps_no_token(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"train {TRAIN}")
+    gate = Gate(read_tokens(file))
+    assert TRAIN not in repr(gate) + repr(vars(gate))
+
+
+# ---- TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, and certificates of a server and a client signed by it."""
+    folder = tmp_path_factory.mktemp("certificates")
+    new_key = ("openssl", "req", "-newkey", "rsa:2048", "-nodes", "-days", "1")
+    _run(folder, *new_key, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority")
+    for name in ("server", "client"):
+        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+        _run(folder, *new_key[:5], "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        sign = (
+            "openssl",
+            "x509",
+            "-req",
+            "-days",
+            "1",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+        )
+        _run(folder, *sign, "-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
+    return folder
+
+
+def _run(folder: Path, *command: str) -> None:
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def test_over_tls_the_right_authority_is_served_and_plain_text_is_not(certificates: Path) -> None:
+    security = SecurityConfig(tls_cert=certificates / "server.pem", tls_key=certificates / "server.key")
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=ServingConfig(security=security)) as server:
+        credentials = grpc.ssl_channel_credentials((certificates / "ca.pem").read_bytes())
+        with WireClient(server.address, credentials=credentials) as client:
+            assert client.forward("e", tokens(2, D)).code == "OK"
+        with WireClient(server.address) as plain, pytest.raises(grpc.RpcError) as refused:
+            plain.info()
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        shown = CliRunner().invoke(
+            main, ["info", server.address, "--ca", str(certificates / "ca.pem"), "--json"]
+        )
+        assert shown.exit_code == 0, shown.output
+
+
+def test_with_a_client_ca_only_clients_with_its_certificate_are_served(certificates: Path) -> None:
+    security = SecurityConfig(
+        tls_cert=certificates / "server.pem",
+        tls_key=certificates / "server.key",
+        client_ca=certificates / "ca.pem",
+    )
+    ca = (certificates / "ca.pem").read_bytes()
+    known = grpc.ssl_channel_credentials(
+        ca, (certificates / "client.key").read_bytes(), (certificates / "client.pem").read_bytes()
+    )
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=ServingConfig(security=security)) as server:
+        with WireClient(server.address, credentials=known) as client:
+            assert client.forward("e", tokens(2, D)).code == "OK"
+        anonymous = WireClient(server.address, credentials=grpc.ssl_channel_credentials(ca))
+        with anonymous, pytest.raises(grpc.RpcError) as refused:
+            anonymous.info()
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE

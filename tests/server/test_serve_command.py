@@ -1,0 +1,136 @@
+"""`experts-server serve` and `info` as an operator meets them: real processes, real signals, real ports."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from experts_server import ExpertsServer
+from experts_server.cli import main
+from moe_autograd.errors import ConfigError
+from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.servers import ServerProcess, WireClient, tokens
+
+FLAGS = ("--expert", "ffn", "--num-experts", "3", "--d-model", "8", "--optimizer", "adam", "--lr", "1e-3")
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, env={"COLUMNS": "200"})
+
+
+def test_serve_prints_one_line_with_its_address_serves_and_exits_0_on_sigterm() -> None:
+    with ServerProcess(*FLAGS) as server:
+        with WireClient(server.address) as client:
+            assert [e.name for e in client.info().experts] == ["ffn.0", "ffn.1", "ffn.2"]
+            assert client.forward("ffn.2", tokens(4, 8)).code == "OK"
+        assert server.stop() == 0
+    assert any("stopped" in line for line in server.log)
+
+
+def test_the_log_can_be_json_one_event_a_line() -> None:
+    with ServerProcess(*FLAGS, "--log-format", "json") as server:
+        assert server.stop() == 0
+    events = [json.loads(line) for line in server.log]
+    assert [event["message"].split(":")[0] for event in events][::2] == ["ready", "stopped"]
+    assert all(event.keys() == {"time", "level", "logger", "message"} for event in events)
+
+
+def test_serve_stops_on_ctrl_c_too() -> None:
+    with ServerProcess(*FLAGS) as server:
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+
+
+def test_serve_reads_a_config_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'listen = "127.0.0.1:0"\nupdate = "on_step"\n'
+        '[experts."ffn.[0:2]"]\nclass = "swiglu"\nargs = { d_model = 8, d_ff = 4 }\n'
+    )
+    with (
+        ServerProcess("--config", str(file), "--update", "on_backward") as server,
+        WireClient(server.address) as client,
+    ):
+        experts = client.info().experts
+        assert [(e.kind, e.update) for e in experts] == [("SwiGLUExpert", 1)] * 2
+
+
+def test_info_shows_a_table_and_json() -> None:
+    with ExpertsServer({"ffn.0": FeedForwardExpert(8), "ffn.10": FeedForwardExpert(8)}) as server:
+        table, as_json = command("info", server.address), command("info", server.address, "--json")
+    assert table.exit_code == as_json.exit_code == 0
+    assert "FeedForwardExpert" in table.output
+    shown = json.loads(as_json.output)
+    assert [e["name"] for e in shown["experts"]] == ["ffn.0", "ffn.10"]
+    assert shown["experts"][0]["inputs"] == ["(*, 8) float32"]
+
+
+def test_info_of_a_server_that_is_not_there_says_so() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        shown = command("info", address, "--timeout-s", "20")
+    assert shown.exit_code == 1
+    assert f"server at {address}" in shown.output
+
+
+@pytest.mark.parametrize("other_is_grpc", [True, False])
+def test_a_port_in_use_is_refused_and_named(other_is_grpc: bool) -> None:
+    with ExpertsServer({"e": FeedForwardExpert(8)}) as first, socket.socket() as plain:
+        plain.bind(("127.0.0.1", 0))
+        plain.listen()
+        address = first.address if other_is_grpc else f"127.0.0.1:{plain.getsockname()[1]}"
+        with pytest.raises(
+            ConfigError, match=f"expected an address that is free, got {address} .Address already in use"
+        ):
+            ExpertsServer({"e": FeedForwardExpert(8)}, listen=address).start()
+        with WireClient(first.address) as client:
+            assert client.forward("e", tokens(2, 8)).code == "OK", "the first one lives on"
+
+
+def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = subprocess.run(
+            [sys.executable, "-m", "experts_server", "serve", *FLAGS, "--listen", address],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.strip() == (
+        f"Error: server: expected an address that is free, got {address} (Address already in use). "
+        "Stop what listens there, or choose another port; port 0 takes any free one."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (("serve", "--config", "/no/such.toml"), 1, "config '/no/such.toml': expected a readable file"),
+        (("serve",), 1, "key 'experts': expected at least one expert"),
+        (("serve", "--d-model", "8"), 2, "expected --expert with them"),
+        (("serve", *FLAGS, "--listen", "0.0.0.0:0"), 1, "expected a loopback address or credentials"),
+        (("serve", *FLAGS, "--listen", "nowhere.invalid:0"), 1, "expected a loopback address or credentials"),
+        (("serve", *FLAGS, "--update", "never"), 2, "'never' is not one of"),
+        (("serve", "--expert", "ffn"), 1, "missing 1 required positional argument: 'd_model'"),
+        (("info",), 2, "Missing argument 'HOST:PORT'"),
+    ],
+)
+def test_a_wrong_command_exits_with_one_clear_message(
+    arguments: tuple[str, ...], status: int, text: str
+) -> None:
+    shown = command(*arguments)
+    assert shown.exit_code == status
+    assert text in " ".join(shown.output.split())
+    assert "Traceback" not in shown.output

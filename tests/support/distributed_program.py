@@ -1,0 +1,67 @@
+"""One of two processes that train a mapped layer in `DistributedDataParallel`; run as a program by a test.
+
+Prints the largest difference between its gradients and those of one process over the whole batch.
+
+    python -m tests.support.distributed_program RANK STORE_FILE FIND_UNUSED
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_autograd import parallel_apply
+from tests.support.module_programs import seeded
+
+NUM_EXPERTS = 4
+
+
+class Layer(nn.Module):
+    """Experts over slices of the input; with `num_used` below their number, some get no gradient."""
+
+    def __init__(self, num_used: int, *, is_mapped: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+        )
+        self.num_used = num_used
+        self.is_mapped = is_mapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = list(self.experts)[: self.num_used]
+        outputs = (
+            parallel_apply(used, [(x,)] * len(used)) if self.is_mapped else [expert(x) for expert in used]
+        )
+        return torch.stack(outputs).sum(0)
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor | None]:
+    for _ in range(2):  # the second pass uses the buckets that the first one built
+        module.zero_grad()
+        module(x).pow(2).mean().backward()
+    return [p.grad for p in module.parameters()]
+
+
+def main(rank: int, store: str, find_unused: bool) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    num_used = NUM_EXPERTS - find_unused
+    whole = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected = gradients(Layer(num_used, is_mapped=False), whole)
+    distributed = DistributedDataParallel(Layer(num_used, is_mapped=True), find_unused_parameters=find_unused)
+    got = gradients(distributed, whole.chunk(2)[rank])
+    pairs = [(e, g) for e, g in zip(expected, got, strict=True) if e is not None]
+    assert len(pairs) == 4 * num_used
+    worst = max((e - g).abs().max().item() if g is not None else float("inf") for e, g in pairs)
+    dist.destroy_process_group()
+    print("equal" if worst < 1e-12 else worst)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True")

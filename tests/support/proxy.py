@@ -1,0 +1,131 @@
+"""A TCP proxy that does to a connection what networks do: delay, cut, swallow, damage, slow down.
+
+It stands between a client and a real server, in threads of this process. Faults are attributes that can be changed
+at any time and apply to bytes that pass from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+_CHUNK = 16384
+_BUFFER = (
+    65536  # as much as a slow link holds; loopback would swallow megabytes and look fast until it is full
+)
+
+
+class Proxy:
+    """Forwards connections to `target`; use it in a `with` statement.
+
+    Args:
+        target: `host:port` of the server.
+        seed: of the random faults.
+
+    Attributes:
+        delay_s: each chunk is held for so long.
+        bytes_per_s: of each direction of each connection; None: as fast as it goes.
+        flip_chance: for each chunk, that one bit of it is flipped.
+        cut_chance: for each chunk, that its connection is cut before it, or in the middle of it.
+        is_black_hole: everything is read and nothing forwarded.
+        num_flipped, num_cut: how often that has happened.
+    """
+
+    def __init__(self, target: str, seed: int = 0) -> None:
+        self.target = target
+        self.delay_s = 0.0
+        self.bytes_per_s: float | None = None
+        self.flip_chance = 0.0
+        self.cut_chance = 0.0
+        self.is_black_hole = False
+        self.num_flipped = 0
+        self.num_cut = 0
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.socket()
+        self._listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER
+        )  # inherited by its connections
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Cut all connections now."""
+        with self._lock:
+            sockets = tuple(self._sockets)
+        for end in sockets:
+            _close(end)
+
+    def __enter__(self) -> Proxy:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _close(self._listener)
+        self.cut()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _start(self, target, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        host, _, port = self.target.rpartition(":")
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.socket()
+                    server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+                    server.connect((host, int(port)))
+                except OSError:
+                    _close(server)
+                    _close(client)
+                    continue
+                with self._lock:
+                    self._sockets |= {client, server}
+                self._start(self._pump, client, server)
+                self._start(self._pump, server, client)
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(_CHUNK):
+                if self.is_black_hole:
+                    continue
+                sink.sendall(self._through(bytearray(chunk)))
+        _close(source)
+        _close(sink)
+        with self._lock:
+            self._sockets -= {source, sink}
+
+    def _through(self, chunk: bytearray) -> bytearray:
+        """Apply the faults; raises `ConnectionAbortedError` to cut."""
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.bytes_per_s:
+            time.sleep(len(chunk) / self.bytes_per_s)
+        with self._lock:
+            flips = self._random.random() < self.flip_chance
+            cuts = self._random.random() < self.cut_chance
+            position, bit = self._random.randrange(len(chunk)), self._random.randrange(8)
+            self.num_flipped += flips
+            self.num_cut += cuts
+        if cuts:
+            raise ConnectionAbortedError
+        if flips:
+            chunk[position] ^= 1 << bit
+        return chunk
+
+
+def _close(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()

@@ -1,0 +1,296 @@
+"""Real expert servers for tests: processes of their own, or in this one; and a client that speaks plain wire.
+
+`ServerProcess` runs `python -m experts_server serve` and knows its address from the line it prints. `WireClient`
+says exactly what it is told to say, right or wrong: the tests of the server do not depend on `moe_autograd.remote`.
+For servers in this process use `experts_server.ExpertsServer` itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import methods
+from moe_autograd.wire.framing import seal, unseal
+from moe_autograd.wire.options import CHANNEL_OPTIONS
+from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
+
+START_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+
+class ServerProcess:
+    """`experts-server serve` in a process of its own; use it in a `with` statement.
+
+    Args:
+        arguments: of `serve`; without `--listen`, a free port of loopback is taken.
+        environment: added to this process's own.
+    """
+
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        listen = () if "--listen" in arguments or "--config" in arguments else ("--listen", "127.0.0.1:0")
+        self._command = [sys.executable, "-m", "experts_server", "serve", *listen, *arguments]
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+        self.address = ""
+        self.log: list[str] = []
+
+    def start(self) -> ServerProcess:
+        """Start it; return when it serves, or raise with its log if it does not come up."""
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self._environment
+        )
+        self._log_reader = threading.Thread(target=self._read_log, daemon=True)
+        self._log_reader.start()
+        watchdog = threading.Timer(START_S, self.process.kill)
+        watchdog.start()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        watchdog.cancel()
+        if not line.startswith("experts-server: serving"):
+            self.wait()
+            raise AssertionError(f"{self._command} did not come up:\n{''.join(self.log)}")
+        self.address = line.split()[-1]
+        return self
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = START_S) -> int:
+        """Wait for its end; return its exit status (negative: the signal that killed it)."""
+        status = self.process.wait(timeout_s)
+        self._log_reader.join(timeout_s)
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return status
+
+    def stop(self) -> int:
+        """Ask it to stop, as an operator would; return its exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """Kill it as a power cut would."""
+        self.process.kill()
+        self.wait()
+
+    def __enter__(self) -> ServerProcess:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.returncode is None:
+            self.kill()
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One call's result as it came."""
+
+    result: pb.CallResult
+    tensors: tuple[Tensor | None, ...]
+
+    @property
+    def code(self) -> str:
+        """The status by name; "OK" for success."""
+        return pb.Code.Name(self.result.status.code)
+
+    @property
+    def text(self) -> str:
+        """The status's message."""
+        return self.result.status.message
+
+
+class WireClient:
+    """Speaks `experts.proto` to one server, call by call; use it in a `with` statement.
+
+    Args:
+        address: the server's.
+        client_id: what it calls itself.
+        token: sent with every RPC.
+        credentials: TLS.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        client_id: bytes = b"tester",
+        token: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.address = address
+        self.client_id = client_id
+        self.sequence = 0
+        self.settled_below = 0
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self.channel = (
+            grpc.insecure_channel(address, CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
+        )
+
+    def __enter__(self) -> WireClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    # ---- one call
+
+    def forward(self, expert: str, *inputs: Tensor, call_id: int = 1, **fields: Any) -> Answer:
+        """Call one expert."""
+        return self.stream("Forward", [self.forward_call(expert, *inputs, call_id=call_id, **fields)])[0]
+
+    def backward(
+        self,
+        expert: str,
+        *grads: Tensor | None,
+        call_id: int = 1,
+        inputs: Sequence[Tensor] = (),
+        **fields: Any,
+    ) -> Answer:
+        """Send gradients to one expert."""
+        return self.stream(
+            "Backward", [self.backward_call(expert, *grads, call_id=call_id, inputs=inputs, **fields)]
+        )[0]
+
+    def step(self, *experts: str, **fields: Any) -> pb.UpdateReply:
+        """Let the optimizers step."""
+        return self._update("Step", experts, fields)
+
+    def zero_grad(self, *experts: str, **fields: Any) -> pb.UpdateReply:
+        """Forget gathered gradients."""
+        return self._update("ZeroGrad", experts, fields)
+
+    def info(self) -> pb.InfoReply:
+        """Ask what is hosted."""
+        return unseal(pb.InfoReply, self.unary("Info", seal(pb.InfoRequest())))
+
+    def save(self) -> str:
+        """Ask for a checkpoint; return its name."""
+        request = pb.SaveRequest(client_id=self.client_id, sequence=self._next_sequence())
+        return unseal(pb.SaveReply, self.unary("Save", seal(request))).generation
+
+    def num_updates(self) -> dict[str, int]:
+        """Ask how many updates each expert has had."""
+        return {expert.name: expert.num_updates for expert in self.info().experts}
+
+    def get_state(self, *experts: str) -> dict[str, dict[str, Tensor]]:
+        """Fetch weights."""
+        method = self.channel.unary_stream(methods.path("GetState"))
+        reader, states = ParcelReader(), {}
+        request = seal(pb.GetStateRequest(experts=experts))
+        for message in method(request, timeout=START_S, metadata=self._metadata):
+            for parcel in reader.feed(message):
+                states.setdefault(parcel.head.expert, {})[parcel.head.key] = parcel.tensors[0]
+        reader.finish()
+        return states
+
+    def set_state(self, states: dict[str, dict[str, Tensor]], **fields: Any) -> pb.UpdateReply:
+        """Set weights."""
+        writer = ParcelWriter()
+        head = {"sequence": self._next_sequence(), "num_entries": sum(map(len, states.values())), **fields}
+        writer.add(pb.StateUpdate(client_id=self.client_id, **head))
+        for expert, state in states.items():
+            for key, tensor in state.items():
+                writer.add(pb.StateEntry(expert=expert, key=key), [tensor])
+        method = self.channel.stream_unary(methods.path("SetState"))
+        return unseal(pb.UpdateReply, method(messages_of(writer), timeout=START_S, metadata=self._metadata))
+
+    # ---- what the above are made of
+
+    def forward_call(
+        self, expert: str, *inputs: Tensor, call_id: int = 1, **fields: Any
+    ) -> tuple[Any, Sequence[Tensor | None]]:
+        """Return the head and tensors of a forward."""
+        given = {"keep_graph": True, "input_requires_grad": [x.is_floating_point() for x in inputs], **fields}
+        return pb.ForwardCall(client_id=self.client_id, call_id=call_id, expert=expert, **given), inputs
+
+    def backward_call(
+        self,
+        expert: str,
+        *grads: Tensor | None,
+        call_id: int = 1,
+        inputs: Sequence[Tensor] = (),
+        **fields: Any,
+    ) -> tuple[Any, Sequence[Tensor | None]]:
+        """Return the head and tensors of a backward."""
+        given = {
+            "sequence": fields.pop("sequence", None) or self._next_sequence(),
+            "settled_below": self.settled_below,
+            "wants_weight_grads": True,
+            "wants_input_grads": [True],
+            "num_grad_outputs": len(grads),
+            "has_inputs": bool(inputs),
+            **fields,
+        }
+        head = pb.BackwardCall(client_id=self.client_id, call_id=call_id, expert=expert, **given)
+        return head, [*grads, *inputs]
+
+    def stream(
+        self, rpc: str, calls: Iterable[tuple[Any, Sequence[Tensor | None]]], timeout_s: float = START_S
+    ) -> list[Answer]:
+        """Send calls in one stream; return their answers in order."""
+        writer = ParcelWriter()
+        numbers = [writer.add(head, tensors) for head, tensors in calls]
+        answers = dict(self.stream_messages(rpc, messages_of(writer), timeout_s))
+        return [answers[number] for number in numbers]
+
+    def stream_messages(
+        self, rpc: str, messages: Iterable[bytes], timeout_s: float = START_S
+    ) -> Iterator[tuple[int, Answer]]:
+        """Send raw messages; yield the answers as they come, with the number of the call they are for."""
+        method = self.channel.stream_stream(methods.path(rpc))
+        reader = ParcelReader()
+        for message in method(iter(messages), timeout=timeout_s, metadata=self._metadata):
+            for parcel in reader.feed(message):
+                assert parcel.error is None, parcel.error
+                yield parcel.head.call, Answer(parcel.head, parcel.tensors)
+        reader.finish()
+
+    def unary(self, rpc: str, sealed: bytes) -> bytes:
+        """Send one raw message; return the raw answer."""
+        method = self.channel.unary_unary(methods.path(rpc))
+        return method(sealed, timeout=START_S, metadata=self._metadata)
+
+    def _update(self, rpc: str, experts: Sequence[str], fields: dict[str, Any]) -> pb.UpdateReply:
+        given = {
+            "sequence": fields.pop("sequence", None) or self._next_sequence(),
+            "settled_below": self.settled_below,
+            **fields,
+        }
+        request = pb.UpdateRequest(client_id=self.client_id, experts=experts, **given)
+        return unseal(pb.UpdateReply, self.unary(rpc, seal(request)))
+
+    def _next_sequence(self) -> int:
+        self.sequence += 1
+        return self.sequence
+
+
+def messages_of(writer: ParcelWriter) -> Iterator[bytes]:
+    """Yield all that `writer` has to say."""
+    while (message := writer.next_message()) is not None:
+        yield message
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Return the same random tokens every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,150 @@
+"""Who may import whom: the rooms of both packages and the doors between them.
+
+Each room lists the rooms it may import from, itself included by nature. A file that belongs to no room fails, so
+that a new one gets its doors on purpose.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOORS: dict[str, tuple[str, ...]] = {
+    "moe_autograd.errors": (),
+    "moe_autograd.timeline": (),
+    "moe_autograd._intraop": (),
+    "moe_autograd._ambient": ("moe_autograd.errors",),
+    "moe_autograd._random": ("moe_autograd.errors",),
+    "moe_autograd._threads": (),
+    "moe_autograd._lookout": ("moe_autograd._threads",),
+    "moe_autograd._workers": (
+        "moe_autograd._ambient",
+        "moe_autograd._intraop",
+        "moe_autograd._lookout",
+        "moe_autograd._threads",
+        "moe_autograd.errors",
+    ),
+    "moe_autograd.wire": ("moe_autograd.errors",),
+    "moe_autograd.autograd": (
+        "moe_autograd._ambient",
+        "moe_autograd._intraop",
+        "moe_autograd._random",
+        "moe_autograd._workers",
+        "moe_autograd.errors",
+        "moe_autograd.timeline",
+    ),
+    "moe_autograd.moe": ("moe_autograd.autograd", "moe_autograd.errors"),
+    "moe_autograd.remote": (
+        "moe_autograd.autograd",
+        "moe_autograd.errors",
+        "moe_autograd.timeline",
+        "moe_autograd.wire",
+    ),
+    "experts_server": (
+        "moe_autograd._intraop",
+        "moe_autograd._random",
+        "moe_autograd.autograd",
+        "moe_autograd.errors",
+        "moe_autograd.moe.experts",
+        "moe_autograd.wire",
+    ),
+}
+# torch takes seconds to import: `--help` and usage errors come before that.
+IMPORTS_LATE = {"experts_server.cli"}
+PUBLIC_ROOTS = ("moe_autograd", "experts_server")  # their __init__ collects the public names and may see all
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {
+    module_name(path): path
+    for package in PUBLIC_ROOTS
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if not path.stem.endswith("_pb2")
+}
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
+def is_within(module: str, room: str) -> bool:
+    return module == room or module.startswith(f"{room}.")
+
+
+def room_of(module: str) -> str:
+    rooms = [room for room in DOORS if is_within(module, room)]
+    assert rooms, f"{module} belongs to no room: give it its doors in {Path(__file__).name}"
+    return max(rooms, key=len)
+
+
+def imports_of(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module that `node` imports or imports names from, with its line."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, child.lineno) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: relative import"
+            base = child.module or ""
+            for alias in child.names:  # `from package import module` imports the module
+                name = f"{base}.{alias.name}"
+                yield name if name in SOURCES else base, child.lineno
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if name not in PUBLIC_ROOTS])
+def test_a_module_imports_only_from_rooms_that_its_own_room_has_a_door_to(module: str) -> None:
+    room = room_of(module)
+    for imported, line in imports_of(tree_of(module)):
+        if imported.split(".")[0] in PUBLIC_ROOTS:
+            allowed = any(is_within(imported, door) for door in (room, *DOORS[room]))
+            assert allowed, f"{SOURCES[module]}:{line}: {room} has no door to {imported}"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_no_module_imports_the_root_of_its_own_package(module: str) -> None:
+    own_root = module.split(".")[0]
+    lines = [line for imported, line in imports_of(tree_of(module)) if imported == own_root]
+    assert not lines, f"{SOURCES[module]}:{lines[0]}: import from the module that defines the name"
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES.keys() - IMPORTS_LATE))
+def test_no_function_imports(module: str) -> None:
+    functions = [
+        node for node in ast.walk(tree_of(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    for function in functions:
+        lines = [line for _, line in imports_of(function)]
+        assert not lines, f"{SOURCES[module]}:{lines[0]}: import at the top; a cycle is a misplaced name"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_nothing_is_pickled(module: str) -> None:
+    tree = tree_of(module)
+    imported = {name.split(".")[0] for name, _ in imports_of(tree)}
+    assert not imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    calls = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not calls & {"torch.load", "torch.save"}
+
+
+def is_local(module: str) -> bool:
+    remote_rooms = ("moe_autograd.remote", "moe_autograd.wire", "experts_server")
+    return not any(is_within(module, room) for room in remote_rooms)
+
+
+@pytest.mark.parametrize("module", list(filter(is_local, SOURCES)))
+def test_only_the_remote_rooms_know_of_a_network(module: str) -> None:
+    imported = {name.split(".")[0] for name, _ in imports_of(tree_of(module))}
+    assert not imported & {"grpc", "google", "xxhash", "socket", "asyncio"}
+
+
+@pytest.mark.parametrize("module", ["moe_autograd.autograd.emulated", "moe_autograd.moe.layer"])
+def test_those_who_only_compose_know_no_threads(module: str) -> None:
+    imported = {name for name, _ in imports_of(tree_of(module))}
+    assert not imported & {"threading", "queue", "concurrent.futures", "moe_autograd._workers"}

@@ -1,0 +1,48 @@
+"""`import moe_autograd` is light: no server, no network, no side effects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+
+def fresh_interpreter(code: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_importing_the_library_loads_neither_grpc_nor_the_server_nor_what_they_need() -> None:
+    printed = fresh_interpreter("import json, sys, moe_autograd; print(json.dumps(sorted(sys.modules)))")
+    loaded = {name.split(".")[0] for name in json.loads(printed)}
+    foreign = {"grpc", "grpc_health", "xxhash", "experts_server", "click", "pydantic", "rich", "safetensors"}
+    assert "moe_autograd" in loaded
+    assert not loaded & foreign
+    assert "google.protobuf" not in json.loads(printed)
+
+
+def test_importing_the_library_starts_no_thread_and_changes_no_setting_of_torch() -> None:
+    code = """
+import threading, torch
+before = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed())
+import moe_autograd
+after = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed())
+print(before == after, threading.active_count())
+"""
+    assert fresh_interpreter(code).split() == ["True", "1"]
+
+
+def test_every_public_name_is_there_documented_and_listed() -> None:
+    code = "import json, moe_autograd as m; print(json.dumps({n: getattr(m, n).__doc__ for n in m.__all__}))"
+    documentation = json.loads(fresh_interpreter(code))
+    assert {
+        "EmulatedAutogradContext",
+        "run_isolated_forward",
+        "run_isolated_backward",
+        "map_with_parallel_backward",
+        "parallel_apply",
+        "split_backward",
+        "MixtureOfExperts",
+        "TopKRouter",
+    } <= documentation.keys()
+    assert [name for name, text in documentation.items() if not text] == []

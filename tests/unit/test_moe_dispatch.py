@@ -1,0 +1,128 @@
+"""Dispatch and combine move tokens exactly, and can be differentiated twice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
+from moe_autograd.moe.idle import with_zero_grads
+
+
+def plan_of(expert_index: Tensor, num_experts: int) -> DispatchPlan:
+    return plan_dispatch(expert_index, torch.bincount(expert_index.flatten(), minlength=num_experts))
+
+
+def random_choices(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    torch.manual_seed(num_tokens)
+    return torch.rand(num_tokens, num_experts).topk(top_k).indices
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (7, 3, 2), (50, 64, 3), (9, 4, 4)]
+)
+def test_each_expert_gets_exactly_its_tokens_in_order(num_tokens: int, num_experts: int, top_k: int) -> None:
+    expert_index = random_choices(num_tokens, num_experts, top_k)
+    x = torch.arange(num_tokens).float().unsqueeze(1)
+    plan = plan_of(expert_index, num_experts)
+    slices = dict(zip(plan.active, dispatch(x, plan), strict=True))
+    for expert in range(num_experts):
+        tokens = (expert_index == expert).any(dim=1).nonzero().squeeze(1)
+        if len(tokens):
+            assert slices[expert].squeeze(1).tolist() == tokens.tolist()
+        else:
+            assert expert not in slices
+
+
+def test_combining_unchanged_slices_with_weights_that_sum_to_one_gives_the_tokens_back() -> None:
+    x, expert_index = torch.randn(20, 5, dtype=torch.float64), random_choices(20, 6, 3)
+    weights = torch.rand(20, 3, dtype=torch.float64).softmax(-1)
+    plan = plan_of(expert_index, 6)
+    torch.testing.assert_close(combine(dispatch(x, plan), weights, plan), x)
+
+
+def test_every_slice_is_contiguous_with_memory_of_its_own() -> None:
+    plan = plan_of(random_choices(20, 6, 2), 6)
+    slices = dispatch(torch.randn(20, 5), plan)
+    assert all(piece.is_contiguous() and piece._base is None for piece in slices)
+    assert len({piece.untyped_storage().data_ptr() for piece in slices}) == len(slices)
+
+
+def test_an_expert_that_works_in_place_disturbs_no_other() -> None:
+    x = torch.randn(20, 5, requires_grad=True)
+    plan = plan_of(random_choices(20, 2, 1), 2)
+    first, second = dispatch(x, plan)
+    squared = second.pow(2)  # saves `second` for its backward
+    first.relu_()
+    (first.sum() + squared.sum()).backward()
+    chosen = plan.token_index[: plan.counts[0]]
+    expected = 2 * x.detach()
+    expected[chosen] = (x.detach()[chosen] > 0).float()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_one_slice_alive_does_not_keep_the_others() -> None:
+    plan = plan_of(random_choices(20, 2, 1), 2)
+    first, second = dispatch(torch.randn(20, 5), plan)
+    gone = weakref.ref(second.untyped_storage())
+    gc.disable()
+    try:
+        assert gone() is not None
+        del second
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert first.shape == (plan.counts[0], 5)
+
+
+def test_first_and_second_derivatives_of_dispatch_and_combine_are_exact() -> None:
+    expert_index = random_choices(6, 4, 2)
+    plan = plan_of(expert_index, 4)
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
+
+    def layer(x: Tensor, weights: Tensor) -> Tensor:
+        return combine([piece.tanh() * (i + 1) for i, piece in enumerate(dispatch(x, plan))], weights, plan)
+
+    assert torch.autograd.gradcheck(layer, (x, weights))
+    assert torch.autograd.gradgradcheck(layer, (x, weights))
+
+
+def test_outputs_in_bfloat16_are_summed_in_the_weights_float32() -> None:
+    expert_index = random_choices(6, 8, 8)
+    plan = plan_of(expert_index, 8)
+    outputs = [piece.bfloat16() for piece in dispatch(torch.randn(6, 3), plan)]
+    weights = torch.rand(6, 8)
+    y = combine(outputs, weights, plan)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(
+        y, combine([output.float() for output in outputs], weights, plan), rtol=0, atol=0
+    )
+
+
+def test_no_token_makes_an_empty_plan_and_no_slice() -> None:
+    plan = plan_of(torch.empty(0, 2, dtype=torch.int64), 3)
+    assert (plan.active, plan.counts, plan.order.shape) == ((), (), (0,))
+    assert dispatch(torch.empty(0, 5), plan) == ()
+
+
+# ---- zero gradients for idle parameters
+
+
+def test_with_zero_grads_changes_no_value_and_gives_exact_zeros_even_for_infinite_parameters() -> None:
+    x = torch.randn(3, requires_grad=True)
+    idle = torch.full((2, 2), float("inf"), requires_grad=True)
+    y = with_zero_grads(x * 2, [idle])
+    assert torch.equal(y, x * 2)
+    y.mul_(1).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert torch.equal(idle.grad, torch.zeros(2, 2))
+
+
+def test_with_zero_grads_of_frozen_parameters_adds_no_node() -> None:
+    y = torch.randn(3)
+    assert with_zero_grads(y, [torch.randn(2)]) is y

@@ -1,0 +1,175 @@
+"""The small parts of the client: deadlines, numbers, placement, names, cancelling, many servers at once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.experts import natural_order
+from moe_autograd.remote.fanout import Cancellation, Fanout
+from moe_autograd.remote.numbering import Numbering
+from moe_autograd.remote.placement import Placement
+from moe_autograd.remote.state import split_by_expert
+from moe_autograd.wire import experts_pb2 as pb
+
+
+class TestDeadline:
+    def test_it_runs_down_to_zero_and_not_below(self):
+        assert 0 < Deadline(100.0).remaining_s <= 100.0
+        assert Deadline(1.0, started_at=0.0).remaining_s == 0.0
+
+    def test_it_says_how_long_it_has_run(self):
+        assert str(Deadline(2.0)) == "after 0.0 s (deadline 2.0 s)"
+
+
+class TestNumbering:
+    def test_numbers_are_never_given_twice(self):
+        numbering = Numbering()
+        given_out: list[int] = []
+
+        def take() -> None:
+            for _ in range(200):
+                with numbering.sequences(3) as (numbers, _):
+                    given_out.extend(numbers)
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(given_out) == list(range(1, 2401))
+
+    def test_settled_below_is_the_lowest_open_number(self):
+        numbering = Numbering()
+        with numbering.sequences(2) as (first, below_first):
+            assert (list(first), below_first) == ([1, 2], 1)
+            with numbering.sequences(1) as (second, below_second):
+                assert (list(second), below_second) == ([3], 1)
+        with numbering.sequences(1) as (third, below_third):
+            assert (list(third), below_third) == ([4], 4)
+
+    def test_a_failure_settles_its_numbers(self):
+        numbering = Numbering()
+        with pytest.raises(ZeroDivisionError), numbering.sequences(5):
+            raise ZeroDivisionError
+        with numbering.sequences(1) as (numbers, below):
+            assert below == numbers[0]
+
+    def test_two_clients_have_two_names(self):
+        assert Numbering().client_id != Numbering().client_id
+
+
+def reply(*names: str) -> pb.InfoReply:
+    return pb.InfoReply(experts=[pb.ExpertInfo(name=name, kind="Linear") for name in names])
+
+
+class TestPlacement:
+    def test_a_client_always_chooses_the_same_replica_and_others_choose_others(self):
+        first_choices = set()
+        for seed in range(10):
+            placement = Placement("abc", seed)
+            for address in "abc":
+                placement.note_reply(address, reply("ffn.0"))
+            assert placement.hosts_of("ffn.0") == placement.hosts_of("ffn.0")
+            first_choices.add(placement.hosts_of("ffn.0")[0])
+        assert first_choices == set("abc")
+
+    def test_a_server_that_failed_comes_last_until_it_answers(self):
+        placement = Placement("ab", seed=0)
+        for address in "ab":
+            placement.note_reply(address, reply("ffn.0"))
+        placement.note_failure("a")
+        assert placement.hosts_of("ffn.0") == ("b", "a")
+        assert "resting: ['a']" in repr(placement)
+        placement.note_success("a")
+        assert placement.hosts_of("ffn.0") == ("a", "b")
+
+    def test_a_servers_last_word_counts(self):
+        placement = Placement("ab", seed=0)
+        placement.note_reply("a", reply("ffn.0"))
+        placement.note_reply("b", reply())
+        placement.note_reply("a", reply())
+        placement.note_reply("b", reply("ffn.0"))
+        assert placement.hosts_of("ffn.0") == ("b",)
+        assert placement.experts()["ffn.0"].addresses == ("b",)
+
+    def test_an_unknown_expert_has_no_host(self):
+        assert Placement("a", seed=0).hosts_of("ffn.0") == ()
+
+
+class TestNames:
+    def test_digits_count_as_numbers(self):
+        names = ["ffn.10", "ffn.2", "a", "ffn.2.x", "b2c10", "b2c9", "2", ""]
+        assert sorted(names, key=natural_order) == [
+            "",
+            "2",
+            "a",
+            "b2c9",
+            "b2c10",
+            "ffn.2",
+            "ffn.2.x",
+            "ffn.10",
+        ]
+
+    @given(st.lists(st.text("ab.01²", max_size=6)))
+    def test_any_names_have_an_order(self, names):
+        assert sorted(sorted(names, key=natural_order)) == sorted(names)
+
+    def test_a_key_belongs_to_the_longest_name_that_fits(self):
+        split = split_by_expert({"a.w": 1, "a.b.w": 2, "a.b.c": 3}, ["a", "a.b"])
+        assert split == {"a": {"w": 1}, "a.b": {"w": 2, "c": 3}}
+
+
+class TestCancellation:
+    def test_what_is_under_way_and_what_comes_later_is_cancelled(self):
+        cancelled: list[str] = []
+        cancellation = Cancellation()
+        first, second, third = (lambda name=name: cancelled.append(name) for name in "abc")
+        cancellation.add(first)
+        cancellation.add(second)
+        cancellation.remove(second)
+        cancellation.cancel()
+        cancellation.add(third)
+        assert cancelled == ["a", "c"]
+        assert cancellation.wait(60.0)
+
+
+class TestFanout:
+    def test_all_run_at_the_same_time(self):
+        barrier = threading.Barrier(5)
+        fanout = Fanout(5)
+        results = fanout.at_each(
+            dict.fromkeys("abcde", 0), lambda address, _: (barrier.wait(10), address)[1], Cancellation()
+        )
+        assert results == dict(zip("abcde", "abcde", strict=True))
+        assert list(results) == list("abcde")
+        fanout.close()
+
+    def test_one_failure_leaves_the_others_their_results(self):
+        def do(address: str, work: int) -> int:
+            return 1 // work
+
+        fanout = Fanout(3)
+        results = fanout.at_each({"a": 1, "b": 0, "c": 1}, do, Cancellation())
+        assert [type(result) for result in results.values()] == [int, ZeroDivisionError, int]
+        fanout.close()
+
+    def test_an_interrupt_of_the_calling_thread_cancels_the_rest(self):
+        cancellation = Cancellation()
+
+        def do(address: str, _: None) -> None:
+            if address == "a":
+                raise KeyboardInterrupt
+            assert cancellation.wait(60.0)
+
+        fanout = Fanout(2)
+        with pytest.raises(KeyboardInterrupt):
+            fanout.at_each({"a": None, "b": None}, do, cancellation)
+        fanout.close()
+
+    def test_no_server_is_no_work(self):
+        assert Fanout(0).at_each({}, lambda address, work: None, Cancellation()) == {}

@@ -1,0 +1,89 @@
+"""The rules of retrying: what is repeated, how long, and how much of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_autograd import errors
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
+
+GONE = errors.ServerUnavailableError("gone")
+BUSY = errors.ServerBusyError("full")
+
+
+def attempts(policy: RetryPolicy, timeout_s: float = 100.0) -> Attempts:
+    return Attempts(policy, RetryBudget(policy), Deadline(timeout_s))
+
+
+@pytest.mark.parametrize(
+    ("error", "if_answered", "if_broken"),
+    [
+        (errors.ServerUnavailableError("x"), True, True),
+        (errors.ServerBusyError("x"), True, True),
+        (errors.CorruptDataError("x"), True, True),
+        (errors.RemoteError("x"), False, True),
+        (errors.InvalidCallError("x"), False, False),
+        (errors.ExpertFailedError("x"), False, False),
+        (errors.ExpertNotFoundError("x"), False, False),
+        (errors.PermissionDeniedError("x"), False, False),
+        (errors.DeadlineExceededError("x"), False, False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_the_server_has_refused_is_not_repeated(error, if_answered, if_broken):
+    assert is_worth_retrying(error, was_answered=True) is if_answered
+    assert is_worth_retrying(error, was_answered=False) is if_broken
+
+
+def test_pauses_grow_up_to_the_longest_and_vary():
+    trial = attempts(RetryPolicy(initial_pause_s=0.1, max_pause_s=0.8))
+    pauses = [trial.pause_before_next([GONE]) for _ in range(8)]
+    for pause, longest in zip(pauses, [0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8], strict=True):
+        assert pause is not None
+        assert longest / 2 <= pause <= longest
+    assert len(set(pauses[3:])) > 1
+    assert trial.num_retries == 8
+
+
+def test_a_servers_hint_is_honoured():
+    assert (
+        attempts(RetryPolicy()).pause_before_next([errors.ServerBusyError("full", retry_after_s=7.0)]) == 7.0
+    )
+
+
+def test_without_patience_a_server_that_is_gone_is_not_waited_for():
+    assert attempts(RetryPolicy(patience_s=0.0)).pause_before_next([GONE]) is None
+
+
+def test_a_busy_server_is_tried_a_few_times():
+    trial = attempts(RetryPolicy(max_retries=3))
+    assert [trial.pause_before_next([BUSY]) is not None for _ in range(4)] == [True, True, True, False]
+
+
+def test_nothing_is_tried_beyond_the_deadline():
+    assert (
+        attempts(RetryPolicy(initial_pause_s=9.0, max_pause_s=9.0), timeout_s=1.0).pause_before_next([GONE])
+        is None
+    )
+
+
+def test_retries_share_a_budget_that_successes_refill():
+    policy = RetryPolicy(budget=2.0, budget_per_success=0.5)
+    budget = RetryBudget(policy)
+    assert [budget.has_taken() for _ in range(3)] == [True, True, False]
+    budget.note_success()
+    assert not budget.has_taken()
+    budget.note_success()
+    assert budget.has_taken()
+    for _ in range(100):
+        budget.note_success()
+    assert repr(budget) == "RetryBudget(2.0 of 2.0)"
+
+
+def test_waiting_for_a_server_that_is_gone_takes_nothing_from_the_budget():
+    policy = RetryPolicy(budget=1.0)
+    budget = RetryBudget(policy)
+    trial = Attempts(policy, budget, Deadline(100.0))
+    assert all(trial.pause_before_next([GONE]) is not None for _ in range(10))
+    assert budget.has_taken()

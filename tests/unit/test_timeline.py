@@ -1,0 +1,75 @@
+"""The timeline records what is reported while it is open, from any thread, and exports it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from moe_autograd.timeline import Span, add_span, is_recording, record_timeline
+
+
+def test_nothing_is_recorded_outside_of_a_recording() -> None:
+    assert not is_recording()
+    add_span("ffn.0", "forward", 0.0, 1.0)
+    with record_timeline() as timeline:
+        assert is_recording()
+    add_span("ffn.0", "forward", 0.0, 1.0)
+    assert timeline.spans == []
+    assert not is_recording()
+
+
+def test_overlapping_recordings_each_get_what_ends_while_they_are_open() -> None:
+    with record_timeline() as outer:
+        add_span("a", "forward", 0.0, 1.0)
+        with record_timeline() as inner:
+            add_span("b", "backward", 1.0, 2.0)
+    assert inner.spans == [Span("b", "backward", 1.0, 2.0)]
+    assert outer.spans == [Span("a", "forward", 0.0, 1.0), Span("b", "backward", 1.0, 2.0)]
+
+
+def test_calls_of_all_threads_are_recorded_none_lost() -> None:
+    def report(name: str) -> None:
+        for index in range(1000):
+            add_span(name, "forward", index, index + 1)
+
+    with record_timeline() as timeline:
+        threads = [threading.Thread(target=report, args=(f"ffn.{index}",)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(timeline.spans) == 4000
+
+
+def test_a_recording_ends_with_its_block_also_when_that_raises() -> None:
+    try:
+        with record_timeline():
+            raise KeyError("a user's own")
+    except KeyError:
+        pass
+    assert not is_recording()
+
+
+def test_the_chrome_trace_has_one_named_lane_an_expert_and_microseconds(tmp_path: Path) -> None:
+    with record_timeline() as timeline:
+        add_span("ffn.1", "forward", 10.0, 10.002)
+        add_span("ffn.0", "backward", 10.001, 10.0035)
+    timeline.save_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    spans = {event["tid"]: event for event in events if event["ph"] == "X"}
+    assert lanes.keys() == {"ffn.0", "ffn.1"}
+    assert (spans[lanes["ffn.1"]]["name"], spans[lanes["ffn.1"]]["ts"], spans[lanes["ffn.1"]]["dur"]) == (
+        "forward",
+        0.0,
+        2000.0,
+    )
+    assert (spans[lanes["ffn.0"]]["name"], spans[lanes["ffn.0"]]["ts"]) == ("backward", 1000.0)
+
+
+def test_an_empty_recording_exports_an_empty_trace(tmp_path: Path) -> None:
+    with record_timeline() as timeline:
+        pass
+    assert timeline.chrome_trace()["traceEvents"] == []

@@ -1,0 +1,76 @@
+"""Every error of ours crosses the network both ways, in a call's status and as the end of an RPC."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from moe_autograd import errors
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.status import error_of, error_of_rpc, rpc_status_of, status_of
+
+REMOTE_ERRORS = [errors.RemoteError, *errors.RemoteError.__subclasses__()]
+
+
+@pytest.mark.parametrize("error", REMOTE_ERRORS)
+def test_an_error_arrives_as_itself_in_a_call(error):
+    received = error_of(status_of(error("the queue is full")))
+    assert type(received) is error
+    assert str(received) == "the queue is full"
+
+
+@pytest.mark.parametrize("error", REMOTE_ERRORS)
+def test_an_error_arrives_as_itself_at_the_end_of_an_rpc(error):
+    code, details, trailing = rpc_status_of(error("the queue is full"))
+    received = error_of_rpc(code, details, trailing)
+    assert type(received) is error
+    assert str(received) == "the queue is full"
+
+
+def test_every_code_has_its_error():
+    errors_of_codes = {type(error_of(pb.Status(code=code))) for code in pb.Code.values() if code != pb.OK}
+    assert errors_of_codes == set(REMOTE_ERRORS)
+
+
+def test_the_retry_hint_arrives():
+    busy = errors.ServerBusyError("full", retry_after_s=0.25)
+    in_call = error_of(status_of(busy))
+    of_rpc = error_of_rpc(*rpc_status_of(busy))
+    assert isinstance(in_call, errors.ServerBusyError)
+    assert isinstance(of_rpc, errors.ServerBusyError)
+    assert (in_call.retry_after_s, of_rpc.retry_after_s) == (0.25, 0.25)
+    no_hint = error_of(status_of(errors.ServerBusyError("full")))
+    assert isinstance(no_hint, errors.ServerBusyError)
+    assert no_hint.retry_after_s is None
+
+
+@pytest.mark.parametrize("hint", ["soon", "-3", "", b"\xff", "1e9"])
+def test_a_hint_that_is_no_number_is_left_out(hint):
+    error = error_of_rpc(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("retry-after-ms", hint),))
+    assert isinstance(error, errors.ServerBusyError)
+    assert error.retry_after_s is None
+
+
+def test_a_fault_of_the_server_itself_tells_its_type():
+    assert status_of(ZeroDivisionError("by zero")) == pb.Status(
+        code=pb.INTERNAL, message="ZeroDivisionError: by zero"
+    )
+    assert rpc_status_of(ZeroDivisionError("by zero"))[0] == grpc.StatusCode.INTERNAL
+
+
+def test_the_place_comes_first():
+    status = pb.Status(code=pb.INVALID_CALL, message="expected width 8, got 9.")
+    place = "expert 'ffn.3' at localhost:1, forward"
+    assert str(error_of(status, place)) == "expert 'ffn.3' at localhost:1, forward: expected width 8, got 9."
+
+
+def test_codes_of_grpc_itself_are_understood():
+    assert isinstance(error_of_rpc(grpc.StatusCode.UNAUTHENTICATED, None, None), errors.PermissionDeniedError)
+    for broken in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
+        assert isinstance(error_of_rpc(broken, "the server stops", None), errors.ServerUnavailableError)
+    unknown = error_of_rpc(grpc.StatusCode.UNIMPLEMENTED, None, None)
+    assert (type(unknown), str(unknown)) == (errors.RemoteError, "UNIMPLEMENTED")
+
+
+def test_a_code_of_a_newer_server_is_a_remote_error():
+    assert type(error_of(pb.Status(code=99, message="new"))) is errors.RemoteError

@@ -1,0 +1,104 @@
+"""How many threads a map gets, and what is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_autograd import _threads
+from moe_autograd._intraop import get_team_size, num_cores, set_team_size
+from moe_autograd._workers import run_all
+
+
+def names_of_threads(num_calls: int, **options: int) -> set[str]:
+    names: set[str] = set()
+    assert run_all(lambda _: names.add(threading.current_thread().name), num_calls, **options) == {}
+    return names
+
+
+def test_calls_that_wait_for_each_other_all_run_at_once() -> None:
+    barrier = threading.Barrier(64)
+    assert run_all(lambda _: void(barrier.wait(60)), 64) == {}
+
+
+def test_a_bound_is_kept() -> None:
+    """Three at a time meet at a barrier, so three do run at once; a fourth would be counted."""
+    running, most, lock, barrier = set[int](), [0], threading.Lock(), threading.Barrier(3)
+
+    def call(index: int) -> None:
+        with lock:
+            running.add(index)
+            most[0] = max(most[0], len(running))
+        barrier.wait(60)
+        with lock:
+            running.discard(index)
+
+    assert run_all(call, 24, max_concurrency=3) == {}
+    assert most[0] == 3
+
+
+def test_one_call_at_a_time_needs_no_other_thread() -> None:
+    assert names_of_threads(50, max_concurrency=1) == {threading.current_thread().name}
+
+
+def test_failures_come_back_by_index_and_every_call_runs() -> None:
+    ran: list[int] = []
+
+    def call(index: int) -> None:
+        ran.append(index)
+        if index % 2:
+            raise LookupError(index)
+
+    failures = run_all(call, 6)
+    assert sorted(ran) == list(range(6))
+    assert {index: type(error) for index, error in failures.items()} == dict.fromkeys((1, 3, 5), LookupError)
+
+
+def test_the_scope_is_entered_on_each_thread_that_runs_calls() -> None:
+    barrier, entered = threading.Barrier(8), set[str]()
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        entered.add(threading.current_thread().name + str(threading.get_ident()))
+        yield
+
+    run_all(lambda _: void(barrier.wait(60)), 8, scope=scope)
+    assert len(entered) == 8
+
+
+def test_idle_threads_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_threads, "IDLE_S", 0.01)
+    barrier = threading.Barrier(8)
+    run_all(lambda _: void(barrier.wait(60)), 8)
+    leaving = [thread for thread in tuple(_threads._threads) if thread is not threading.current_thread()]
+    for thread in leaving:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in leaving)
+
+
+def test_a_team_is_set_for_one_thread_and_no_other() -> None:
+    before = get_team_size()
+    sizes: list[int] = []
+
+    def note() -> None:
+        sizes.append(torch.get_num_threads())
+
+    def change() -> None:
+        set_team_size(before + 1)
+        note()
+
+    for action in (change, note):  # the second thread is made after the first has changed its team
+        thread = threading.Thread(target=action)
+        thread.start()
+        thread.join()
+    assert sizes == [before + 1, before]
+    assert get_team_size() == before
+    assert num_cores() >= 1
+
+
+def void(_: object) -> None:
+    """Turn an expression into an action."""
