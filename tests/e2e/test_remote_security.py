@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,29 +10,17 @@ from experts_server import ExpertsServer
 from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
+from tests.support.certificates import make_authority, make_certificates
 
 TRAIN, READ = "train-token-0123456789", "read-token-0123456789"
 AT_ONCE = RetryPolicy(patience_s=0.0)
-
-
-def openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An authority, and certificates of a server (localhost) and a client signed by it."""
     folder = tmp_path_factory.mktemp("certificates")
-    new = ("req", "-newkey", "rsa:2048", "-nodes", "-days", "1")
-    ca = ("-subj", "/CN=authority", "-keyout", folder / "ca.key", "-out", folder / "ca.pem")
-    openssl(*new, "-x509", *ca)
-    for name in ("server", "client"):
-        key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
-        openssl(*new, "-subj", "/CN=localhost", *key)
-        (folder / f"{name}.ext").write_text("subjectAltName=DNS:localhost\n")
-        signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem", "-days", "1")
-        authority = ("-CA", folder / "ca.pem", "-CAkey", folder / "ca.key", "-CAcreateserial")
-        openssl("x509", "-req", *signed, *authority, "-extfile", folder / f"{name}.ext")
+    make_certificates(folder)
     (folder / "tokens").write_text(f"train {TRAIN}\nread {READ}\n")
     return folder
 
@@ -95,8 +80,7 @@ class TestTLS:
             train_once(address, tls=TLS(folder / "ca.pem", server_name="elsewhere"))
 
     def test_an_authority_that_did_not_sign_it_is_refused(self, address, folder, tmp_path):
-        other = ("-subj", "/CN=other", "-keyout", tmp_path / "ca.key", "-out", tmp_path / "ca.pem")
-        openssl("req", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-x509", *other)
+        make_authority(tmp_path)
         with pytest.raises(ServerUnavailableError):
             train_once(address, tls=TLS(tmp_path / "ca.pem", server_name="localhost"))
 

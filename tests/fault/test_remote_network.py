@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import RemoteError
-from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
 from moe_autograd.remote.channel import Channel
+from tests.support.certificates import make_certificates
 from tests.support.proxy import Proxy
 
 
@@ -71,11 +74,19 @@ def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
         assert torch.equal(experts["echo"](x), x)
 
 
-def test_without_retries_damage_is_an_error_and_never_a_number():
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_without_retries_damage_is_an_error_and_never_a_number(is_encrypted, tmp_path):
+    """In the clear our checksums find it, in what the frames of HTTP/2 carry; under TLS the connection ends."""
+    server_security, tls = SecurityConfig(), None
+    if is_encrypted:
+        make_certificates(tmp_path)
+        server_security = SecurityConfig(tls_cert=tmp_path / "server.pem", tls_key=tmp_path / "server.key")
+        tls = TLS(tmp_path / "ca.pem", server_name="localhost")
+    at_once = RetryPolicy(patience_s=0.0, max_retries=0)
     with (
-        ExpertsServer({"echo": nn.Identity()}) as server,
-        Proxy(server.address) as proxy,
-        connect(proxy.address, timeout_s=3.0, retry=RetryPolicy(patience_s=0.0, max_retries=0)) as experts,
+        ExpertsServer({"echo": nn.Identity()}, config=ServingConfig(security=server_security)) as server,
+        Proxy(server.address, is_encrypted=is_encrypted) as proxy,
+        connect(proxy.address, timeout_s=3.0, retry=at_once, tls=tls) as experts,
     ):
         proxy.flip_chance = 0.05
         num_errors = 0
@@ -87,7 +98,7 @@ def test_without_retries_damage_is_an_error_and_never_a_number():
                 num_errors += 1
         assert num_errors > 0
         proxy.flip_chance = 0.0
-        with connect(proxy.address) as fresh:
+        with connect(proxy.address, tls=tls) as fresh:
             assert torch.equal(fresh["echo"](x), x)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
+from tests.support.certificates import make_certificates
 from tests.support.servers import WireClient, tokens
 
 TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
@@ -126,29 +126,8 @@ def test_a_gate_shows_and_keeps_no_token(tmp_path: Path) -> None:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An authority, and certificates of a server and a client signed by it."""
     folder = tmp_path_factory.mktemp("certificates")
-    new_key = ("openssl", "req", "-newkey", "rsa:2048", "-nodes", "-days", "1")
-    _run(folder, *new_key, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority")
-    for name in ("server", "client"):
-        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
-        _run(folder, *new_key[:5], "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        sign = (
-            "openssl",
-            "x509",
-            "-req",
-            "-days",
-            "1",
-            "-CA",
-            "ca.pem",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-        )
-        _run(folder, *sign, "-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
+    make_certificates(folder)
     return folder
-
-
-def _run(folder: Path, *command: str) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
 def test_over_tls_the_right_authority_is_served_and_plain_text_is_not(certificates: Path) -> None:
