@@ -9,7 +9,7 @@ _NEW = ("req", "-newkey", "rsa:2048", "-nodes", "-days", "1")
 
 
 def make_certificates(folder: Path) -> None:
-    """Write an authority (`ca.pem`), and certificates of a `server` (localhost, 127.0.0.1) and a `client` that it signed."""
+    """Write an authority (`ca.pem`) and certificates, signed by it, of a `server` (localhost) and a `client`."""
     make_authority(folder)
     for name in ("server", "client"):
         key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
