@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from experts_server.config import ExpertConfig, OptimizerConfig, ScheduleConfig
-from experts_server.hosted import Training
 from experts_server.modules import IdentityExpert, TransformerExpert
+from experts_server.training import Training
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 

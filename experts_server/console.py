@@ -153,7 +153,8 @@ def print_table(address: str, reply: pb.InfoReply) -> None:
 
 def _spec_text(spec: pb.TensorSpec) -> str:
     dtype = "" if spec.dtype == pb.DTYPE_NONE else f" {pb.DType.Name(spec.dtype).lower()}"
-    return f"({', '.join('*' if size < 0 else str(size) for size in spec.shape)}){dtype}"
+    sizes = ["..."] * spec.may_have_more + ["*" if size < 0 else str(size) for size in spec.shape]
+    return f"({', '.join(sizes)}){dtype}"
 
 
 def _update(expert: pb.ExpertInfo) -> str | None:

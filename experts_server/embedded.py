@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from experts_server.building import build_optimizer
 from experts_server.config import ServingConfig, UpdateMode
-from experts_server.hosted import Training
 from experts_server.loop_thread import LoopThread
 from experts_server.names import check_name
 from experts_server.server import ExpertServer, State
+from experts_server.training import Training
 from moe_autograd.errors import ConfigError
 
 

@@ -8,7 +8,8 @@ What may happen to a kept forward, and what its backward then does:
 3. *All of it goes*, oldest first when the memory budget is full, or after the time limit: the server answers
    INPUTS_NEEDED and the client sends the inputs again; then as in 2.
 
-One store is shared by all experts of a server. Threads: any; one lock, held for no computation.
+One store is shared by all experts of a server, and each sees its own part of it. Threads: any; one lock, held for no
+computation.
 """
 
 from __future__ import annotations
@@ -121,3 +122,52 @@ class KeptForwards:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._num_bytes -= kept.num_bytes
+
+
+class OwnForwards:
+    """The kept forwards of one expert.
+
+    Args:
+        name: of the expert.
+        store: shared with the others.
+
+    Threads: one at a time, as the expert itself.
+    """
+
+    def __init__(self, name: str, store: KeptForwards) -> None:
+        self._name = name
+        self._store = store
+        self._graphs: OrderedDict[Key, None] = (
+            OrderedDict()
+        )  # most recent last; some may have gone from the store
+
+    def __repr__(self) -> str:
+        return f"<OwnForwards of {self._name!r}, up to {len(self._graphs)} graphs in {self._store!r}>"
+
+    def put(self, client_id: bytes, call_id: int, kept: KeptForward) -> None:
+        """Keep a forward."""
+        key = (self._name, client_id, call_id)
+        self._store.put(key, kept)
+        if kept.outputs is not None:
+            self._graphs[key] = None
+            if len(self._graphs) > 2 * len(self._store) + 16:  # the oldest have gone from there
+                self._graphs.popitem(last=False)
+
+    def get(self, client_id: bytes, call_id: int) -> KeptForward | None:
+        """Return a forward, which stays, or `None` if it has gone."""
+        return self._store.get((self._name, client_id, call_id))
+
+    def remove(self, client_id: bytes, call_id: int) -> None:
+        """Forget a forward, if it is there."""
+        key = (self._name, client_id, call_id)
+        self._store.remove(key)
+        self._graphs.pop(key, None)
+
+    def remove_graph(self, client_id: bytes, call_id: int) -> None:
+        """Keep only the inputs of a forward, if it is there."""
+        self._store.remove_graph((self._name, client_id, call_id))
+
+    def remove_graphs(self) -> None:
+        """Keep only the inputs of all of them."""
+        while self._graphs:
+            self._store.remove_graph(self._graphs.popitem()[0])

@@ -27,7 +27,7 @@ from experts_server.calls import InspectCall
 from experts_server.config import ServerConfig, ServingConfig, split_address
 from experts_server.executor import WorkerPool
 from experts_server.health import Health
-from experts_server.hosted import HostedExpert, SharedMemory, Training
+from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.metrics import MetricsEndpoint, ServerCollector, Watched
 from experts_server.names import check_name
@@ -37,6 +37,7 @@ from experts_server.registry import Registry
 from experts_server.saving import Saver
 from experts_server.security import open_gate
 from experts_server.service import Service
+from experts_server.training import Training
 from moe_autograd.wire.options import SERVER_OPTIONS
 from moe_autograd.wire.tensors import TensorLimits
 
@@ -195,7 +196,8 @@ class ExpertServer:
             await self.saver.save_when_due()
 
     def _let_go_of_lost_clients(self) -> None:
-        lost = [name for name, queue in self.registry.items() if queue.hosted.gathered.has_stale()]
+        trainers = {name: queue.hosted.trainer for name, queue in self.registry.items()}
+        lost = [name for name, trainer in trainers.items() if trainer and trainer.gathered.has_stale()]
         call = InspectCall(b"", lambda call, result: None, _forget_stale)
         self.registry.submit([(name, dataclasses.replace(call)) for name in lost])
 
@@ -229,7 +231,8 @@ class ExpertServer:
 
 
 def _forget_stale(hosted: HostedExpert) -> None:
-    hosted.gathered.forget_stale()
+    if hosted.trainer is not None:
+        hosted.trainer.gathered.forget_stale()
 
 
 def from_config(config: ServerConfig) -> ExpertServer:

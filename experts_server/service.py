@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import metadata
 from typing import Any
 
@@ -31,7 +31,7 @@ from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import status_of
-from moe_autograd.wire.tensors import DTYPES, TensorLimits
+from moe_autograd.wire.tensors import TensorLimits
 
 Save = Callable[[], Awaitable[str]]
 
@@ -276,17 +276,10 @@ def _expert_info(hosted: HostedExpert) -> pb.ExpertInfo:
     return pb.ExpertInfo(
         name=hosted.name,
         kind=type(hosted.module).__name__,
-        inputs=_spec_messages([(spec.dtype, spec.wire_shape())] if spec.is_certain else []),
+        inputs=[spec.announcement()] if spec.is_certain else [],
         num_parameters=sum(p.numel() for p in hosted.module.parameters()),
         is_trained=training is not None,
         update=pb.ON_BACKWARD if training is not None and training.update == "on_backward" else pb.ON_STEP,
         num_updates=hosted.num_updates,
         optimizer=type(training.optimizer).__name__ if training is not None else "",
     )
-
-
-def _spec_messages(specs: Iterable[tuple[torch.dtype | None, list[int]]]) -> list[pb.TensorSpec]:
-    return [
-        pb.TensorSpec(dtype=pb.DTYPE_NONE if dtype is None else DTYPES[dtype], shape=shape)
-        for dtype, shape in specs
-    ]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from experts_server.hosted import HostedExpert
+from experts_server.training import Trainer
 from moe_autograd.errors import CheckpointError
 
 FORMAT = 1
@@ -37,24 +38,15 @@ def take(hosted: HostedExpert) -> Snapshot:
     """Copy the expert's state; call it in a turn of the expert."""
     state = hosted.module.state_dict()
     tensors = {f"weights.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-    optimizer_scalars: dict[str, Any] = {}
-    if hosted.training is not None:
-        for index, entries in hosted.training.optimizer.state_dict()["state"].items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{index}.{key}"] = value
-                elif _is_plain(value):
-                    optimizer_scalars[f"{index}.{key}"] = value
-    for client_id, grads in hosted.gathered.items():
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                tensors[f"gathered.{client_id.hex()}.{index}"] = grad
-    random_state = hosted.random.state()
+    trained: dict[str, Any] = {}
+    if hosted.trainer is not None:
+        more, trained = _take_training(hosted.trainer)
+        tensors |= more
+    random_state = hosted.caller.random.state()
     if random_state is not None:
         tensors["random"] = random_state
     copied = {name: _copy(tensor) for name, tensor in tensors.items()}
-    plain = {**_identity(hosted), **_progress(hosted), "optimizer_scalars": optimizer_scalars}
-    return Snapshot(copied, plain)
+    return Snapshot(copied, {**_identity(hosted), **trained, "ledger": hosted.ledger.to_plain()})
 
 
 def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
@@ -67,19 +59,10 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     weights = _group(snapshot.tensors, "weights")
     with torch.no_grad():
         hosted.module.load_state_dict(weights)
-    if hosted.training is not None:
-        _restore_training(hosted, snapshot)
-    counts = {bytes.fromhex(client): int(n) for client, n in snapshot.plain["gathered_backwards"].items()}
-    gathered: dict[bytes, list[Tensor | None]] = {
-        client: [None] * len(hosted.parameters) for client in counts
-    }
-    for name, grad in _group(snapshot.tensors, "gathered").items():
-        client, index = name.split(".")
-        gathered[bytes.fromhex(client)][int(index)] = grad.to(hosted.device)
-    hosted.gathered.restore(gathered, counts)
+    if hosted.trainer is not None:
+        _restore_training(hosted.trainer, snapshot, hosted.caller.device)
     if "random" in snapshot.tensors:
-        hosted.random.set_state(snapshot.tensors["random"])
-    hosted.num_updates = int(snapshot.plain["num_updates"])
+        hosted.caller.random.set_state(snapshot.tensors["random"])
     hosted.ledger.load_plain(snapshot.plain["ledger"])
 
 
@@ -89,38 +72,62 @@ def _identity(hosted: HostedExpert) -> dict[str, Any]:
     return {"expert": hosted.name, "class": type(hosted.module).__name__, "optimizer": optimizer}
 
 
-def _progress(hosted: HostedExpert) -> dict[str, Any]:
-    schedule = None if hosted.training is None else hosted.training.schedule
-    groups = [] if hosted.training is None else hosted.training.optimizer.param_groups
-    return {
-        "num_updates": hosted.num_updates,
-        "ledger": hosted.ledger.to_plain(),
+def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors (not yet copied) and the plain values of a training's state."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    optimizer, schedule = trainer.training.optimizer, trainer.training.schedule
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{key}"] = value
+            elif _is_plain(value):
+                scalars[f"{index}.{key}"] = value
+    for client_id, grads in trainer.gathered.items():
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                tensors[f"gathered.{client_id.hex()}.{index}"] = grad
+    return tensors, {
+        "num_updates": trainer.num_updates,
         "gathered_backwards": {
-            client_id.hex(): hosted.gathered.num_backwards(client_id)
-            for client_id, _ in hosted.gathered.items()
+            client_id.hex(): trainer.gathered.num_backwards(client_id)
+            for client_id, _ in trainer.gathered.items()
         },
         "schedule": None
         if schedule is None
         else {k: v for k, v in schedule.state_dict().items() if _is_plain(v)},
-        "lr": [float(group["lr"]) for group in groups if "lr" in group],
+        "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+        "optimizer_scalars": scalars,
     }
 
 
-def _restore_training(hosted: HostedExpert, snapshot: Snapshot) -> None:
-    assert hosted.training is not None
-    optimizer, schedule = hosted.training.optimizer, hosted.training.schedule
+def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
+    optimizer, schedule, plain = trainer.training.optimizer, trainer.training.schedule, snapshot.plain
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in _group(snapshot.tensors, "optimizer").items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = tensor
-    for name, value in snapshot.plain["optimizer_scalars"].items():
+    for name, value in plain["optimizer_scalars"].items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    if schedule is not None and snapshot.plain["schedule"] is not None:
-        schedule.load_state_dict(snapshot.plain["schedule"])
-        for group, lr in zip(optimizer.param_groups, snapshot.plain["lr"], strict=True):
+    if schedule is not None and plain["schedule"] is not None:
+        schedule.load_state_dict(plain["schedule"])
+        for group, lr in zip(optimizer.param_groups, plain["lr"], strict=True):
             group["lr"] = lr
+    trainer.num_updates = int(plain["num_updates"])
+    _restore_gathered(trainer, snapshot, device)
+
+
+def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
+    counts = {bytes.fromhex(client): int(n) for client, n in snapshot.plain["gathered_backwards"].items()}
+    gathered: dict[bytes, list[Tensor | None]] = {
+        client: [None] * len(trainer.parameters) for client in counts
+    }
+    for name, grad in _group(snapshot.tensors, "gathered").items():
+        client, index = name.split(".")
+        gathered[bytes.fromhex(client)][int(index)] = grad.to(device)
+    trainer.gathered.restore(gathered, counts)
 
 
 def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:

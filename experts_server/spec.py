@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.tensors import DTYPES
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ class InputSpec:
     def wire_shape(self) -> list[int]:
         """Return the shape as it is announced: -1 stands for any size."""
         return [-1] * ((self.rank or 2) - 1) + [self.width or -1]
+
+    def announcement(self) -> pb.TensorSpec:
+        """Return what clients are told, so that they can check their calls before anything travels."""
+        return pb.TensorSpec(
+            dtype=pb.DTYPE_NONE if self.dtype is None else DTYPES[self.dtype],
+            shape=self.wire_shape(),
+            may_have_more=self.rank is None,
+        )
 
 
 def infer_spec(module: nn.Module) -> InputSpec:

@@ -58,6 +58,6 @@ def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.Sta
     if hosted.ledger.find(update.client_id, update.sequence, update.settled_below) is None:
         with torch.no_grad():
             hosted.module.load_state_dict(dict(state))
-        hosted.let_go_of_graphs()
+        hosted.kept.remove_graphs()
         hosted.ledger.record(update.client_id, update.sequence, hosted.num_updates)
     return hosted.num_updates

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from experts_server.budget import Budget
 from experts_server.calls import BackwardCall, UpdateCall
 from experts_server.checkpoint import CheckpointFolder
-from experts_server.hosted import HostedExpert, SharedMemory, Training
+from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.snapshot import restore, take
+from experts_server.training import Training
 
 CLIENT = b"client"
 RECORD = struct.Struct(
