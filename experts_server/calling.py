@@ -1,0 +1,107 @@
+"""Calling an expert's module: in its mode, on its device, with its own random numbers, and with its errors explained.
+
+Knows nothing of clients, gradients that gather, or what is kept: it makes `Outputs` of inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from experts_server.calls import Outputs
+from experts_server.gradients import GraphWeigher
+from experts_server.randomness import RandomStream
+from experts_server.spec import infer_spec
+from moe_autograd.errors import ExpertFailedError, RemoteError
+
+MAX_KNOWN_SHAPES = 1024
+
+
+class ModuleCaller:
+    """Calls one module.
+
+    Args:
+        name: the expert's, for errors.
+        module: set to training or evaluation as each call wants it.
+
+    Threads: one at a time, as the expert itself.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.spec = infer_spec(module)
+        self.random = RandomStream(module)
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.is_on_cpu = self.device.type == "cpu"
+        self._graph_bytes_per_row: dict[torch.Size, float] = {}  # by the shape of a row
+
+    def __repr__(self) -> str:
+        return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
+
+    def call(self, inputs: tuple[Tensor, ...], evaluate: bool) -> Outputs:
+        """Return the module's outputs.
+
+        Raises:
+            InvalidCallError: it raised, and the inputs are not what it takes.
+            ExpertFailedError: it raised, or returned something else than tensors.
+        """
+        if self.module.training is evaluate:
+            self.module.train(not evaluate)
+        if not self.is_on_cpu:
+            inputs = tuple(x.to(self.device) for x in inputs)
+        try:
+            if self.random.is_silent:
+                result = self.module(*inputs)
+            else:
+                with self.random.drawing():
+                    result = self.module(*inputs)
+        except Exception as error:
+            raise self._explain(inputs, error) from error
+        if isinstance(result, Tensor):
+            return Outputs((result,), is_sequence=False)
+        if isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
+            return Outputs(tuple(result), is_sequence=True)
+        raise ExpertFailedError(
+            f"expert {self.name!r}, forward: expected a tensor or a sequence of tensors from its module, got "
+            f"{type(result).__name__}."
+        )
+
+    def call_and_weigh(self, leaves: tuple[Tensor, ...], evaluate: bool) -> tuple[Outputs, int]:
+        """Call the module with gradients on; return also how many bytes its graph holds.
+
+        They are measured for the first call of a shape and scaled by the number of rows for later ones:
+        measuring costs more than a small expert.
+        """
+        shape = leaves[0].shape
+        row_shape, num_rows = shape[1:], max(1, shape[0]) if shape else 1
+        known = self._graph_bytes_per_row.get(row_shape)
+        if known is not None:
+            return self.call(leaves, evaluate), int(known * num_rows)
+        weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
+        with weigher.weighing():
+            outputs = self.call(leaves, evaluate)
+        if len(self._graph_bytes_per_row) >= MAX_KNOWN_SHAPES:
+            self._graph_bytes_per_row.clear()
+        self._graph_bytes_per_row[row_shape] = weigher.num_bytes / num_rows
+        return outputs, weigher.num_bytes
+
+    def leaves(self, inputs: tuple[Tensor, ...], requires_grad: tuple[bool, ...]) -> tuple[Tensor, ...]:
+        """Make leaves of tensors that are ours alone."""
+        if not self.is_on_cpu:
+            inputs = tuple(x.to(self.device) for x in inputs)
+        for x, needs in zip(inputs, requires_grad, strict=False):
+            if needs:
+                x.requires_grad_()
+        return inputs
+
+    def failure(self, phase: str, error: Exception) -> ExpertFailedError:
+        """Return what says that the module raised `error`."""
+        return ExpertFailedError(
+            f"expert {self.name!r}, {phase}: its module raised {type(error).__name__}: {error}"
+        )
+
+    def _explain(self, inputs: tuple[Tensor, ...], error: Exception) -> RemoteError:
+        if isinstance(error, RemoteError):
+            return error
+        return self.spec.mismatch(self.name, inputs) or self.failure("forward", error)

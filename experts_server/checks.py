@@ -1,0 +1,63 @@
+"""What is looked at before a call may change anything. Each check raises `InvalidCallError`, or does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from experts_server.calls import BackwardCall, ForwardCall
+from experts_server.gradients import Gradients, first_not_finite, is_finite
+from experts_server.spec import InputSpec
+from moe_autograd.errors import InvalidCallError
+
+
+def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:
+    """Check number, shape and dtype of a call's inputs, as far as the expert is known without asking it."""
+    inputs = call.inputs
+    if inputs is None:
+        return
+    if not inputs:
+        raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
+    if spec.is_certain:
+        mismatch = spec.mismatch(expert, inputs)
+        if mismatch is not None:
+            raise mismatch
+    if isinstance(call, ForwardCall) and any(
+        needs and not (x.is_floating_point() or x.is_complex())
+        for x, needs in zip(inputs, call.input_requires_grad, strict=False)
+    ):
+        raise InvalidCallError(
+            f"expert {expert!r}: expected floating inputs where gradients are wanted, got "
+            f"{[str(x.dtype) for x in inputs]}. Only floating tensors have gradients."
+        )
+
+
+def check_grad_outputs(expert: str, grads: Gradients, shapes: Sequence[torch.Size] | None) -> None:
+    """Check that there is a finite gradient (or None) for each output; `shapes` is `None` if they are not known."""
+    if shapes is not None:
+        if len(grads) != len(shapes):
+            raise InvalidCallError(
+                f"expert {expert!r}: expected {len(shapes)} grad_outputs, one for each output, got {len(grads)}."
+            )
+        for index, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
+            if grad is not None and grad.shape != shape:
+                raise InvalidCallError(
+                    f"expert {expert!r}: expected grad_outputs[{index}] of the output's shape {tuple(shape)}, got "
+                    f"{tuple(grad.shape)} (dtype={grad.dtype})."
+                )
+    check_finite(expert, grads, "grad_outputs")
+
+
+def check_finite(expert: str, tensors: Gradients, what: str) -> None:
+    """Check that all values are finite."""
+    if is_finite(tensors):
+        return
+    index = first_not_finite(tensors)
+    bad = None if index is None else tensors[index]
+    assert bad is not None, "the same values as a line above"
+    num_bad = int((~bad.isfinite()).sum())
+    raise InvalidCallError(
+        f"expert {expert!r}, {what} {index}: expected finite values, got {num_bad} of {bad.numel()} that are not "
+        f"(shape={tuple(bad.shape)}). Nothing was changed."
+    )
