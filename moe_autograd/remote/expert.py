@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.placement import HostedExpert
 
 if TYPE_CHECKING:
-    from moe_autograd.remote.connection import Connection, Failure
+    from moe_autograd.remote.connection import Connection
 
 
 class RemoteExpert(nn.Module):
@@ -179,7 +180,7 @@ def call_experts(
     connection: Connection,
     experts: Sequence[RemoteExpert],
     inputs: Sequence[tuple[Any, ...]],
-    failures: list[Failure] | None,
+    failures: Failures | None,
 ) -> list[Any]:
     """Call all experts at once, differentiably; return what each returned."""
     calls = [
@@ -211,10 +212,19 @@ def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tupl
                 f"expert {expert.name!r}: expected tensors, got {type(x).__name__} (input={position}). "
                 "Only tensors travel; wrap a number in torch.tensor."
             )
+    _check_inputs(connection.hosted[expert.name], inputs)
     wants_grad = connection.hosted[expert.name].is_trained or any(x.requires_grad for x in inputs)
     keep_graph = torch.is_grad_enabled() and wants_grad
     call_id = connection.numbering.next_call_id()
     return Call(index, expert.name, call_id, len(inputs), not expert.training, keep_graph)
+
+
+def _check_inputs(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> None:
+    """Refuse here what the server would refuse, before anything travels."""
+    for position, (spec, x) in enumerate(zip(hosted.inputs, inputs, strict=False)):
+        if (mismatch := spec.mismatch(x)) is not None:
+            at = f" (input {position})" if position else ""
+            raise InvalidCallError(f"expert {hosted.name!r} at {hosted.addresses[0]}{at}: {mismatch}")
 
 
 class _RemoteCalls(torch.autograd.Function):
@@ -225,7 +235,7 @@ class _RemoteCalls(torch.autograd.Function):
         ctx: Any,
         connection: Connection,
         calls: list[Call],
-        failures: list[Failure] | None,
+        failures: Failures | None,
         anchor: Tensor | None,
         *flat_inputs: Tensor,
     ) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from moe_autograd.remote.inputs import InputSpec
 from moe_autograd.wire import experts_pb2 as pb
 
 _FIRST_REST_S = 0.5
@@ -32,6 +33,7 @@ class HostedExpert:
         update: `"on_step"` or `"on_backward"`.
         num_updates: how often it has been updated, on the first of the servers.
         optimizer: the optimizer's class; empty for none.
+        inputs: what its inputs have to be, as far as the server says so.
     """
 
     name: str
@@ -42,6 +44,7 @@ class HostedExpert:
     update: str
     num_updates: int
     optimizer: str
+    inputs: tuple[InputSpec, ...] = ()
 
 
 class Placement:
@@ -120,4 +123,5 @@ def _hosted(name: str, places: Sequence[tuple[str, pb.ExpertInfo]]) -> HostedExp
         update="on_backward" if info.update == pb.ON_BACKWARD else "on_step",
         num_updates=info.num_updates,
         optimizer=info.optimizer,
+        inputs=tuple(InputSpec.of(spec) for spec in info.inputs),
     )

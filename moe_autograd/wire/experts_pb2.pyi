@@ -265,12 +265,14 @@ class ExpertInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("dtype", "shape", "may_have_more")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    MAY_HAVE_MORE_FIELD_NUMBER: _ClassVar[int]
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    may_have_more: bool
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., may_have_more: _Optional[bool] = ...) -> None: ...
 
 class ServerLimits(_message.Message):
     __slots__ = ("max_tensor_bytes", "max_message_bytes")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import (
     ConfigError,
     ExpertFailedError,
@@ -17,7 +18,9 @@ from moe_autograd.errors import (
     InvalidCallError,
     ServerUnavailableError,
 )
+from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import connect
+from moe_autograd.remote.channel import Channel
 
 
 class Failing(nn.Module):
@@ -137,19 +140,9 @@ class TestBadCalls:
         yield
         assert experts["ffn.1"](torch.ones(1, 4)).shape == (1, 4)
 
-    @pytest.mark.parametrize(
-        ("x", "complaint"),
-        [
-            (torch.ones(1, 5), r"got \(1, 5\)"),
-            (torch.ones(1, 4, dtype=torch.float64), "expected dtype torch.float32, got torch.float64"),
-            (torch.ones(4), r"got \(4,\)"),
-            (torch.full((1, 4), float("nan")), "expected finite values"),
-        ],
-        ids=["width", "dtype", "rank", "nan"],
-    )
-    def test_a_bad_input_is_refused(self, experts, server, x, complaint):
-        with pytest.raises(InvalidCallError, match=complaint) as raised:
-            experts["ffn.1"](x)
+    def test_values_that_are_not_finite_are_refused_by_the_server(self, experts, server):
+        with pytest.raises(InvalidCallError, match="expected finite values") as raised:
+            experts["ffn.1"](torch.full((1, 4), float("nan")))
         place = (
             rf"expert 'ffn.1' at {re.escape(server.address)}, forward, after \d+\.\d s \(deadline 30\.0 s\): "
         )
@@ -173,11 +166,69 @@ class TestBadCalls:
 
     def test_of_several_failures_the_first_is_raised_and_the_others_counted(self, experts):
         names = ["ffn.1", "ffn.2", "failing", "ffn.1"]
-        inputs = [(torch.zeros(1, width),) for width in (4, 5, 4, 4)]
+        inputs = [(torch.full((1, 4), value),) for value in (0.0, float("nan"), 0.0, 0.0)]
         with pytest.raises(InvalidCallError, match=r"expert 'ffn\.2' at") as raised:
             experts.connection.call_together([experts[name] for name in names], inputs, [{}] * 4)
         assert raised.value.__notes__ == ["1 other calls of this pass failed too."]
 
     def test_a_tensor_above_the_servers_limit_is_refused(self, experts):
         with pytest.raises(InvalidCallError, match="expected at most"):
-            experts["ffn.1"](torch.empty(1, dtype=torch.uint8).expand(1 << 29))
+            experts["failing"](torch.empty(1, dtype=torch.uint8).expand(1 << 29))
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    modules = {
+        "linear": nn.Linear(4, 4),
+        "ffn": FeedForwardExpert(4),
+        "half": nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.ReLU()),
+        "any": nn.Identity(),
+    }
+    with ExpertsServer(modules) as server, connect(server.address) as experts:
+        yield experts
+
+
+class TestInputsOfAnotherShape:
+    """They fail at the call, and nothing travels: the server's word at `connect` is enough."""
+
+    @pytest.mark.parametrize(
+        ("name", "x", "complaint"),
+        [
+            (
+                "linear",
+                torch.ones(1, 5),
+                "expected shape (..., num_tokens, 4), got (1, 5) (dtype=torch.float32)",
+            ),
+            ("linear", torch.ones(4), "expected shape (..., num_tokens, 4), got (4,)"),
+            ("linear", torch.ones(()), "expected shape (..., num_tokens, 4), got ()"),
+            ("ffn", torch.ones(2, 3, 4), "expected shape (num_tokens, 4), got (2, 3, 4)"),
+            (
+                "ffn",
+                torch.ones(2, 4).double(),
+                "expected dtype torch.float32, got torch.float64 (shape=(2, 4))",
+            ),
+            ("half", torch.ones(2, 4), "expected dtype torch.bfloat16, got torch.float32"),
+        ],
+        ids=["width", "rank", "no dimension", "too many dimensions", "dtype", "dtype of a sequence"],
+    )
+    def test_it_is_a_value_error_that_names_expert_expected_and_got(
+        self, shapes, monkeypatch, name, x, complaint
+    ):
+        monkeypatch.setattr(Channel, "stream", lambda *_: pytest.fail("it travelled"))
+        with pytest.raises(ValueError, match=re.escape(complaint)) as raised:
+            shapes[name](x)
+        (address,) = shapes[name].hosted.addresses
+        assert str(raised.value).startswith(f"expert {name!r} at {address}: ")
+
+    def test_one_bad_input_among_many_calls_is_enough(self, shapes, monkeypatch):
+        monkeypatch.setattr(Channel, "stream", lambda *_: pytest.fail("it travelled"))
+        with pytest.raises(ValueError, match=r"expert 'ffn' at .* got \(1, 5\)"):
+            parallel_apply([shapes["linear"], shapes["ffn"]], [(torch.ones(1, 4),), (torch.ones(1, 5),)])
+
+    @pytest.mark.parametrize("shape", [(1, 4), (0, 4), (2, 3, 4)], ids=str)
+    def test_what_fits_is_computed(self, shapes, shape):
+        assert shapes["linear"](torch.ones(shape)).shape == shape
+
+    def test_a_server_that_is_not_certain_says_nothing(self, shapes):
+        assert shapes["any"].hosted.inputs == ()
+        assert torch.equal(shapes["any"](torch.ones(3).long()), torch.ones(3).long())
