@@ -7,6 +7,7 @@ tree; each class also derives from the built-in one that existing handlers catch
     ├── UnsupportedTransformError (RuntimeError)    forward-mode AD, a torch.func transform or a trace
     ├── ConfigError (ValueError)                    a configuration that cannot be served
     ├── CheckpointError (RuntimeError)              no whole checkpoint, or one that does not fit the config
+    ├── TooFewExpertsError (RuntimeError)           a layer's tokens have fewer experts that answered than they need
     └── RemoteError (RuntimeError)                  a call of a remote expert did not succeed
         ├── ExpertNotFoundError (KeyError)          no server hosts an expert of that name
         ├── InvalidCallError (ValueError)           the server refused the call: shape, dtype, not finite, ...
@@ -14,6 +15,7 @@ tree; each class also derives from the built-in one that existing handlers catch
         ├── ServerUnavailableError (ConnectionError) no connection, or it broke
         ├── ServerBusyError                         a queue or a memory budget is full: try again later
         ├── DeadlineExceededError (TimeoutError)    the call's deadline passed
+        │   └── StragglerError                      the others had answered, and this call was waited for long enough
         ├── CorruptDataError                        a checksum, length or shape does not match its data
         ├── ExpertFailedError                       the expert itself raised on its server
         ├── GradientsLostError                      a step's gradients went with a server that was restarted
@@ -23,6 +25,9 @@ Imports nothing of ours.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class MoeAutogradError(Exception):
@@ -39,6 +44,21 @@ class ConfigError(MoeAutogradError, ValueError):
 
 class CheckpointError(MoeAutogradError, RuntimeError):
     """A checkpoint is missing, torn, or does not fit the configuration."""
+
+
+class TooFewExpertsError(MoeAutogradError, RuntimeError):
+    """Some tokens of a layer have fewer experts that answered than `min_experts`.
+
+    Args:
+        message: names tokens, experts and reasons.
+        tokens: the places of these tokens among those of the batch, its leading dimensions flattened.
+        failures: what became of the experts that did not answer, as in `routing.failures`.
+    """
+
+    def __init__(self, message: str, tokens: Sequence[int] = (), failures: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.tokens = tuple(tokens)
+        self.failures = tuple(failures)
 
 
 class RemoteError(MoeAutogradError, RuntimeError):
@@ -79,6 +99,10 @@ class ServerBusyError(RemoteError):
 
 class DeadlineExceededError(RemoteError, TimeoutError):
     """The deadline of the whole operation passed before its answer came."""
+
+
+class StragglerError(DeadlineExceededError):
+    """A call was given up: the others had answered, and it was waited for as long as its user allows."""
 
 
 class CorruptDataError(RemoteError):

@@ -3,6 +3,9 @@
 Sixty-four experts on one server are sixty-four modules, but one message there and back is twelve times cheaper than
 sixty-four. A module says so by an attribute `call_group`: all modules of a map with the same group become one call
 of the map, and the group decides how to make it. A module without the attribute, or with `None`, is its own call.
+
+A group whose calls can fail one by one (`can_leave_out`) takes an `Attendance`: it leaves failing calls out instead
+of raising, and stops waiting for the last ones when it is told to.
 """
 
 from __future__ import annotations
@@ -10,7 +13,48 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+
+@dataclasses.dataclass(frozen=True)
+class CallFailure:
+    """A call that its group left out.
+
+    Args:
+        index: of the call among those that were made together.
+        expert: its name.
+        phase: "forward" or "backward".
+        error: why.
+    """
+
+    index: int
+    expert: str
+    phase: str
+    error: Exception
+
+
+class Attendance(Protocol):
+    """Takes note of who answers and who fails, in a forward and in its backwards. Threads: any."""
+
+    def append(self, failure: CallFailure, /) -> None:
+        """Note a call that is left out. May raise: then the whole pass does, once all its calls have come to rest."""
+
+    def waiting(
+        self, phase: str, give_up: Callable[[str], None]
+    ) -> AbstractContextManager[Callable[[int, bool], None]]:
+        """Enter this for as long as the calls of a group are waited for.
+
+        Args:
+            phase: "forward" or "backward".
+            give_up: called with a reason when calls that have no answer yet are to be cancelled; from any thread.
+
+        Returns:
+            Yields a function that is to be told, for each call's index, that it has answered (or failed, for good).
+        """
+
+
+Failures: TypeAlias = list[CallFailure] | Attendance  # a list takes failures down, and is always patient
 
 
 class CallGroup(Protocol):
@@ -28,6 +72,26 @@ class CallGroup(Protocol):
         """
 
 
+class LenientCallGroup(CallGroup, Protocol):
+    """A group whose calls can fail one by one."""
+
+    can_leave_out: bool
+
+    def call_together(
+        self,
+        modules: Sequence[Any],
+        inputs: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        *,
+        failures: Failures | None = None,
+    ) -> Sequence[Any]:
+        """As `CallGroup`; but with `failures`, calls that fail are noted there and left out.
+
+        In the forward their result is `None`; in a backward, which may be on another thread, their inputs get no
+        gradient.
+        """
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
     """One call of the map: a module, or a group of them."""
@@ -38,6 +102,10 @@ class Unit:
     kwargs: dict[str, Any]
     name: str
     is_group: bool
+
+    def run(self) -> Any:
+        """Make the call."""
+        return self.call(*self.args, **self.kwargs)
 
 
 def group_calls(

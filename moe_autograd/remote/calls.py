@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import grpc
 import torch
 
-from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError
+from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError, StragglerError
 from moe_autograd.remote.channel import Channel, error_of_call
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
@@ -46,6 +46,7 @@ class Request:
         tensors: what goes along.
         with_inputs: makes the head and the tensors for a server that no longer has the inputs; None where that
             cannot be.
+        on_settled: called with whether it was answered or failed for good, as soon as that is known; from any thread.
     """
 
     expert: str
@@ -53,6 +54,7 @@ class Request:
     tensors: Sequence[torch.Tensor | None]
     encoding: pb.Encoding = pb.RAW
     with_inputs: Callable[[], tuple[pb.BackwardCall, Sequence[torch.Tensor | None]]] | None = None
+    on_settled: Callable[[bool], None] = lambda is_answered: None
 
 
 @dataclass
@@ -103,7 +105,7 @@ def exchange(
 def _with_inputs(request: Request) -> Request:
     assert request.with_inputs is not None
     head, tensors = request.with_inputs()
-    return Request(request.expert, head, tensors, request.encoding)
+    return Request(request.expert, head, tensors, request.encoding, on_settled=request.on_settled)
 
 
 def _one_stream(
@@ -145,6 +147,8 @@ def _one_stream(
                     parcel, result, requests[index].expert, functools.partial(place, index)
                 )
                 add_span(requests[index].expert, rpc.lower(), started_s, time.perf_counter())
+                if outcomes[index].error is None:
+                    requests[index].on_settled(True)
         reader.finish()
         fail_the_rest(
             lambda where: RemoteError(f"{where}: expected a result, got none. The server is broken.")
@@ -152,6 +156,8 @@ def _one_stream(
     except grpc.RpcError as error:
         broken: grpc.RpcError = error
         channel.note_failure(broken)
+        if cancellation.reason:
+            fail_the_rest(lambda where: StragglerError(f"{where}: {cancellation.reason}"))
         fail_the_rest(lambda where: _caused(error_of_call(broken, where), broken))
     except CorruptDataError as error:
         damaged: CorruptDataError = error

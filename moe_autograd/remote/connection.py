@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_autograd.errors import CorruptDataError, RemoteError
+from moe_autograd.autograd.grouping import CallFailure, Failures
+from moe_autograd.errors import CorruptDataError, ExpertNotFoundError
 from moe_autograd.remote.calls import Outcome, Request, without_name
 from moe_autograd.remote.channel import PHASES, Channel
 from moe_autograd.remote.delivery import Delivery, Job, Operation, Settings, raise_first
@@ -30,23 +30,6 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.status import error_of
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A call that was left out of a pass.
-
-    Args:
-        index: of the call in the pass.
-        expert: its name.
-        phase: "forward" or "backward".
-        error: why.
-    """
-
-    index: int
-    expert: str
-    phase: str
-    error: RemoteError
-
-
 class Connection:
     """The channels to some servers, and the experts found there.
 
@@ -54,6 +37,8 @@ class Connection:
         channels: one for each server.
         settings: of all operations.
     """
+
+    can_leave_out = True  # see `grouping`
 
     def __init__(self, channels: Sequence[Channel], settings: Settings) -> None:
         self.numbering = Numbering()
@@ -98,7 +83,7 @@ class Connection:
         inputs: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
         *,
-        failures: list[Failure] | None = None,
+        failures: Failures | None = None,
     ) -> list[Any]:
         """Call remote experts of this connection in one pass, differentiably.
 
@@ -106,9 +91,9 @@ class Connection:
             modules: remote experts; one may be there several times.
             inputs: the tensors for each.
             kwargs: empty: keyword arguments do not travel.
-            failures: None: a call that fails raises. A list: calls that fail are added to it, when they do, and
-                left out: in the forward their result is None; in the backward, which may be on another thread,
-                their inputs get no gradient.
+            failures: None: a call that fails raises. A list, or an `Attendance`: calls that fail are added to it,
+                when they do, and left out: in the forward their result is None; in the backward, which may be on
+                another thread, their inputs get no gradient.
 
         Returns:
             What each expert returned, in order.
@@ -127,15 +112,22 @@ class Connection:
         return call_experts(self, experts, inputs, failures)
 
     def run_forward(
-        self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: list[Failure] | None
+        self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: Failures | None
     ) -> list[Outcome]:
         """Make the forwards; note in each call where it was made and what it gave."""
         jobs = []
         for call, args in zip(calls, inputs, strict=True):
-            call.replicas = self._delivery.hosts_of(call.expert)
             request = self._forward_request(call, args)
-            jobs.append(Job(request, call.replicas[0], lambda hosts: hosts[0] if hosts else None))
-        self._delivery.deliver("Forward", jobs)
+            job = Job(request, "", lambda hosts: hosts[0] if hosts else None, index=call.index)
+            jobs.append(job)
+            try:
+                call.replicas = self._delivery.hosts_of(call.expert)
+                job.address = call.replicas[0]
+            except ExpertNotFoundError as error:
+                if failures is None:
+                    raise
+                job.outcome.error = error
+        self._delivery.deliver("Forward", jobs, failures)
         _note_failures(calls, jobs, "forward", failures)
         for call, job in zip(calls, jobs, strict=True):
             call.address = job.address
@@ -146,7 +138,7 @@ class Connection:
     def run_backward(
         self,
         parts: Sequence[BackwardPart],
-        failures: list[Failure] | None,
+        failures: Failures | None,
         *,
         wants_weight_grads: bool,
         keep_graph: bool,
@@ -161,20 +153,21 @@ class Connection:
         with self.numbering.sequences(len(wanted)) as (sequences, settled_below):
             for part, sequence in zip(wanted, sequences, strict=True):
                 request = self._backward_request(part, sequence, settled_below, keep_graph)
-                jobs.append(Job(request, part.call.address, _only_if_moved(part.call)))
+                jobs.append(Job(request, part.call.address, _only_if_moved(part.call), index=part.call.index))
             has_come_back = False  # Ctrl-C may end it anywhere
             try:
-                self._delivery.deliver("Backward", jobs)
+                self._delivery.deliver("Backward", jobs, failures)
                 has_come_back = True
             finally:
                 self._note_gathered(wanted, jobs, has_come_back)
+        for part, job in zip(wanted, jobs, strict=True):
+            job.outcome.error = job.outcome.error or _mismatch(part, job.outcome)
         _note_failures([part.call for part in wanted], jobs, "backward", failures)
-        answered = [
-            (part, job.outcome) for part, job in zip(wanted, jobs, strict=True) if job.outcome.error is None
-        ]
-        for part, outcome in answered:
-            _check_grads(part, outcome)
-        return {part.call.call_id: list(outcome.tensors) for part, outcome in answered}
+        return {
+            part.call.call_id: list(job.outcome.tensors)
+            for part, job in zip(wanted, jobs, strict=True)
+            if job.outcome.error is None
+        }
 
     def _note_gathered(self, parts: Sequence[BackwardPart], jobs: Sequence[Job], has_come_back: bool) -> None:
         """Count the backwards gathered at each server; one that failed may have been."""
@@ -306,29 +299,29 @@ def _only_if_moved(call: Call) -> Callable[[tuple[str, ...]], str | None]:
     return lambda hosts: next((host for host in hosts if host not in call.replicas), None)
 
 
-def _note_failures(
-    calls: Sequence[Call], jobs: Sequence[Job], phase: str, failures: list[Failure] | None
-) -> None:
+def _note_failures(calls: Sequence[Call], jobs: Sequence[Job], phase: str, failures: Failures | None) -> None:
     """Raise the first failure, or, where the user wants a list of them, add all to it."""
     errors = [(call, job.outcome.error) for call, job in zip(calls, jobs, strict=True) if job.outcome.error]
     if failures is None:
         raise_first([error for _, error in errors], "calls of this pass")
     else:
-        failures += [Failure(call.index, call.expert, phase, error) for call, error in errors]
+        for call, error in errors:
+            failures.append(CallFailure(call.index, call.expert, phase, error))
 
 
-def _check_grads(part: BackwardPart, outcome: Outcome) -> None:
-    """Trust a server's gradients no more than it trusts our inputs."""
+def _mismatch(part: BackwardPart, outcome: Outcome) -> CorruptDataError | None:
+    """Trust a server's gradients no more than it trusts our inputs: return what is wrong with them."""
     expected = [
         (tuple(x.shape), x.dtype) if wanted else None
         for x, wanted in zip(part.inputs, part.wants_input_grads, strict=True)
     ]
     got = [None if grad is None else (tuple(grad.shape), grad.dtype) for grad in outcome.tensors]
     if len(got) != len(expected) or any(g is not None and g != e for g, e in zip(got, expected, strict=True)):
-        raise CorruptDataError(
+        return CorruptDataError(
             f"expert {part.call.expert!r} at {part.call.address}, backward: expected gradients {expected}, got {got}. "
             "The server is broken, or of another version."
         )
+    return None
 
 
 def _check_updates(rpc: str, channel: Channel, reply: pb.UpdateReply, operation: Operation) -> None:

@@ -17,6 +17,7 @@ Threads: any number of operations at once.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import (
     DeadlineExceededError,
     ExpertNotFoundError,
@@ -72,12 +74,14 @@ class Job:
         address: where it goes, or went.
         choose: given the expert's hosts as known then, where to try next; None to stay.
         outcome: what has become of it.
+        index: of the call in its pass.
     """
 
     request: Request
     address: str
     choose: Callable[[tuple[str, ...]], str | None]
     outcome: Outcome = field(default_factory=Outcome)
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,24 +161,36 @@ class Delivery:
 
     # ---- passes
 
-    def deliver(self, rpc: str, jobs: Sequence[Job]) -> None:
-        """Send each job to its address until it has its final outcome."""
-        with self.operation() as operation:
+    def deliver(self, rpc: str, jobs: Sequence[Job], failures: Failures | None = None) -> None:
+        """Send each job to its address until it has its final outcome, or `failures` gives up on it.
+
+        Jobs that have failed already stay as they are.
+        """
+        with self.operation() as operation, _attended(rpc, jobs, failures, operation.cancellation):
+            to_send = [job for job in jobs if job.outcome.error is None]
 
             def at(_: str, own: list[Job]) -> None:
                 self._deliver_from(rpc, own, operation)
 
-            values_or_raise(self._fanout.at_each(_by_address(jobs), at, operation.cancellation))
+            values_or_raise(self._fanout.at_each(_by_address(to_send), at, operation.cancellation))
 
     def _deliver_from(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
         attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
         while True:
             for address, group in _by_address(jobs).items():
                 self._send(address, rpc, group, operation)
-            jobs = [job for job in jobs if self._is_worth_retrying(job, attempts)]
+            failed = [job for job in jobs if job.outcome.error is not None]
+            jobs = []
+            for job in failed:
+                if self._is_worth_retrying(job, attempts):
+                    jobs.append(job)
+                else:
+                    job.request.on_settled(False)
             errors = [job.outcome.error for job in jobs if job.outcome.error is not None]
             pause_s = attempts.pause_before_next(errors) if errors else None
             if pause_s is None or operation.cancellation.wait(pause_s):
+                for job in jobs:
+                    job.request.on_settled(False)
                 if attempts.num_retries:
                     for error in errors:
                         error.add_note(f"Given up after {attempts.num_retries} retries.")
@@ -250,6 +266,22 @@ class Delivery:
             channel.close()
         self._fanout.close()
         self._looking.close()
+
+
+@contextmanager
+def _attended(
+    rpc: str, jobs: Sequence[Job], failures: Failures | None, cancellation: Cancellation
+) -> Iterator[None]:
+    """Tell whoever keeps attendance of each job that is settled, and cancel the rest when it gives them up."""
+    if failures is None or isinstance(failures, list):
+        yield
+        return
+    with failures.waiting(rpc.lower(), cancellation.cancel) as note:
+        for job in jobs:
+            job.request.on_settled = functools.partial(note, job.index)
+            if job.outcome.error is not None:
+                job.request.on_settled(False)
+        yield
 
 
 def _by_address(jobs: Sequence[Job]) -> dict[str, list[Job]]:

@@ -27,6 +27,7 @@ class Cancellation:
         self._lock = threading.Lock()
         self._cancels: set[Callable[[], object]] = set()
         self._event = threading.Event()
+        self.reason = ""
 
     def add(self, cancel: Callable[[], object]) -> None:
         """Have `cancel` called if the operation is cancelled; at once if it has been."""
@@ -40,8 +41,9 @@ class Cancellation:
         with self._lock:
             self._cancels.discard(cancel)
 
-    def cancel(self) -> None:
-        """Cancel all that is under way, and whatever may be added."""
+    def cancel(self, reason: str = "") -> None:
+        """Cancel all that is under way, and whatever may be added; `reason` says why, if the user is to know."""
+        self.reason = self.reason or reason
         self._event.set()
         with self._lock:
             cancels = tuple(self._cancels)
