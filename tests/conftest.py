@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run, however busy the machine is: a failure is then the change's own, and can be repeated.
+# To search on, `pytest --hypothesis-profile search`.
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", _UNTIMED, derandomize=True)
+settings.register_profile("search", _UNTIMED, max_examples=1000)
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `make soak` say how long it has."""
     parser.addoption("--soak-minutes", type=float, default=1.0, help="how long the soak tests run")
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, which a shell tells its background jobs to ignore: our children would inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,7 +16,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import DeadlineExceededError
 from moe_autograd.remote import RemoteOptimizer, connect
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, wait_until_inside
 from tests.support.subprocesses import assert_prints
 
 
@@ -29,7 +29,7 @@ def server():
 
 
 def test_ctrl_c_ends_a_call_at_once():
-    """The program calls an expert that answers in a minute, and is interrupted when the call is under way."""
+    """The program calls an expert that never answers, and is interrupted when the call is under way."""
     program = """
         import threading, torch
         from experts_server import ExpertsServer
@@ -38,12 +38,12 @@ def test_ctrl_c_ends_a_call_at_once():
         class Waits(torch.nn.Module):
             def forward(self, x):
                 print("begun", flush=True)
-                threading.Event().wait(60)
+                threading.Event().wait()
                 return x
 
         if __name__ == "__main__":
             server = ExpertsServer({"waits": Waits()}).start()
-            with connect(server.address, timeout_s=100) as experts:
+            with connect(server.address, timeout_s=1000) as experts:
                 try:
                     experts["waits"](torch.ones(1, 4))
                 except KeyboardInterrupt:
@@ -57,7 +57,7 @@ def test_ctrl_c_ends_a_call_at_once():
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
         try:
-            rest, _ = process.communicate(timeout=20)
+            rest, _ = process.communicate(timeout=120)
         finally:
             process.kill()
     assert rest == "interrupted\n"
@@ -74,7 +74,7 @@ class Gated(nn.Module):
     def forward(self, x):
         self.num_calls += 1
         self.begun.set()
-        assert self.gate.wait(60)
+        assert self.gate.wait(120)
         return x
 
 
@@ -85,8 +85,9 @@ def test_a_call_that_is_given_up_before_it_began_is_never_begun():
         first = threading.Thread(target=experts["gated"], args=(x,))
         first.start()
         assert gated.begun.wait(60)
-        with connect(server.address, timeout_s=0.5) as hasty, pytest.raises(DeadlineExceededError):
+        with connect(server.address, timeout_s=3.0) as hasty, pytest.raises(DeadlineExceededError):
             hasty["gated"](x)
+        wait_until_inside(server, 1)
         gated.gate.set()
         first.join(60)
         experts["gated"](x)

@@ -18,13 +18,24 @@ from tests.support.subprocesses import ROOT
 NUM_EXPERTS, NUM_STEPS, D = 100, 100, 4
 
 
+class Scale(nn.Module):
+    """Has the same bits on any number of threads and at any alignment, which a matrix product has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def make_experts() -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    return {f"e.{n}": nn.Linear(D, D) for n in range(NUM_EXPERTS)}
+    return {f"e.{n}": Scale() for n in range(NUM_EXPERTS)}
 
 
 def trained(flip_chance: float, cut_chance: float) -> tuple[list[Tensor], dict[str, int], Proxy]:

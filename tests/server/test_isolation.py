@@ -17,7 +17,15 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import methods
 from moe_autograd.wire.parcels import ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
-from tests.support.servers import START_S, Answer, WireClient, messages_of, tokens
+from tests.support.servers import (
+    START_S,
+    Answer,
+    WireClient,
+    messages_of,
+    tokens,
+    wait_until,
+    wait_until_inside,
+)
 
 D = 8
 
@@ -61,8 +69,8 @@ def serving(experts: dict[str, nn.Module], **settings: Any) -> ExpertsServer:
 def wait_until_queued(server: ExpertsServer, num_calls: int) -> None:
     """Wait until so many calls wait for the expert called e."""
     assert server._server is not None
-    while len(server._server.registry["e"]) < num_calls:
-        threading.Event().wait(0.001)
+    queue = server._server.registry["e"]
+    wait_until(lambda: len(queue) >= num_calls)
 
 
 def test_many_hanging_experts_hold_up_no_other() -> None:
@@ -99,9 +107,11 @@ def test_a_call_whose_client_went_away_is_never_begun() -> None:
         writer = ParcelWriter()
         writer.add(*client.forward_call("e", tokens(5, D)))
         call = client.channel.stream_stream(methods.path("Forward"))(messages_of(writer), timeout=START_S)
+        wait_until_queued(server, 1)
         second = Waiting(lambda: client.forward("e", tokens(2, D), call_id=2))
+        wait_until_queued(server, 2)
         call.cancel()
-        assert client.info().experts[0].name == "e", "the server has seen the cancellation by now"
+        wait_until_inside(server, 2)
         gated.let_go()
         assert (first.result().code, second.result().code) == ("OK", "OK")
     assert 5 not in gated.rows
@@ -115,6 +125,7 @@ def test_a_deadline_is_kept_while_an_expert_hangs_and_expired_work_is_not_begun(
         with pytest.raises(grpc.RpcError) as expired:
             client.stream("Forward", [client.forward_call("e", tokens(5, D))], timeout_s=0.2)
         assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        wait_until_inside(server, 1)
         gated.let_go()
         assert first.result().code == "OK"
         assert client.forward("e", tokens(2, D), call_id=2).code == "OK"
@@ -190,13 +201,12 @@ def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back
         client.forward("e", tokens(3, D))
         client.backward("e", tokens(3, D))
         assert server._server is not None
-        while server._server.memory.gathered.in_use:
-            threading.Event().wait(0.01)
+        gathered = server._server.memory.gathered
+        wait_until(lambda: not gathered.in_use)
         assert client.zero_grad("e").updates[0].status.message == "", "to forget them is no mistake"
         client.forward("e", tokens(3, D))
         client.backward("e", tokens(3, D))
-        while server._server.memory.gathered.in_use:
-            threading.Event().wait(0.01)
+        wait_until(lambda: not gathered.in_use)
         late = client.step("e").updates[0]
         assert "its gradients had been let go" in " ".join(late.status.message.split()).replace("when ", "")
         assert client.step("e").updates[0].num_updates == 0

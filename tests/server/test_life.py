@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -16,11 +18,17 @@ from experts_server import ExpertsServer
 from experts_server.config import ServingConfig
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.server.test_isolation import Gated, Waiting
-from tests.support.servers import START_S, ServerProcess, WireClient, tokens
+from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 
 D = 8
 FLAGS = ("--expert", "ffn", "--num-experts", "4", "--d-model", str(D), "--optimizer", "sgd", "--lr", "0.01")
-HANGS = "import time, torch\nclass Hangs(torch.nn.Linear):\n    def forward(self, x): time.sleep(1000)\n"
+HANGS = """
+import threading, torch
+class Hangs(torch.nn.Linear):
+    def forward(self, x):
+        open({pipe!r}, "w").close()
+        threading.Event().wait()
+"""
 
 
 def test_stopping_finishes_what_is_in_flight_and_refuses_what_comes_after() -> None:
@@ -126,66 +134,60 @@ def test_under_sigterm_with_eight_clients_no_accepted_call_fails_and_no_update_i
         )
 
 
-def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(HANGS)
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
-    config = tmp_path / "server.toml"
-    config.write_text(
-        'listen = "127.0.0.1:0"\n[experts.e]\nclass = "hanging:Hangs"\nargs = { in_features = 8, out_features = 8 }\n'
-    )
+@dataclass(frozen=True)
+class Hanging:
+    """A server process with an expert, called e, that hangs; the pipe it opens when it begins to."""
+
+    server: ServerProcess
+    client: WireClient
+    pipe: Path
+
+    def call(self) -> threading.Thread:
+        """Call the expert on a thread; return when it hangs."""
+        thread = threading.Thread(target=self._call_in_vain, daemon=True)
+        thread.start()
+        self.pipe.read_bytes()
+        return thread
+
+    def _call_in_vain(self) -> None:
+        with pytest.raises(grpc.RpcError):
+            self.client.forward("e", tokens(1, D))
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hanging]:
+    """The parameter is a line of the server's configuration."""
+    config, pipe = tmp_path / "server.toml", tmp_path / "begun"
+    os.mkfifo(pipe)
+    (tmp_path / "hanging.py").write_text(HANGS.format(pipe=str(pipe)))
+    expert = '[experts.e]\nclass = "hanging:Hangs"\nargs = { in_features = 8, out_features = 8 }\n'
+    config.write_text(f'listen = "127.0.0.1:0"\n{request.param}\n{expert}')
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with (
         ServerProcess("--config", str(config), environment=environment) as server,
         WireClient(server.address) as client,
     ):
-        watch = health_pb2_grpc.HealthStub(client.channel).Watch(
-            health_pb2.HealthCheckRequest(), timeout=START_S
-        )
-        next(watch)
-        hanging = threading.Thread(target=_ignore_failure, args=(client,), daemon=True)
-        hanging.start()
-        while not _is_computing(client):
-            threading.Event().wait(0.01)
-        server.signal(signal.SIGTERM)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 128 + signal.SIGTERM
-        hanging.join(START_S)
+        yield Hanging(server, client, pipe)
 
 
-def test_a_hanging_expert_does_not_keep_a_drained_server_alive(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(HANGS)
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
-    config = tmp_path / "server.toml"
-    config.write_text(
-        'listen = "127.0.0.1:0"\ndrain_timeout_s = 0.2\n'
-        '[experts.e]\nclass = "hanging:Hangs"\nargs = { in_features = 8, out_features = 8 }\n'
-    )
-    with (
-        ServerProcess("--config", str(config), environment=environment) as server,
-        WireClient(server.address) as client,
-    ):
-        hanging = threading.Thread(target=_ignore_failure, args=(client,), daemon=True)
-        hanging.start()
-        while not _is_computing(client):
-            threading.Event().wait(0.01)
-        assert server.stop() == 0
-        hanging.join(START_S)
+@pytest.mark.parametrize("hanging", ["drain_timeout_s = 1000"], indirect=True)
+def test_a_second_signal_exits_at_once(hanging: Hanging) -> None:
+    stub = health_pb2_grpc.HealthStub(hanging.client.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=START_S)
+    next(watch)
+    call = hanging.call()
+    hanging.server.signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    hanging.server.signal(signal.SIGTERM)
+    assert hanging.server.wait() == 128 + signal.SIGTERM
+    call.join(START_S)
 
 
-def _ignore_failure(client: WireClient) -> None:
-    try:
-        client.forward("e", tokens(1, D))
-    except grpc.RpcError:
-        return
-
-
-def _is_computing(client: WireClient) -> bool:
-    """Whether the hanging call has begun: a second one then never does before its deadline."""
-    try:
-        client.stream("Forward", [client.forward_call("e", tokens(1, D), call_id=2)], timeout_s=0.1)
-    except grpc.RpcError as error:
-        return error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    return False
+@pytest.mark.parametrize("hanging", ["drain_timeout_s = 0.2"], indirect=True)
+def test_a_hanging_expert_does_not_keep_a_drained_server_alive(hanging: Hanging) -> None:
+    call = hanging.call()
+    assert hanging.server.stop() == 0
+    call.join(START_S)
 
 
 def test_a_server_is_one_process_with_sixteen_experts_under_400_mb() -> None:

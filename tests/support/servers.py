@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,19 @@ import grpc
 import torch
 from torch import Tensor
 
+from experts_server import ExpertsServer
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal, unseal
-from moe_autograd.wire.options import CHANNEL_OPTIONS
+from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 
-START_S = 60.0
+START_S = 120.0  # patience with a busy machine; nothing that works comes near it
+_OPTIONS = (  # without pings: a machine too busy to answer one is no fault that these tests are about
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_retries", 0),
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -142,9 +149,9 @@ class WireClient:
         self.settled_below = 0
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self.channel = (
-            grpc.insecure_channel(address, CHANNEL_OPTIONS)
+            grpc.insecure_channel(address, _OPTIONS)
             if credentials is None
-            else grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
+            else grpc.secure_channel(address, credentials, _OPTIONS)
         )
 
     def __enter__(self) -> WireClient:
@@ -289,6 +296,26 @@ def messages_of(writer: ParcelWriter) -> Iterator[bytes]:
     """Yield all that `writer` has to say."""
     while (message := writer.next_message()) is not None:
         yield message
+
+
+def wait_until(is_so: Callable[[], bool], patience_s: float = START_S) -> None:
+    """Wait for what no event tells; raise if it does not come.
+
+    Raises:
+        TimeoutError: it is still not so after `patience_s`.
+    """
+    pause, until_s = threading.Event(), time.monotonic() + patience_s
+    while not is_so():
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"not so after {patience_s} s")
+        pause.wait(0.002)
+
+
+def wait_until_inside(server: ExpertsServer, num_rpcs: int) -> None:
+    """Wait until so many RPCs are with a server in this process: one that was cancelled leaves when that is noticed."""
+    assert server._server is not None
+    doorway = server._server.service.doorway
+    wait_until(lambda: f" {num_rpcs} inside" in repr(doorway))
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
