@@ -30,11 +30,12 @@ from torch.utils.checkpoint import checkpoint
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.closures import find_cuts
+from moe_autograd.autograd.deferred import DeferringModules
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall
 from moe_autograd.autograd.grouping import group_calls, ungroup
 from moe_autograd.autograd.join import Joined, join, run_calls
-from moe_autograd.autograd.module_calls import run_module_calls
+from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 
 _NOT_RUN = cast(FunctionCall, None)
@@ -117,11 +118,14 @@ def _map(
         return ()
     if getattr(func.apply, "__func__", None) is not _APPLY:  # it does something of its own around the forward
         return tuple(
-            _apply([func.apply] * len(args_per_call), args_per_call, None, max_concurrency, False, None)
+            _apply(
+                [func.apply] * len(args_per_call), args_per_call, None, max_concurrency, False, False, None
+            )
         )
     title = f"map_with_parallel_backward({func.__name__})"
     if len(args_per_call) == 1:
-        return (_apply_alone(func, args_per_call[0], title),)
+        alone = functools.partial(func.apply, *args_per_call[0])
+        return (_run_alone(alone, f"call 0 ({func.__name__})", title),)
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
     calls: list[FunctionCall] = [_NOT_RUN] * len(args_per_call)
     is_recorded = torch.is_grad_enabled()
@@ -139,14 +143,13 @@ def _map(
     return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
 
 
-def _apply_alone(func: type[Function], args: Sequence[Any], title: str) -> Any:
+def _run_alone(call: Callable[[], Any], name: str, title: str) -> Any:
     """Make the only call of a map: there is nothing to run it beside, and PyTorch's own node will do."""
-    name = f"call 0 ({func.__name__})"
     is_profiled = torch.autograd.profiler._is_profiler_enabled
     with own_streams(CallSeeds()), record_function(f"{title}, forward: {name}") if is_profiled else _NO_RANGE:
         running.index = 0
         try:
-            return func.apply(*args)
+            return call()
         except BaseException as error:
             error.add_note(f"{title}, forward: raised by {name} of 1.")
             raise
@@ -175,6 +178,7 @@ def parallel_apply(
     *,
     max_concurrency: int | None = None,
     recompute: bool = False,
+    defer_weight_grads: bool = False,
     names: Sequence[str] | None = None,
 ) -> list[Any]:
     """Call each module with its inputs; all forwards run concurrently, and all backwards.
@@ -190,6 +194,9 @@ def parallel_apply(
         max_concurrency: at most so many calls at once, at least 1; `None` leaves the number to the library.
         recompute: keep only inputs, and run each forward again when its backward comes, with the same random
             numbers and autocast (`torch.utils.checkpoint`, without its `use_reentrant`).
+        defer_weight_grads: let the backward go on upstream as soon as the gradients of the inputs are there; idle
+            workers compute those of the weights meanwhile, and all are there when the backward returns. Where a
+            backward cannot be in two parts (`deferred`, Rule 4) and with `recompute`, nothing is deferred.
         names: for each call what errors and profiles are to call it; `None`: its place, and `expert_name` or class
             of its module.
 
@@ -217,8 +224,10 @@ def parallel_apply(
         >>> sum(y.sum() for y in outputs).backward()
     """
     if torch.compiler.is_compiling():
-        return _apply_uncompiled(modules, inputs, kwargs_tup, max_concurrency, recompute, names)
-    return _apply(modules, inputs, kwargs_tup, max_concurrency, recompute, names)
+        return _apply_uncompiled(
+            modules, inputs, kwargs_tup, max_concurrency, recompute, defer_weight_grads, names
+        )
+    return _apply(modules, inputs, kwargs_tup, max_concurrency, recompute, defer_weight_grads, names)
 
 
 def _apply(
@@ -227,6 +236,7 @@ def _apply(
     kwargs_tup: Sequence[dict[str, Any]] | None,
     max_concurrency: int | None,
     recompute: bool,
+    defer_weight_grads: bool,
     names: Sequence[str] | None,
 ) -> list[Any]:
     modules = list(modules)
@@ -242,6 +252,10 @@ def _apply(
     if not modules:
         return []
     together = group_calls(modules, args, kwargs, names)
+    if len(together) == 1 and together[0].is_group and not recompute:  # it sees to its own concurrency
+        return ungroup(
+            together, [_run_alone(together[0].run, together[0].name, "parallel_apply")], len(modules)
+        )
     called = [unit.call for unit in together]
     if recompute:
         called = [functools.partial(_recomputed, call) for call in called]
@@ -253,6 +267,7 @@ def _apply(
         max_concurrency=max_concurrency,
         title="parallel_apply",
         cuts=[() if unit.is_group else find_cuts(unit.call) for unit in together],
+        joined=DeferringModules if defer_weight_grads and not recompute else JoinedModules,
     )
     return ungroup(together, returned, len(modules))
 

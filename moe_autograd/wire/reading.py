@@ -80,11 +80,12 @@ class ParcelReader:
                 "A message was repeated, or the sender is broken."
             )
         self._next_number = number + 1
+        head = _head_of(announcement)
         try:
-            incoming = self._accept(announcement)
+            incoming = self._accept(number, head, announcement.tensors)
         except InvalidCallError as error:
             self._refused.add(number)
-            done.append(Parcel(number, _head_of(announcement), error=error))
+            done.append(Parcel(number, head, error=error))
             return
         if incoming.num_missing:
             self._incoming[number] = incoming
@@ -92,12 +93,11 @@ class ParcelReader:
         else:
             done.append(incoming.parcel())
 
-    def _accept(self, announcement: pb.Announcement) -> _Incoming:
-        """Check the announcement before anything is kept for it."""
-        limits, number, head = self._limits, announcement.parcel, _head_of(announcement)
+    def _accept(self, number: int, head: Head | None, headers: Sequence[pb.TensorHeader]) -> _Incoming:
+        """Check an announcement before anything is kept for it."""
+        limits = self._limits
         if head is None:
             raise InvalidCallError(f"parcel {number}: expected a head of experts.proto, got none.")
-        headers = announcement.tensors
         if len(headers) > limits.max_tensors:
             raise InvalidCallError(
                 f"parcel {number}: expected at most {limits.max_tensors} tensors, "
@@ -108,7 +108,7 @@ class ParcelReader:
                 f"parcel {number}: expected at most {limits.max_unfinished_parcels} unfinished parcels in a "
                 "stream, got more. Finish some before you begin others."
             )
-        forms = [check_header(header, limits) for header in headers]
+        forms = [check_header(header.SerializeToString(), limits) for header in headers]
         incoming = _Incoming(number, head, forms)
         if self._unfinished_bytes + incoming.num_bytes > limits.max_unfinished_bytes:
             raise InvalidCallError(
@@ -168,32 +168,22 @@ class _Payload:
 class _Incoming:
     """A parcel on its way in: its tensors so far, and those in the making."""
 
-    __slots__ = (
-        "_assemblies",
-        "_forms",
-        "_received",
-        "_tensors",
-        "head",
-        "num_bytes",
-        "num_missing",
-        "number",
-    )
+    __slots__ = ("_assemblies", "_forms", "_received", "head", "num_bytes", "num_missing", "number", "tensors")
 
-    def __init__(self, number: int, head: Head, forms: Sequence[TensorForm]) -> None:
+    def __init__(self, number: int, head: Head, forms: list[TensorForm]) -> None:
         self.number = number
         self.head = head
         self.num_bytes = 0
         self.num_missing = 0
+        self.tensors: list[torch.Tensor | None] = []
         self._forms = forms
-        self._tensors: list[torch.Tensor | None] = [None] * len(forms)
-        self._received: dict[int, int] = {}  # of tensors that have begun
+        self._received = [0] * len(forms)
         self._assemblies: dict[int, Assembly] = {}
-        for index, form in enumerate(forms):
-            if form.num_bytes:
-                self.num_bytes += form.num_bytes
-                self.num_missing += 1
-            else:
-                self._tensors[index] = empty_of(form)
+        for form in forms:
+            num_bytes = form.num_bytes
+            self.num_bytes += num_bytes
+            self.num_missing += num_bytes > 0
+            self.tensors.append(None if num_bytes else empty_of(form))
 
     def take(self, index: int, offset: int, num_bytes: int, payload: _Payload, start: int) -> None:
         """Take a part, if it is the very one that comes next."""
@@ -201,7 +191,7 @@ class _Incoming:
             raise CorruptDataError(
                 f"parcel {self.number}: expected tensor 0 to {len(self._forms) - 1}, got {index}."
             )
-        form, received = self._forms[index], self._received.get(index, 0)
+        form, received = self._forms[index], self._received[index]
         if offset != received or received + num_bytes > form.num_bytes:
             raise CorruptDataError(
                 f"parcel {self.number}, tensor {index}: expected the part from {received} of "
@@ -210,20 +200,18 @@ class _Incoming:
             )
         self._received[index] = received + num_bytes
         if num_bytes == form.num_bytes:
-            self._put(index, tensor_in(payload.memory, payload.start_in_message + start, form))
+            self.tensors[index] = tensor_in(payload.memory, payload.start_in_message + start, form)
+            self.num_missing -= 1
             return
         if offset == 0:
             self._assemblies[index] = Assembly(form)
         self._assemblies[index].write(offset, payload.bytes[start : start + num_bytes])
         if received + num_bytes == form.num_bytes:
-            self._put(index, self._assemblies.pop(index).finish())
-
-    def _put(self, index: int, tensor: torch.Tensor) -> None:
-        self._tensors[index] = tensor
-        self.num_missing -= 1
+            self.tensors[index] = self._assemblies.pop(index).finish()
+            self.num_missing -= 1
 
     def parcel(self) -> Parcel:
-        return Parcel(self.number, self.head, tuple(self._tensors))
+        return Parcel(self.number, self.head, tuple(self.tensors))
 
 
 def _head_of(announcement: pb.Announcement) -> Head | None:

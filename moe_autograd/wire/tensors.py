@@ -28,6 +28,7 @@ from moe_autograd.wire import experts_pb2 as pb
 assert sys.byteorder == "little", "the wire is little-endian, and so is all that torch runs on"
 
 MAX_RANK = 64
+MAX_HEADER_BYTES = 1024  # 64 dimensions of 10 bytes each, and some
 
 DTYPES: dict[torch.dtype, pb.DType] = {
     torch.float64: pb.FLOAT64,
@@ -126,27 +127,30 @@ def _header(dtype: pb.DType, shape: torch.Size, encoding: pb.Encoding, num_bytes
 # ---- in
 
 
-def check_header(header: pb.TensorHeader, limits: TensorLimits) -> TensorForm:
-    """Refuse a header that lies or asks for too much. Takes no memory.
+def check_header(header: bytes, limits: TensorLimits) -> TensorForm:
+    """Refuse a serialized `TensorHeader` that lies or asks for too much. Takes no memory.
 
     Raises:
         InvalidCallError: naming what is wrong and what is allowed.
     """
-    return _checked_form(
-        header.dtype, tuple(header.shape), header.encoding, header.num_bytes, limits.max_tensor_bytes
-    )
+    if len(header) > MAX_HEADER_BYTES:
+        raise InvalidCallError(
+            f"tensor: expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(header)}. "
+            f"A tensor has at most {MAX_RANK} dimensions."
+        )
+    return _checked_form(header, limits.max_tensor_bytes)
 
 
-@functools.lru_cache(maxsize=1024)
-def _checked_form(
-    dtype_number: int, shape: tuple[int, ...], encoding: pb.Encoding, num_bytes: int, max_tensor_bytes: int
-) -> TensorForm:
-    dtype = TORCH_DTYPES.get(dtype_number)
+@functools.lru_cache(maxsize=1024)  # the same few headers come again and again; to parse one costs more than its tensor
+def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
+    header = pb.TensorHeader.FromString(serialized)
+    shape, encoding, num_bytes = tuple(header.shape), header.encoding, header.num_bytes
+    dtype = TORCH_DTYPES.get(header.dtype)
     if dtype is None:
-        if dtype_number == pb.DTYPE_NONE and not (shape or encoding or num_bytes):
+        if header.dtype == pb.DTYPE_NONE and not (shape or encoding or num_bytes):
             return _NO_TENSOR
         raise InvalidCallError(
-            f"tensor: expected a dtype of experts.proto, got number {dtype_number}. Is the sender newer?"
+            f"tensor: expected a dtype of experts.proto, got number {header.dtype}. Is the sender newer?"
         )
     if len(shape) > MAX_RANK:
         raise InvalidCallError(f"tensor: expected at most {MAX_RANK} dimensions, got {len(shape)}.")
@@ -263,9 +267,7 @@ def _decode(elements: torch.Tensor, form: TensorForm) -> torch.Tensor:
         elements = compression.decode(elements, dtype, form.encoding)
     elif dtype is torch.bool and int(elements.view(torch.uint8).max()) > 1:
         raise InvalidCallError("tensor: expected bools of 0 and 1, got another byte. The sender is broken.")
-    if len(shape) == 1:
-        return elements
-    return elements.view(*shape) if shape else elements.view(())
+    return elements.resize_(shape)  # of the same size; a view would cost twice as much
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
