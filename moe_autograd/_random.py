@@ -39,6 +39,7 @@ _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
 _PROCESS_GENERATOR = torch.default_generator
 _CPU = torch.device("cpu")
+_APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
 
 # Every aten operator that takes a generator and is not composed of others (a test compares with torch's own list).
 RANDOM_OPERATORS = (
@@ -91,6 +92,12 @@ class CallSeeds:
         self._put_aside: dict[int, torch.Tensor] = {}  # own states of the calls that have set another one
         self._base: int | None = None
         self._has_drawn = False
+
+    def apart(self) -> CallSeeds:
+        """Take the base now, and leave the caller's stream alone: for calls that run while the caller goes on."""
+        self._base = _mix(_next_draw(self._caller().clone_state()), _APART) >> 1
+        self._has_drawn = True
+        return self
 
     def generator(self, index: int, device: torch.device) -> torch.Generator:
         """Return the generator of call `index`; reading its state does not advance the caller's stream."""

@@ -162,6 +162,14 @@ class Joined:
         run_calls(run, names, self.max_concurrency, f"{self.title}, backward")
         return [grad for own in grads for grad in own]
 
+    def hand_out(self, grads: list[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return what flows to the gate, and after it what flows to the inputs.
+
+        Args:
+            grads: what `backward` returned.
+        """
+        return (None, *grads)
+
 
 def has_any(grads: Sequence[Tensor | None]) -> bool:
     """Whether any gradient flows; written out, since it is asked once for each call."""
@@ -201,7 +209,7 @@ class _Join(Function):
         # The engine answers these only here, on its own thread.
         wanted = joined.ask([node for node, _ in ctx.next_functions])
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        return (None, None, *joined.backward(saved, grad_outputs, wanted, keep_graph))
+        return (None, *joined.hand_out(joined.backward(saved, grad_outputs, wanted, keep_graph)))
 
 
 def is_wanted(node: Node | None) -> bool:
@@ -245,6 +253,7 @@ def run_calls(
     title: str,
     *,
     is_recorded: bool = True,
+    seeds: CallSeeds | None = None,
 ) -> None:
     """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers, and raise the first failure.
 
@@ -254,15 +263,16 @@ def run_calls(
         max_concurrency: how many may run at once; `None` leaves it to the library.
         title: how the map is called in errors and profiles.
         is_recorded: whether the calls see the caller's grad mode, or none of their operators is recorded.
+        seeds: of their random numbers; `None` takes them from the calling thread's stream.
 
     Raises:
         BaseException: of the lowest failing call, with a note that names it, after all others have come to rest.
     """
     if not names:
         return
-    if _is_tracing():
+    if is_tracing():
         max_concurrency = 1
-    seeds = CallSeeds()
+    seeds = CallSeeds() if seeds is None else seeds
     scope = functools.partial(own_streams, seeds) if is_recorded else lambda: _Unrecorded(seeds)
 
     def run(index: int) -> None:
@@ -277,7 +287,7 @@ def run_calls(
     _raise_lowest(run_all(chosen, len(names), max_concurrency=max_concurrency, scope=scope), names, title)
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
     """Whether a mode of the compiler's is active; its state belongs to one thread."""
     keys = torch._C._TorchDispatchModeKey
     modes = (torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))

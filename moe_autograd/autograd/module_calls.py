@@ -55,9 +55,19 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.join import ACCUMULATE_GRAD, Joined, has_any, is_wanted, join, run_calls, split
+from moe_autograd.autograd.join import (
+    ACCUMULATE_GRAD,
+    Joined,
+    has_any,
+    is_tracing,
+    is_wanted,
+    join,
+    run_calls,
+    split,
+)
 from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched, sleeping_hooks
+from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part, split_backward
 
 _ANY_THREAD = contextlib.nullcontext()
 Flat = tuple[
@@ -110,6 +120,8 @@ class ModuleCall:
     _dirty: Sequence[Tensor] = ()
     has_hooks = False  # whether hooks are to sleep in its backward
     boxes: Sequence[weakref.ref[Box]] = ()  # what it saved, where the caller has saved-tensor hooks
+    may_defer = False  # whether the gradients of its leaves may come later than its backward returns
+    _pending: PendingWeightGradients | None = None  # of its leaves
 
     def __init__(
         self,
@@ -127,6 +139,7 @@ class ModuleCall:
         versions = [tensor._version for tensor in entered]
         # Edges are looked up before the forward: an in-place change gives an alias a new history.
         self.cuts = [*[(edge_of(aliases[id(tensor)]), tensor) for tensor in entered], *cuts]
+        self._has_history = bool(cuts)
         inner = [aliases.get(id(value), value) for value in values]
         inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
 
@@ -252,11 +265,43 @@ class ModuleCall:
     ) -> Sequence[Tensor | None]:
         """See `join.Call`."""
         try:
+            if not keep_graph and self._can_defer() and any(wanted[len(self.cuts) :]):
+                return self._differentiate_inputs(grad_outputs, wanted)
             return self.differentiate(grad_outputs, wanted, keep_graph=keep_graph or self._shares_graph)
         finally:
             if not keep_graph:
                 self._edges, self._ends, self.cuts, self.leaves = [], [], [], []
                 self._is_spent = True
+
+    def _can_defer(self) -> bool:
+        """Whether its backward can be in two parts (`deferred`, Rule 4)."""
+        is_alone = not (self._shares_graph or self._has_history or self.boxes)
+        return self.may_defer and is_alone and not self._is_spent and not is_tracing()
+
+    def _differentiate_inputs(
+        self, grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Walk the inner graph to the inputs alone; what is left for the leaves is pending."""
+        starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
+        num_cuts = len(self.cuts)
+        ends = [i for i in range(num_cuts) if wanted[i]]
+        nodes = [edge.node for edge, _ in starts] if self.has_hooks else ()
+        with sleeping_hooks(nodes), on_this_thread():
+            found, self._pending = split_backward(
+                [edge for edge, _ in starts],
+                [grad for _, grad in starts],
+                [self._ends[i] for i in ends],
+                self._ends[num_cuts:],
+            )
+        grads: list[Tensor | None] = [None] * len(wanted)
+        for i, grad in zip(ends, found, strict=True):
+            grads[i] = grad
+        return grads
+
+    def take_pending(self) -> PendingWeightGradients | None:
+        """Return what is left of its backward, if anything."""
+        pending, self._pending = self._pending, None
+        return pending
 
     def differentiate(
         self,
@@ -274,7 +319,7 @@ class ModuleCall:
         grads: list[Tensor | None] = [None] * len(wanted)
         if not ends:
             return grads
-        with sleeping_hooks([edge.node for edge, _ in starts] if self.has_hooks else ()), _on_this_thread():
+        with sleeping_hooks([edge.node for edge, _ in starts] if self.has_hooks else ()), on_this_thread():
             # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
             found = _engine_run_backward(
                 tuple([edge for edge, _ in starts]),
@@ -290,7 +335,7 @@ class ModuleCall:
         return grads
 
 
-def _on_this_thread() -> contextlib.AbstractContextManager[object]:
+def on_this_thread() -> contextlib.AbstractContextManager[object]:
     """Keep an inner backward on its worker.
 
     On a GPU the engine hands nodes to a thread of the device. That thread is the one which runs the join, and waits
@@ -316,6 +361,8 @@ class JoinedModules(Joined):
     def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
         """See `Joined`; of leaves it wants all or none, of tensors that are leaves as inputs all."""
         wants_leaves = True
+        if is_in_first_part():
+            return [True] * sum(self.num_inputs)
         if self._has_gate:
             wants_leaves, nodes = is_wanted(nodes[0]), nodes[1:]
         wanted = [is_wanted(node) for node in nodes]
@@ -377,6 +424,7 @@ def run_module_calls(
     title: str,
     cuts: Sequence[Sequence[Cut]],
     shares_graph: bool = False,
+    joined: type[JoinedModules] = JoinedModules,
 ) -> list[Any]:
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
@@ -402,7 +450,7 @@ def run_module_calls(
         # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
         changed = tuple([tensor for call in calls for tensor in call.dirty])
         with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(changed):
-            tied = join(JoinedModules(calls, names, max_concurrency, title))
+            tied = join(joined(calls, names, max_concurrency, title))
     return [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
 
 

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 class _Inner(threading.local):
     def __init__(self) -> None:
         self.backwards: set[int] = set()  # the engine's numbers of the inner backwards on this thread
+        self.is_all = False  # whether every backward on this thread is an inner one
 
 
 _inner = _Inner()
@@ -34,7 +35,7 @@ class _Sleeper:
         self._hook = hook
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        is_inner = torch._C._current_graph_task_id() in _inner.backwards
+        is_inner = _inner.is_all or torch._C._current_graph_task_id() in _inner.backwards
         return None if is_inner else self._hook(grad)
 
 
@@ -71,6 +72,16 @@ def sleeping_hooks(starts: Sequence[Node]) -> Iterator[None]:
         for handle in handles:
             handle.remove()
         _inner.backwards.difference_update(noted)
+
+
+@contextlib.contextmanager
+def all_hooks_sleep() -> Iterator[None]:
+    """Run inner backwards, wherever they begin: wrapped hooks do nothing on this thread."""
+    outer, _inner.is_all = _inner.is_all, True
+    try:
+        yield
+    finally:
+        _inner.is_all = outer
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ whatever does not lead to them, inside such a node too. That is what this file b
    ordinary engine pass goes from the borders down to the weights. Whatever several weights share below
    the borders is computed once.
 4. A `torch.autograd.Function` written in Python always computes all its gradients, and calling it twice may
-   not be harmless. So it runs in the first part only, and what it sends over its borders is kept.
+   not be harmless. So it runs in the first part only, and what it sends over its borders is kept. One that
+   leaves out what the engine does not want (a parallel map does) has to ask `is_in_first_part`, too.
 
 `torch.distributed.pipelining._backward` knows the idea too. It starts a pass for each group of weights that
 share a node, fires the hooks of those nodes twice, keeps the saved tensors of all nodes between them, and
@@ -195,11 +196,21 @@ class _SecondPart:
             drop_saved_tensors(node)
 
 
+_first_parts: set[int] = set()  # the engine's numbers of those that run now
+
+
+def is_in_first_part() -> bool:
+    """Whether the backward that runs now is a first part: what a node in Python leaves out is lost then (Rule 4)."""
+    return torch._C._current_graph_task_id() in _first_parts
+
+
 def _first_part(graph: Graph, roots: Sequence[_Root]) -> tuple[Gradients, PendingWeightGradients]:
     second = _SecondPart(graph, roots)
     known = [i for i, edge in enumerate(graph.weights) if edge and edge.node in graph.known]
     behind = graph.edges_to_behind()
-    flowed, handles = _watch_inner_nodes(graph, second)
+    flowed: dict[Node, Gradients] = {}
+    numbers: list[int] = []
+    handles = _watch_inner_nodes(graph, second, flowed, numbers)
     try:
         grads = _engine_pass(
             [root for root in roots if root.edge.node in graph.known],
@@ -209,6 +220,7 @@ def _first_part(graph: Graph, roots: Sequence[_Root]) -> tuple[Gradients, Pendin
     finally:
         for handle in handles:
             handle.remove()
+        _first_parts.difference_update(numbers)
     _drop_all(graph.inner - flowed.keys())
     grads_of_inputs, rest = grads[: len(graph.inputs)], grads[len(graph.inputs) :]
     second.known.update(zip(known, rest, strict=False))
@@ -226,17 +238,24 @@ def _drop_all(nodes: Iterable[Node]) -> None:
         _in_graph_task((), lambda: drop_in_python(in_python))
 
 
-def _watch_inner_nodes(graph: Graph, second: _SecondPart) -> tuple[dict[Node, Gradients], list[Any]]:
+def _watch_inner_nodes(
+    graph: Graph, second: _SecondPart, flowed: dict[Node, Gradients], numbers: list[int]
+) -> list[Any]:
     """Hook the nodes above the borders: keep what flows in (Rule 2), or what comes out in Python (Rule 4)."""
-    flowed: dict[Node, Gradients] = {}
     handles = []
     for node in graph.inner:
         borders = graph.borders(node)
         if borders and is_python(node):
+            handles.append(node.register_prehook(functools.partial(_note_first_part, numbers)))
             handles.append(node.register_hook(functools.partial(_keep_made, second, borders)))
         elif borders:
             handles.append(node.register_prehook(functools.partial(flowed.__setitem__, node)))
-    return flowed, handles
+    return handles
+
+
+def _note_first_part(numbers: list[int], _: Gradients) -> None:
+    numbers.append(torch._C._current_graph_task_id())
+    _first_parts.add(numbers[-1])
 
 
 def _keep_made(second: _SecondPart, borders: Borders, made: Gradients, _: Gradients) -> None:

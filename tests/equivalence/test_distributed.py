@@ -11,13 +11,13 @@ import pytest
 from tests.support.subprocesses import ROOT
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_two_processes_have_the_gradients_of_one(find_unused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("find_unused", "defers"), [(False, False), (True, False), (True, True)])
+def test_two_processes_have_the_gradients_of_one(find_unused: bool, defers: bool, tmp_path: Path) -> None:
     """Also with an expert that is not used, which plain PyTorch serves with `find_unused_parameters=True`."""
     command = [sys.executable, "-m", "tests.support.distributed_program"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), str(find_unused)],
+            [*command, str(rank), str(tmp_path / "store"), str(find_unused), str(defers)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 Prints the largest difference between its gradients and those of one process over the whole batch.
 
-    python -m tests.support.distributed_program RANK STORE_FILE FIND_UNUSED
+    python -m tests.support.distributed_program RANK STORE_FILE FIND_UNUSED DEFER_WEIGHT_GRADS
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ NUM_EXPERTS = 4
 class Layer(nn.Module):
     """Experts over slices of the input; with `num_used` below their number, some get no gradient."""
 
-    def __init__(self, num_used: int, *, is_mapped: bool) -> None:
+    def __init__(self, num_used: int, *, is_mapped: bool, defers: bool = False) -> None:
         super().__init__()
         self.experts = nn.ModuleList(
             seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
         )
         self.num_used = num_used
         self.is_mapped = is_mapped
+        self.defers = defers
 
     def forward(self, x: Tensor) -> Tensor:
         used = list(self.experts)[: self.num_used]
-        outputs = (
-            parallel_apply(used, [(x,)] * len(used)) if self.is_mapped else [expert(x) for expert in used]
-        )
+        if self.is_mapped:
+            outputs = parallel_apply(used, [(x,)] * len(used), defer_weight_grads=self.defers)
+        else:
+            outputs = [expert(x) for expert in used]
         return torch.stack(outputs).sum(0)
 
 
@@ -47,14 +49,15 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [p.grad for p in module.parameters()]
 
 
-def main(rank: int, store: str, find_unused: bool) -> None:
+def main(rank: int, store: str, find_unused: bool, defers: bool) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     num_used = NUM_EXPERTS - find_unused
     whole = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = gradients(Layer(num_used, is_mapped=False), whole)
-    distributed = DistributedDataParallel(Layer(num_used, is_mapped=True), find_unused_parameters=find_unused)
+    layer = Layer(num_used, is_mapped=True, defers=defers)
+    distributed = DistributedDataParallel(layer, find_unused_parameters=find_unused)
     got = gradients(distributed, whole.chunk(2)[rank])
     pairs = [(e, g) for e, g in zip(expected, got, strict=True) if e is not None]
     assert len(pairs) == 4 * num_used
@@ -64,4 +67,4 @@ def main(rank: int, store: str, find_unused: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True")
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", sys.argv[4] == "True")

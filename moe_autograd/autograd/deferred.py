@@ -1,0 +1,306 @@
+"""Weight gradients that come later: computed by idle workers while the backward goes on upstream.
+
+Whoever waits for a layer's backward waits for the gradients of its inputs; those of its weights are wanted when the
+whole backward is over. So a join that defers runs the first part of every call's backward (`split_backward`) and
+leaves the second for later::
+
+        x ◀──── gradients, now ──────┐
+                                   join ◀── y
+   leaves ◀── late ◀──── promise ────┘
+                 │                   └─▶ backlog ──▶ a worker: second parts, join after join
+                 └ keeps the promise: runs what no worker has begun, waits for the rest
+
+Rule 1. Of the nodes that are ready the engine runs the one that was made last. `late` says that it was made before
+        all others, so it runs when nothing is left to do upstream.
+Rule 2. The promise travels with the gradient that flows to `late`, so it belongs to this backward and to no other.
+        Of a backward that failed the engine keeps such gradients until the thread's next one, but drops its callbacks
+        at once: one of them holds all promises. What has not begun then never does, and what runs comes to rest before
+        `loss.backward()` raises.
+Rule 3. From `late` on everything is the engine's, as ever: sums with other uses of a parameter, `.grad`, hooks, DDP,
+        `torch.autograd.grad`. A second part that failed raises there.
+Rule 4. A promise may be kept at once. So it is where a backward cannot be in two parts: with `retain_graph` or
+        `create_graph`, among saved-tensor hooks, with a graph that calls share or that reaches tensors with history.
+Rule 5. One worker at a time takes from the backlog, and nobody waits for what has not begun, but runs it himself:
+        second parts may hold maps that defer, and nothing waits in a circle.
+
+Mutable state: the backlog's `_works` and `_has_worker` are guarded by its lock; a work's `_pending` and `_grads` belong
+to whoever has taken it off the backlog.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.function import Function
+from torch.autograd.graph import Node
+
+from moe_autograd._ambient import Ambient
+from moe_autograd._random import CallSeeds
+from moe_autograd._threads import start_soon
+from moe_autograd.autograd.join import is_wanted, run_calls, split
+from moe_autograd.autograd.module_calls import JoinedModules, ModuleCall, on_this_thread
+from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
+from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
+
+Gradients = Sequence[Tensor | None]
+
+
+class DeferringModules(JoinedModules):
+    """The module calls of one map, whose weight gradients come later than those of their inputs."""
+
+    def __init__(
+        self, calls: Sequence[ModuleCall], names: Sequence[str], max_concurrency: int | None, title: str
+    ) -> None:
+        super().__init__(calls, names, max_concurrency, title)
+        self._num_cuts = [len(call.cuts) for call in calls]
+        for call in calls:
+            call.may_defer = True
+            call.inputs = call.inputs[: len(call.cuts)]  # `late` leads to the leaves
+
+    def pass_gate(self) -> Tensor | None:
+        """See `Joined`; the gate is `late`."""
+        leaves = [leaf for call in self.calls for leaf in call.leaves]
+        if not leaves:
+            return None
+        self._has_gate = True
+        late: Tensor = _Late.apply(*leaves)  # type: ignore[no-untyped-call]
+        assert late.grad_fn is not None
+        late.grad_fn._set_sequence_nr(0)  # type: ignore[attr-defined]  # Rule 1
+        return late
+
+    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+        """See `JoinedModules`; the leaves' nodes are not among those of the inputs."""
+        if is_in_first_part():
+            return [True] * sum(self.num_inputs)
+        wants_leaves = self._has_gate and is_wanted(nodes[0])
+        rest = iter(nodes[1:] if self._has_gate else nodes)
+        wanted = []
+        for num_cuts, num_inputs in zip(self._num_cuts, self.num_inputs, strict=True):
+            wanted += [is_wanted(next(rest)) for _ in range(num_cuts)]
+            wanted += [wants_leaves] * (num_inputs - num_cuts)
+        return wanted
+
+    def hand_out(self, grads: list[Tensor | None]) -> Gradients:
+        """See `Joined`: promise the leaves' gradients to `late`."""
+        if not self._has_gate:
+            return (None, *grads)
+        of_cuts: list[Tensor | None] = []
+        of_leaves: list[Gradients] = []
+        for own, num_cuts in zip(split(grads, self.num_inputs), self._num_cuts, strict=True):
+            of_cuts += own[:num_cuts]
+            of_leaves.append(own[num_cuts:])
+        pending = {i: one for i, call in enumerate(self.calls) if (one := call.take_pending()) is not None}
+        carrier = torch.empty(0, dtype=torch.float32, device="cpu")
+        carrier.promise = work = _Work(self, pending, of_leaves)  # type: ignore[attr-defined]
+        if pending:
+            _cancel_with_this_backward(work)
+            _backlog.add(work)
+        return (carrier, *of_cuts)
+
+
+class _Late(Function):
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, carrier: Any) -> Gradients:
+        if carrier is None:
+            return (None,) * len(ctx.needs_input_grad)
+        promise: _Work = carrier.promise
+        return promise.keep()
+
+
+class _Hold:
+    """What the engine holds as long as one backward runs, and lets go of however that ends."""
+
+    def __init__(self) -> None:
+        self.works: list[_Work] = []
+        weakref.finalize(self, _cancel, self.works).atexit = False
+
+    def __call__(self) -> None:
+        """Do nothing at the end of a backward that went well: its promises have been kept."""
+
+
+def _cancel(works: list[_Work]) -> None:
+    for work in works:
+        work.cancel()
+    for work in works:
+        work.come_to_rest()
+
+
+_holds: weakref.WeakValueDictionary[int, _Hold] = (
+    weakref.WeakValueDictionary()
+)  # by the engine's number of the backward
+
+
+def _cancel_with_this_backward(work: _Work) -> None:
+    number = torch._C._current_graph_task_id()
+    hold = _holds.get(number)  # of one backward, a join runs at a time
+    if hold is None:
+        hold = _holds[number] = _Hold()
+        Variable._execution_engine.queue_callback(hold)
+    hold.works.append(work)
+
+
+class _Work:
+    """The promise: the second parts of one join's backward.
+
+    Args:
+        joined: whose names and bounds hold.
+        pending: the second parts, by call.
+        grads: for each call those of its leaves; of those that are pending, nothing yet.
+    """
+
+    def __init__(
+        self, joined: DeferringModules, pending: dict[int, PendingWeightGradients], grads: list[Gradients]
+    ) -> None:
+        self._pending, self._has_begun, self._grads = pending, bool(pending), grads
+        self._names = [joined.names[i] for i in pending]
+        self._title, self._max_concurrency = f"{joined.title}, weight gradients", joined.max_concurrency
+        self._error: BaseException | None = None
+        self._is_cancelled = False
+        self._is_at_rest = threading.Event()
+        self._thread_ids: set[int] = set()  # of those that compute
+        if pending:
+            self._ambient, self._seeds = Ambient(), CallSeeds().apart()
+
+    def keep(self) -> Gradients:
+        """Return the gradients of all leaves, call after call.
+
+        Raises:
+            BaseException: of the lowest failing call, with a note that names it.
+        """
+        if _backlog.take(self):
+            self._compute_here()
+        elif self._has_begun:
+            self._rest()
+        return self._take_grads()
+
+    def _compute(self) -> None:
+        """Compute all that is pending, on this thread and others; raise as `run_calls` does."""
+        places = list(self._pending)
+
+        def run(index: int) -> None:
+            pending = self._pending.pop(places[index])
+            if self._is_cancelled:
+                return
+            self._thread_ids.add(threading.get_ident())
+            try:
+                with all_hooks_sleep(), on_this_thread():
+                    self._grads[places[index]] = pending.run()
+            finally:
+                self._thread_ids.discard(threading.get_ident())
+
+        run_calls(run, self._names, self._max_concurrency, self._title, seeds=self._seeds)
+
+    def _compute_here(self) -> None:
+        """Compute in the backward that wants the promise kept, and raise what is raised."""
+        try:
+            self._compute()
+        finally:
+            self._is_at_rest.set()
+
+    def compute_elsewhere(self) -> None:
+        """Compute on a worker, in the world of the backward; what is raised waits for the promise to be kept."""
+        try:
+            self._ambient.run(self._compute)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._is_at_rest.set()
+
+    def _rest(self) -> None:
+        """Wait for the worker that has taken the work; Ctrl-C leaves it to end by itself."""
+        try:
+            self._is_at_rest.wait()
+        except KeyboardInterrupt:
+            self._is_cancelled, self._grads = True, []
+            raise
+
+    def _take_grads(self) -> Gradients:
+        """Return what was computed, or raise what went wrong; nothing of it stays here."""
+        error, self._error = self._error, None
+        grads, self._grads = self._grads, []
+        if error is None:
+            return tuple([grad for own in grads for grad in own])
+        try:
+            raise error
+        finally:
+            del error  # this frame is in the traceback
+
+    def cancel(self) -> None:
+        """Begin nothing more; after a promise that was kept this changes nothing."""
+        self._is_cancelled = True
+        if _backlog.take(self):
+            self._is_at_rest.set()
+
+    def come_to_rest(self) -> None:
+        """Wait for what runs, unless that is what calls, and let go of everything."""
+        if self._grads and threading.get_ident() not in self._thread_ids:
+            self._rest()
+        self._grads = []
+        self._pending.clear()
+
+
+class _Backlog:
+    """The works that wait for an idle worker, the oldest first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: deque[_Work] = deque()
+        self._has_worker = False
+
+    def add(self, work: _Work) -> None:
+        """Let a worker run it."""
+        with self._lock:
+            self._works.append(work)
+            if self._has_worker:
+                return
+            self._has_worker = True
+        try:
+            start_soon(self._work)
+        except (
+            RuntimeError
+        ):  # the system has no thread left to give: whoever wants the promise kept does the work
+            self._has_worker = False
+
+    def take(self, work: _Work) -> bool:
+        """Return whether nobody has begun it; then it is the caller's."""
+        with self._lock:
+            try:
+                self._works.remove(work)
+            except ValueError:
+                return False
+            return True
+
+    def _work(self) -> None:
+        while (work := self._next()) is not None:
+            work.compute_elsewhere()
+            del work  # the next may be long in coming, and holds its own
+
+    def _next(self) -> _Work | None:
+        with self._lock:
+            self._has_worker = bool(self._works)
+            return self._works.popleft() if self._works else None
+
+
+_backlog = _Backlog()
+
+
+def _start_anew() -> None:
+    """In a forked child there is no worker, and no lock is held by a thread that the child does not have."""
+    _backlog.__init__()  # type: ignore[misc]  # the same object: promises know it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
