@@ -52,12 +52,16 @@ class Channel:
 
     Args:
         address: `host:port`.
+        authority: the name that the server is called by, where that is not its address.
         token: sent with every RPC; None sends none.
         tls: None for a plain connection.
     """
 
-    def __init__(self, address: str, *, token: str | None = None, tls: TLS | None = None) -> None:
+    def __init__(
+        self, address: str, *, authority: str | None = None, token: str | None = None, tls: TLS | None = None
+    ) -> None:
         self.address = address
+        self._authority = authority or address
         self._is_open = True
         self._metadata: tuple[tuple[str, str], ...] = (
             () if token is None else (("authorization", f"Bearer {token}"),)
@@ -75,7 +79,8 @@ class Channel:
         )
         options = (*(option for option in CHANNEL_OPTIONS if option[0] != own[0][0]), *own)
         if self._tls is None:
-            return _Stubs(grpc.insecure_channel(self.address, options))
+            authority = ("grpc.default_authority", self._authority)
+            return _Stubs(grpc.insecure_channel(self.address, (*options, authority)))
         options = (*options, *self._tls.options())
         return _Stubs(grpc.secure_channel(self.address, self._tls.credentials(), options))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,44 +26,64 @@ from moe_autograd.remote.delivery import Delivery, Job, Operation, Settings, rai
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.placement import HostedExpert
+from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import State, fetch_states, send_states
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.status import error_of
+
+
+@dataclass
+class _Gathered:
+    """Gradients of ours that one server may have of one expert.
+
+    Args:
+        count: of how many backwards.
+        replicas: the servers that hosted the expert when they were made, and where they were sent.
+    """
+
+    count: pb.GatheredBackwards = field(default_factory=pb.GatheredBackwards)
+    replicas: set[str] = field(default_factory=set)
+
+    def joined_by(self, other: _Gathered, address: str) -> _Gathered:
+        """Count what `other` counted too, since it has moved here, to `address`."""
+        self.count.at_least += other.count.at_least
+        self.count.at_most += other.count.at_most
+        self.replicas |= other.replicas | {address}
+        return self
 
 
 class Connection:
     """The channels to some servers, and the experts found there.
 
     Args:
-        channels: one for each server.
+        servers: there are.
         settings: of all operations.
     """
 
     can_leave_out = True  # see `grouping`
 
-    def __init__(self, channels: Sequence[Channel], settings: Settings) -> None:
+    def __init__(self, servers: Servers, settings: Settings) -> None:
         self.numbering = Numbering()
         self.anchor = torch.empty(0, requires_grad=True)  # see expert.py, rule 1
         self.hosted: dict[str, HostedExpert] = {}
-        self._delivery = Delivery(channels, settings, int.from_bytes(self.numbering.client_id[:4], "little"))
+        self._delivery = Delivery(servers, settings, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._lock = threading.Lock()
-        # expert: {where gradients of ours may be: of how many backwards}
-        self._gathered: dict[str, dict[str, pb.GatheredBackwards]] = {}
+        self._gathered: dict[str, dict[str, _Gathered]] = {}  # by expert and address
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The servers."""
-        return tuple(self._delivery.channels)
+        """The servers known now."""
+        return self._delivery.servers.addresses
 
     def ask(self, *, allow_missing: bool = False) -> dict[str, HostedExpert]:
         """Ask all servers what they host now; return it by name.
 
         Args:
-            allow_missing: whether servers may be missing, as long as one answers.
+            allow_missing: whether addresses may have no server, as long as one has.
         """
         with self._delivery.operation() as operation:
             errors = self._delivery.look(operation.deadline, operation.cancellation)
-        if errors and (not allow_missing or len(errors) == len(self.addresses)):
+        if errors and (not allow_missing or len(errors) == len(self._delivery.servers.given)):
             raise errors[0]
         hosted = self._delivery.placement.experts()
         self.hosted = self.hosted | hosted  # what a server has dropped is still known here, for a clear error
@@ -175,9 +196,10 @@ class Connection:
             for part, job in zip(parts, jobs, strict=True):
                 name = part.call.expert
                 if part.wants_weight_grads and self.hosted[name].update == "on_step":
-                    at = self._gathered.setdefault(name, {}).setdefault(job.address, pb.GatheredBackwards())
-                    at.at_least += has_come_back and job.outcome.error is None
-                    at.at_most += 1
+                    at = self._gathered.setdefault(name, {}).setdefault(job.address, _Gathered())
+                    at.count.at_least += has_come_back and job.outcome.error is None
+                    at.count.at_most += 1
+                    at.replicas |= {*part.call.replicas, job.address}
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor]) -> Request:
         encoding = self._delivery.settings.compression.encoding("Forward")
@@ -227,20 +249,20 @@ class Connection:
 
     def update(self, rpc: str, names: Sequence[str]) -> None:
         """Send `Step` or `ZeroGrad` to where gradients of these experts are; the first that failed raises."""
-        counts_at: dict[str, dict[str, pb.GatheredBackwards]] = {}
+        gathered_at: dict[str, dict[str, _Gathered]] = {}
         with self._lock:
             for name in names:
-                for address, count in self._gathered.get(name, {}).items():
-                    counts_at.setdefault(address, {})[name] = count
+                for address, gathered in self._gathered.get(name, {}).items():
+                    gathered_at.setdefault(address, {})[name] = gathered
         with self.numbering.sequences(1) as ((sequence,), settled_below):
 
-            def once(channel: Channel, own: dict[str, pb.GatheredBackwards], operation: Operation) -> None:
+            def once(channel: Channel, own: dict[str, _Gathered], operation: Operation) -> None:
                 request = pb.UpdateRequest(
                     client_id=self.numbering.client_id,
                     sequence=sequence,
                     settled_below=settled_below,
                     experts=own,
-                    gathered=own.values(),
+                    gathered=[gathered.count for gathered in own.values()],
                     kind=pb.STEP if rpc == "Step" else pb.ZERO_GRAD,
                 )
                 attempt_s = self._delivery.settings.retry.update_attempt_s
@@ -253,11 +275,24 @@ class Connection:
                 _check_updates(rpc, channel, reply, operation)
 
             with self._delivery.operation() as operation:
-                self._delivery.at_each(counts_at, once, operation)
+                self._delivery.at_each(gathered_at, once, operation, self._move_gathered)
         if rpc == "ZeroGrad":
             with self._lock:
                 for name in names:
                     self._gathered.pop(name, None)
+
+    def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
+        """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""
+        parts: dict[str, dict[str, _Gathered]] = {}
+        with self._lock:
+            for name, gathered in own.items():
+                hosts = self._delivery.placement.hosts_of(name)
+                new = next((host for host in hosts if host not in gathered.replicas), address)
+                if new != address:
+                    del self._gathered[name][address]
+                    gathered = self._gathered[name].setdefault(new, _Gathered()).joined_by(gathered, new)
+                parts.setdefault(new, {})[name] = gathered
+        return {} if parts.keys() == {address} else parts
 
     # ---- weights
 
@@ -272,8 +307,17 @@ class Connection:
             return fetch_states(channel, own, operation.deadline, limits, operation.cancellation)
 
         with self._delivery.operation() as operation:
-            found = self._delivery.at_each(names_at, once, operation)
+            found = self._delivery.at_each(names_at, once, operation, self._moved_names)
         return {name: states[name] for states in found for name in states}
+
+    def _moved_names(self, address: str, own: list[str]) -> dict[str, list[str]]:
+        """Return where experts are now that were only at `address`; a replica has weights of its own."""
+        parts: dict[str, list[str]] = {}
+        for name in own:
+            hosts = self._delivery.placement.hosts_of(name)
+            new = next((host for host in hosts if host not in self.hosted[name].addresses), address)
+            parts.setdefault(new, []).append(name)
+        return {} if parts.keys() == {address} else parts
 
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
@@ -291,7 +335,7 @@ class Connection:
                 _check_updates("SetState", channel, reply, operation)
 
             with self._delivery.operation() as operation:
-                self._delivery.at_each(states_at, once, operation)
+                self._delivery.at_each(states_at, once, operation, lambda address, own: {})
 
 
 def _only_if_moved(call: Call) -> Callable[[tuple[str, ...]], str | None]:

@@ -39,6 +39,7 @@ from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation, Fanout
 from moe_autograd.remote.placement import Placement
 from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
+from moe_autograd.remote.servers import Servers
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.tensors import TensorLimits
 
@@ -96,18 +97,18 @@ class Delivery:
     """Brings calls to servers.
 
     Args:
-        channels: one for each server.
+        servers: there are.
         settings: of all operations.
         seed: chooses among replicas; see `Placement`.
     """
 
-    def __init__(self, channels: Sequence[Channel], settings: Settings, seed: int) -> None:
-        self.channels = {channel.address: channel for channel in channels}
+    def __init__(self, servers: Servers, settings: Settings, seed: int) -> None:
+        self.servers = servers
         self.settings = settings
-        self.placement = Placement(self.channels, seed)
+        self.placement = Placement(seed)
         self._budget = RetryBudget(settings.retry)
-        self._fanout = Fanout(len(self.channels))
-        self._looking = Fanout(len(self.channels))
+        self._fanout = Fanout(servers.expected_number)
+        self._looking = Fanout(servers.expected_number)
         self._lock = threading.Lock()
         self._operations: set[Cancellation] = set()
         self._process = os.getpid()
@@ -121,7 +122,7 @@ class Delivery:
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"connection to {', '.join(self.channels)}: expected to be used in the process that made it, "
+                f"connection to {', '.join(self.servers.given)}: expected to be used in the process that made it, "
                 f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
             )
         cancellation = Cancellation()
@@ -136,14 +137,30 @@ class Delivery:
     # ---- finding
 
     def look(self, deadline: Deadline, cancellation: Cancellation) -> list[Exception]:
-        """Ask all servers once what they host; return the errors of those that did not answer."""
+        """Find out which servers there are, and ask all of them once what they host.
 
-        def info(address: str, _: None) -> None:
-            reply = self.channels[address].unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
-            self.placement.note_reply(address, reply)
+        Returns:
+            For each address that the user gave and behind which no server answered, why.
+        """
+        errors: dict[str, Exception] = {**self.servers.resolve(deadline)}
 
-        results = self._looking.at_each(dict.fromkeys(self.channels), info, cancellation)
-        return [result for result in results.values() if result is not None]
+        def info(address: str, _: None) -> pb.InfoReply:
+            channel, attempt_s = self.servers.channel(address), self.servers.patience_s(address)
+            return channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline, attempt_s)
+
+        results = self._looking.at_each(dict.fromkeys(self.servers.addresses), info, cancellation)
+        replies: dict[str, pb.InfoReply] = {}
+        for address, result in results.items():
+            if isinstance(result, Exception):
+                errors[address] = result
+            else:
+                replies[address] = result
+        counted = self.servers.settle(replies)
+        known = [
+            address for address in self.servers.addresses if address in counted or address not in replies
+        ]
+        self.placement.note_replies(known, counted)
+        return self.servers.missing(errors)
 
     def hosts_of(self, name: str) -> tuple[str, ...]:
         """Return the servers of an expert, at least one.
@@ -154,8 +171,8 @@ class Delivery:
         hosts = self.placement.hosts_of(name)
         if not hosts:
             raise ExpertNotFoundError(
-                f"expert {name!r}: expected a server that hosts it, got none any more at {', '.join(self.channels)}. "
-                "Has a server been restarted with another configuration?"
+                f"expert {name!r}: expected a server that hosts it, got none any more at "
+                f"{', '.join(self.servers.given)}. Has a server been restarted with another configuration?"
             )
         return hosts
 
@@ -199,7 +216,7 @@ class Delivery:
 
     def _send(self, address: str, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
         outcomes = exchange(
-            self.channels[address],
+            self.servers.channel(address),
             rpc,
             [job.request for job in jobs],
             operation.deadline,
@@ -217,42 +234,60 @@ class Delivery:
     def _is_worth_retrying(self, job: Job, attempts: Attempts) -> bool:
         error = job.outcome.error
         if isinstance(error, ExpertNotFoundError):  # it may have moved; one look tells
-            return len(self.channels) > 1 and attempts.num_retries == 0
+            return self.servers.may_change and attempts.num_retries == 0
         return error is not None and is_worth_retrying(error, was_answered=job.outcome.was_answered)
 
     def _find_anew(self, jobs: Sequence[Job], operation: Operation) -> None:
         """Choose where jobs that failed go next."""
-        if len(self.channels) == 1:
-            return
-        timeout_s = min(_LOOK_TIMEOUT_S, max(operation.deadline.remaining_s, 0.001))
-        self.look(Deadline(timeout_s), operation.cancellation)
+        self._look_briefly(operation)
         for job in jobs:
             job.address = job.choose(self.placement.hosts_of(job.request.expert)) or job.address
 
     # ---- everything else
 
     def at_each(
-        self, work: Mapping[str, T], once: Callable[[Channel, T, Operation], R], operation: Operation
+        self,
+        work: Mapping[str, T],
+        once: Callable[[Channel, T, Operation], R],
+        operation: Operation,
+        moved: Callable[[str, T], Mapping[str, T]],
     ) -> list[R]:
         """Call `once`, which is short and may be repeated, at each address until it succeeds or fails for good.
+
+        Args:
+            work: for each address.
+            once: does it.
+            operation: that it is a part of.
+            moved: given an address that is lost and its work, returns where parts of it go now; empty to stay.
 
         Returns:
             What each returned; the first failure is raised, after all have come to rest.
         """
 
-        def until_done(address: str, own: T) -> R:
+        def until_done(address: str, own: T) -> list[R]:
             attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
             while True:
                 try:
-                    return once(self.channels[address], own, operation)
+                    return [once(self.servers.channel(address), own, operation)]
                 except RemoteError as error:
                     is_worth = is_worth_retrying(error, was_answered=False)
                     is_worth = is_worth or isinstance(error, DeadlineExceededError)  # of this attempt only
                     pause_s = attempts.pause_before_next([error]) if is_worth else None
                     if pause_s is None or operation.cancellation.wait(pause_s):
                         raise
+                    is_lost = isinstance(error, ServerUnavailableError)
+                if is_lost and self._look_briefly(operation) and (parts := moved(address, own)):
+                    return [result for new, part in parts.items() for result in until_done(new, part)]
 
-        return values_or_raise(self._fanout.at_each(work, until_done, operation.cancellation))
+        results = values_or_raise(self._fanout.at_each(work, until_done, operation.cancellation))
+        return [result for own in results for result in own]
+
+    def _look_briefly(self, operation: Operation) -> bool:
+        """Look for servers in the middle of an operation; False if nothing can have changed."""
+        if self.servers.may_change:
+            timeout_s = min(_LOOK_TIMEOUT_S, max(operation.deadline.remaining_s, 0.001))
+            self.look(Deadline(timeout_s), operation.cancellation)
+        return self.servers.may_change
 
     def close(self) -> None:
         """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
@@ -262,8 +297,7 @@ class Delivery:
             operations = tuple(self._operations)
         for cancellation in operations:
             cancellation.cancel()
-        for channel in self.channels.values():
-            channel.close()
+        self.servers.close()
         self._fanout.close()
         self._looking.close()
 

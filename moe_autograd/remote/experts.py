@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -9,6 +11,7 @@ from types import TracebackType
 from torch import Tensor
 
 from moe_autograd.errors import ExpertNotFoundError
+from moe_autograd.remote.addresses import check_addresses, host_of
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.connection import Connection
@@ -18,6 +21,7 @@ from moe_autograd.remote.expert import RemoteExpert
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS
+from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import split_by_expert
 from moe_autograd.wire.tensors import TensorLimits
 
@@ -57,7 +61,7 @@ def connect(
 
     Threads: any.
     """
-    listed = _check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
+    listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(
         timeout_s,
@@ -65,13 +69,21 @@ def connect(
         retry or RetryPolicy(),
         Compression.of(compression),
     )
-    connection = Connection([Channel(address, token=token, tls=tls) for address in listed], settings)
+    servers = Servers(listed, functools.partial(_open_channel, token=token, tls=tls))
+    connection = Connection(servers, settings)
     try:
         connection.ask(allow_missing=allow_missing)
     except BaseException:
         connection.close()
         raise
     return RemoteExperts(connection)
+
+
+def _open_channel(address: str, given: str, *, token: str | None, tls: TLS | None) -> Channel:
+    """Open a channel to an address with a number; certificates are in the name that the user gave."""
+    if tls is not None and tls.server_name is None and address != given:
+        tls = dataclasses.replace(tls, server_name=host_of(given))
+    return Channel(address, authority=given, token=token, tls=tls)
 
 
 class RemoteExperts(Mapping[str, RemoteExpert]):
@@ -163,15 +175,3 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
 def natural_order(name: str) -> list[tuple[str, int]]:
     """Return a sort key that takes digits as numbers."""
     return [(text, int(digits) if digits else -1) for text, digits in re.findall(r"(\D*)(\d*)", name)]
-
-
-def _check_addresses(addresses: Sequence[str]) -> list[str]:
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(
-                f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed."
-            )
-    if not addresses:
-        raise ValueError("addresses: expected at least one host:port, got none. Name a server.")
-    return list(dict.fromkeys(addresses))

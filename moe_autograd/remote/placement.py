@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_autograd.remote.inputs import InputSpec
@@ -30,7 +30,7 @@ class HostedExpert:
         addresses: the servers that host it.
         num_parameters: of the module.
         is_trained: whether it has an optimizer.
-        update: `"on_step"` or `"on_backward"`.
+        update: `"on_step"`, `"on_backward"` or `"on_samples"`.
         num_updates: how often it has been updated, on the first of the servers.
         optimizer: the optimizer's class; empty for none.
         inputs: what its inputs have to be, as far as the server says so.
@@ -51,23 +51,31 @@ class Placement:
     """The experts of some servers.
 
     Args:
-        addresses: of all servers, in the order they were given.
-        seed: chooses among replicas, so that different clients choose differently and one client always alike:
-            replicas that are trained are different experts as soon as they are.
+        seed: chooses among replicas, so that different clients choose differently and one client always alike,
+            whoever joins later: replicas that are trained are different experts as soon as they are.
     """
 
-    def __init__(self, addresses: Iterable[str], seed: int) -> None:
-        self._addresses = tuple(addresses)
+    def __init__(self, seed: int) -> None:
         self._seed = seed
         self._lock = threading.Lock()
+        self._addresses: tuple[str, ...] = ()
         self._replies: dict[str, dict[str, pb.ExpertInfo]] = {}
         self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
+        self._favourites: dict[str, str] = {}  # expert: the replica that was chosen
 
-    def note_reply(self, address: str, reply: pb.InfoReply) -> None:
-        """Take a server's word for what it hosts."""
+    def note_replies(self, known: Iterable[str], replies: Mapping[str, pb.InfoReply]) -> None:
+        """Take servers' word for what they host.
+
+        Args:
+            known: the addresses of all servers there are, in order; others are forgotten.
+            replies: of those that have just answered.
+        """
         with self._lock:
-            self._replies[address] = {info.name: info for info in reply.experts}
-            self._rests.pop(address, None)
+            self._addresses = tuple(known)
+            self._replies = {address: self._replies.get(address, {}) for address in self._addresses}
+            for address, reply in replies.items():
+                self._replies[address] = {info.name: info for info in reply.experts}
+                self._rests.pop(address, None)
 
     def note_failure(self, address: str) -> None:
         """Leave a server alone for a while, as far as there is another."""
@@ -88,13 +96,18 @@ class Placement:
         """Return the servers that host an expert, in the order in which this client would ask them."""
         with self._lock:
             hosts = [address for address in self._addresses if name in self._replies.get(address, ())]
-            if len(hosts) < 2:
-                return tuple(hosts)
-            first = self._seed % len(hosts)
+            if not hosts:
+                return ()
+            favourite = self._favourites.get(name)
+            if favourite not in hosts:
+                favourite = self._favourites[name] = hosts[self._seed % len(hosts)]
             now = time.monotonic()
-            rotated = hosts[first:] + hosts[:first]
+            first = hosts.index(favourite)
             return tuple(
-                sorted(rotated, key=lambda address: max(0.0, self._rests.get(address, (0.0,))[0] - now))
+                sorted(
+                    hosts[first:] + hosts[:first],
+                    key=lambda address: max(0.0, self._rests.get(address, (0.0,))[0] - now),
+                )
             )
 
     def experts(self) -> dict[str, HostedExpert]:
@@ -109,7 +122,7 @@ class Placement:
     def __repr__(self) -> str:
         now = time.monotonic()
         resting = [address for address, (until, _) in self._rests.items() if until > now]
-        return f"Placement({len(self._replies)} of {len(self._addresses)} servers known, resting: {resting})"
+        return f"Placement({len(self._addresses)} servers, resting: {resting})"
 
 
 def _hosted(name: str, places: Sequence[tuple[str, pb.ExpertInfo]]) -> HostedExpert:
@@ -120,7 +133,7 @@ def _hosted(name: str, places: Sequence[tuple[str, pb.ExpertInfo]]) -> HostedExp
         addresses=tuple(address for address, _ in places),
         num_parameters=info.num_parameters,
         is_trained=info.is_trained,
-        update="on_backward" if info.update == pb.ON_BACKWARD else "on_step",
+        update=pb.UpdateMode.Name(info.update).lower(),
         num_updates=info.num_updates,
         optimizer=info.optimizer,
         inputs=tuple(InputSpec.of(spec) for spec in info.inputs),

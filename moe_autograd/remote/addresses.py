@@ -1,0 +1,97 @@
+"""Addresses as users write them, and what a name among them stands for."""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+
+from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.remote.deadline import Deadline
+
+
+def check_addresses(addresses: Sequence[str]) -> list[str]:
+    """Return the addresses, each once.
+
+    Raises:
+        ValueError: one of them is not `host:port`, or there is none.
+
+    >>> check_addresses(["[::1]:8080", "experts.example:31415", "[::1]:8080"])
+    ['[::1]:8080', 'experts.example:31415']
+    """
+    for address in addresses:
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        is_host = bool(host) and (":" not in host or (host.startswith("[") and host.endswith("]")))
+        if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed."
+            )
+    if not addresses:
+        raise ValueError("addresses: expected at least one host:port, got none. Name a server.")
+    return list(dict.fromkeys(addresses))
+
+
+def host_of(address: str) -> str:
+    """Return the host of `host:port`, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def is_name(address: str) -> bool:
+    """Tell whether the host is a name and not a number.
+
+    >>> is_name("localhost:80"), is_name("127.0.0.1:80"), is_name("[::1]:80")
+    (True, False, False)
+    """
+    try:
+        ipaddress.ip_address(host_of(address))
+    except ValueError:
+        return True
+    return False
+
+
+def resolve(addresses: Sequence[str], deadline: Deadline) -> Mapping[str, list[str] | ServerUnavailableError]:
+    """Return for each address with a name all addresses with numbers that it stands for, or why there are none.
+
+    The resolver of the system has no deadline and cannot be stopped. So it is asked on threads of our own; one that
+    hangs is left behind, and ends when the resolver does.
+    """
+    answers: queue.SimpleQueue[tuple[str, list[str] | ServerUnavailableError]] = queue.SimpleQueue()
+    for address in addresses:
+        ask = threading.Thread(
+            target=lambda address=address: answers.put((address, _ask_resolver(address))), daemon=True
+        )
+        ask.start()
+    found: dict[str, list[str] | ServerUnavailableError] = {}
+    while len(found) < len(addresses):
+        try:
+            address, answer = answers.get(timeout=deadline.remaining_s)
+        except queue.Empty:
+            break
+        found[address] = answer
+    late = f"expected its addresses, got no answer of the resolver in time, {deadline}. Is the name server there?"
+    return {
+        address: found.get(address) or ServerUnavailableError(f"server at {address}: {late}")
+        for address in addresses
+    }
+
+
+def _ask_resolver(address: str) -> list[str] | ServerUnavailableError:
+    port = int(address.rpartition(":")[2])
+    try:
+        answers = socket.getaddrinfo(host_of(address), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        unresolved = ServerUnavailableError(
+            f"server at {address}: expected a name that resolves to addresses, got {error}. Check the name."
+        )
+        unresolved.__cause__ = error
+        return unresolved
+    hosts = {
+        str(place[0]): f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
+        for family, *_, place in answers
+    }
+    numbers = sorted(
+        hosts, key=lambda host: (":" in host, host)
+    )  # resolvers turn them round; we want one order
+    return [f"{hosts[number]}:{port}" for number in numbers]

@@ -1,0 +1,133 @@
+"""The servers that a client knows of, and a channel to each.
+
+Rules:
+
+1. An address with a number stands for the server there, whether it is there or not.
+2. An address with a name stands for the servers at all addresses that the name resolves to. It is resolved anew
+   whenever servers are looked for, so that one that returns elsewhere, or is added, is found.
+3. What a name no longer resolves to stays as long as it answers: some name servers tell a part at a time.
+4. A server tells its identity, new at every start. Two addresses with one identity are one server, and the first
+   of them counts: a machine with two networks is not two replicas.
+
+Mutable state: `_channels`, which only grows, and `_behind`, replaced as wholes under `_lock`.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.remote.addresses import is_name, resolve
+from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.wire import experts_pb2 as pb
+
+_FIRST_WORD_S = 5.0
+_EXPECTED_BEHIND_NAME = 16
+
+
+class Servers:
+    """What the addresses that a user gave stand for.
+
+    Args:
+        given: the addresses, each `host:port`.
+        open_channel: given an address with a number and the one that it stands behind, returns a channel.
+    """
+
+    def __init__(self, given: Sequence[str], open_channel: Callable[[str, str], Channel]) -> None:
+        self.given = tuple(given)
+        self._open_channel = open_channel
+        self._lock = threading.Lock()
+        self._names = tuple(filter(is_name, given))
+        self._channels: dict[str, Channel] = {}
+        self._behind: dict[str, tuple[str, ...]] = {}
+        self._resolved: dict[str, frozenset[str]] = {}
+        self._is_open = True
+        for address in given:
+            self._set_behind(address, () if address in self._names else (address,))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All servers known now, in the order of what was given."""
+        return tuple(dict.fromkeys(address for behind in self._behind.values() for address in behind))
+
+    @property
+    def may_change(self) -> bool:
+        """Whether an expert that is lost here may be found elsewhere."""
+        return bool(self._names) or len(self.given) > 1
+
+    @property
+    def expected_number(self) -> int:
+        """About how many servers there are at most; names may stand for several."""
+        return len(self.given) + _EXPECTED_BEHIND_NAME * len(self._names)
+
+    def patience_s(self, address: str) -> float:
+        """How long to wait for a first word of a server; name servers also tell addresses where nobody is."""
+        return math.inf if address in self.given else _FIRST_WORD_S
+
+    def channel(self, address: str) -> Channel:
+        """Return the channel to a server that is or was known."""
+        return self._channels[address]
+
+    def resolve(self, deadline: Deadline) -> dict[str, ServerUnavailableError]:
+        """Resolve all names anew (rule 2); return why those that could not be keep what they had."""
+        if not self._names:
+            return {}
+        errors: dict[str, ServerUnavailableError] = {}
+        for name, found in resolve(self._names, deadline).items():
+            if isinstance(found, ServerUnavailableError):
+                errors[name] = found
+            else:
+                self._resolved[name] = frozenset(found)
+                self._set_behind(name, (*self._behind[name], *found))
+        return errors
+
+    def settle(self, replies: Mapping[str, pb.InfoReply]) -> dict[str, pb.InfoReply]:
+        """Forget what rule 3 says, and return the replies without the doubles of rule 4.
+
+        Args:
+            replies: of the servers that answered when all were asked.
+        """
+        for name in self._names:
+            keeps = self._resolved.get(name, frozenset()) | replies.keys()
+            self._set_behind(name, tuple(address for address in self._behind[name] if address in keeps))
+        first_of: dict[str, str] = {}
+        for address in self.addresses:
+            if address in replies:
+                first_of.setdefault(replies[address].server_id or address, address)
+        return {address: replies[address] for address in first_of.values()}
+
+    def missing(self, errors: Mapping[str, Exception]) -> list[Exception]:
+        """Return, for each address given behind which no server answered, why.
+
+        Args:
+            errors: of the servers, and of the names, that did not answer.
+        """
+        missing = []
+        for given in self.given:
+            behind = self._behind[given]
+            if all(address in errors for address in behind):
+                missing.append(errors[behind[0]] if behind else errors[given])
+        return missing
+
+    def close(self) -> None:
+        """Disconnect from all."""
+        with self._lock:
+            self._is_open = False
+            for channel in self._channels.values():
+                channel.close()
+
+    def _set_behind(self, given: str, addresses: Sequence[str]) -> None:
+        unique = tuple(dict.fromkeys(addresses))
+        with self._lock:
+            for address in unique:
+                if address not in self._channels and self._is_open:
+                    self._channels = {**self._channels, address: self._open_channel(address, given)}
+            self._behind = {**self._behind, given: tuple(a for a in unique if a in self._channels)}
+
+    def __repr__(self) -> str:
+        return f"Servers({', '.join(self.given)}: {', '.join(self.addresses)})"

@@ -1,0 +1,246 @@
+"""Names that stand for several servers. The servers and their addresses are real; only the name server is not: a
+function takes the place of `socket.getaddrinfo` and knows one more name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from experts_server.config import SecurityConfig, ServingConfig
+from moe_autograd.errors import ConfigError, GradientsLostError, ServerUnavailableError
+from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
+from tests.support.certificates import make_certificates
+
+PATIENT = RetryPolicy(patience_s=100.0)
+
+
+class NameServer:
+    """Knows `experts.test`, and passes every other question on; the hosts can be changed at any time."""
+
+    def __init__(self) -> None:
+        self.hosts: list[str] = []
+        self.num_questions = 0
+        self._others = socket.getaddrinfo
+
+    def getaddrinfo(self, host, port, *rest, **options):
+        if host != "experts.test":
+            return self._others(host, port, *rest, **options)
+        self.num_questions += 1
+        if not self.hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in self.hosts]
+
+
+@pytest.fixture
+def name_server(monkeypatch):
+    server = NameServer()
+    monkeypatch.setattr(socket, "getaddrinfo", server.getaddrinfo)
+    return server
+
+
+def make_modules(*indices: int) -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {f"ffn.{index}": nn.Linear(4, 4) for index in indices}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def serve(modules: dict[str, nn.Module], listen: str) -> ExpertsServer:
+    return ExpertsServer(modules, optimizer=sgd, listen=listen).start()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., list[ExpertsServer]]]:
+    """Start servers of the given modules on one port of 127.0.0.1, 127.0.0.2, ..."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*hosted: dict[str, nn.Module]) -> list[ExpertsServer]:
+            while True:
+                servers = [serve(hosted[0], "127.0.0.1:0")]
+                port = servers[0].address.rpartition(":")[2]
+                try:
+                    for index, modules in enumerate(hosted[1:], start=2):
+                        servers.append(serve(modules, f"127.0.0.{index}:{port}"))
+                except ConfigError:  # somebody else has this port there: take another
+                    for server in servers:
+                        server.stop()
+                    continue
+                for server in servers:
+                    stack.callback(server.stop)
+                return servers
+
+        yield start
+
+
+def named(server: ExpertsServer) -> str:
+    return f"experts.test:{server.address.rpartition(':')[2]}"
+
+
+class TestSeveralServers:
+    def test_a_name_stands_for_the_servers_at_all_its_addresses(self, name_server, started):
+        first, second = servers = started(make_modules(0, 1), make_modules(1, 2))
+        name_server.hosts = ["127.0.0.2", "127.0.0.1"]
+        with connect(named(first)) as experts:
+            assert {name: expert.hosted.addresses for name, expert in experts.items()} == {
+                "ffn.0": (first.address,),
+                "ffn.1": tuple(server.address for server in servers),
+                "ffn.2": (second.address,),
+            }
+            for expert in experts.values():
+                assert expert(torch.ones(1, 4)).shape == (1, 4)
+
+    def test_an_address_where_nobody_is_is_no_error_as_long_as_one_answers(self, name_server, started):
+        (server,) = started(make_modules(0))
+        name_server.hosts = ["127.0.0.9", "127.0.0.1"]
+        with connect(named(server)) as experts:
+            assert experts["ffn.0"].hosted.addresses == (server.address,)
+        name_server.hosts = ["127.0.0.9"]
+        with pytest.raises(ServerUnavailableError, match=r"server at 127\.0\.0\.9:"):
+            connect(named(server))
+
+    def test_two_addresses_of_one_server_are_one_server(self, name_server):
+        trusted = ServingConfig(security=SecurityConfig(insecure=True))
+        with ExpertsServer(make_modules(0), listen="0.0.0.0:0", config=trusted) as server:
+            name_server.hosts = ["127.0.0.1", "127.0.0.2"]
+            with connect(named(server)) as experts:
+                port = server.address.rpartition(":")[2]
+                assert experts["ffn.0"].hosted.addresses == (f"127.0.0.1:{port}",)
+
+    def test_the_systems_own_names_are_resolved(self, started):
+        (server,) = started(make_modules(0))
+        with connect(f"localhost:{server.address.rpartition(':')[2]}") as experts:
+            assert experts["ffn.0"].hosted.addresses == (server.address,)
+
+    def test_certificates_are_checked_against_the_name(self, name_server, tmp_path):
+        make_certificates(tmp_path)
+        security = SecurityConfig(tls_cert=tmp_path / "server.pem", tls_key=tmp_path / "server.key")
+        with ExpertsServer(make_modules(0), config=ServingConfig(security=security)) as server:
+            tls = TLS(tmp_path / "ca.pem")
+            with connect(f"localhost:{server.address.rpartition(':')[2]}", tls=tls) as experts:
+                assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+            name_server.hosts = ["127.0.0.1"]
+            with pytest.raises(ServerUnavailableError):
+                connect(named(server), tls=tls)
+
+
+class TestNoAnswerOfTheNameServer:
+    def test_a_name_that_nobody_knows_is_named(self, name_server):
+        with pytest.raises(ServerUnavailableError, match=r"server at experts\.test:99: .* service not known"):
+            connect("experts.test:99")
+
+    def test_a_name_that_cannot_be_one_is_named(self):
+        with pytest.raises(ServerUnavailableError, match=r"server at a\.\.b:99: expected a name"):
+            connect("a..b:99")
+
+    def test_a_name_server_that_hangs_has_a_deadline(self, monkeypatch):
+        never = threading.Event()
+
+        def hang(*_: object, **__: object) -> list[object]:
+            never.wait()
+            return []
+
+        monkeypatch.setattr(socket, "getaddrinfo", hang)
+        with pytest.raises(
+            ServerUnavailableError, match=r"no answer of the resolver in time, after \d+\.\d s"
+        ):
+            connect("experts.test:99", timeout_s=0.5)
+        never.set()
+
+    def test_the_servers_that_it_named_before_are_still_called(self, name_server, started):
+        (server,) = started(make_modules(0))
+        name_server.hosts = ["127.0.0.1"]
+        with connect(named(server)) as experts:
+            name_server.hosts = []
+            assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+            assert list(experts.info()) == ["ffn.0"]
+
+
+class TestReturnsElsewhere:
+    """The server is gone, and the name stands for another address: no restart of the training."""
+
+    def test_a_forward_finds_it(self, name_server, started):
+        modules = make_modules(0)
+        old, _ = started(modules, {})
+        name_server.hosts = ["127.0.0.1"]
+        with connect(named(old), timeout_s=120.0, retry=PATIENT) as experts:
+            expected = experts["ffn.0"](torch.ones(1, 4))
+            old.stop()
+            with move(modules, old, name_server) as new:
+                assert torch.equal(experts["ffn.0"](torch.ones(1, 4)), expected)
+                assert experts.connection.addresses == (new.address,)
+
+    def test_a_backward_finds_it_and_training_goes_on(self, name_server, started):
+        modules = make_modules(0)
+        twin = copy.deepcopy(modules["ffn.0"])
+        (old,) = started(modules)
+        name_server.hosts = ["127.0.0.1"]
+        x = torch.randn(3, 4, requires_grad=True)
+        with connect(named(old), timeout_s=120.0, retry=PATIENT) as experts:
+            y = experts["ffn.0"](x)
+            old.stop()
+            with move(modules, old, name_server) as new:
+                y.square().sum().backward()
+                RemoteOptimizer(experts).step()
+                assert new.num_updates == {"ffn.0": 1}
+        local = sgd(twin.parameters())
+        twin(x).square().sum().backward()
+        local.step()
+        torch.testing.assert_close(modules["ffn.0"].state_dict(), twin.state_dict())
+
+    @pytest.mark.parametrize("is_known_before", [True, False], ids=["from a list", "by its name"])
+    def test_a_step_whose_gradients_did_not_move_along_says_so(self, name_server, started, is_known_before):
+        modules = make_modules(0)
+        old, spare = started(modules, {})
+        name_server.hosts = ["127.0.0.1"]
+        given = [old.address, spare.address] if is_known_before else named(old)
+        with connect(given, timeout_s=120.0, retry=PATIENT) as experts:
+            optimizer = RemoteOptimizer(experts)
+            experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+            old.stop()
+            spare.stop()
+            with move(modules, spare, name_server) as new:
+                with pytest.raises(GradientsLostError):
+                    optimizer.step()
+                optimizer.zero_grad()
+                experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                assert new.num_updates == {"ffn.0": 1}
+
+    def test_its_weights_are_found(self, name_server, started):
+        modules = make_modules(0)
+        (old,) = started(modules)
+        name_server.hosts = ["127.0.0.1"]
+        with connect(named(old), timeout_s=120.0, retry=PATIENT) as experts:
+            old.stop()
+            with move(modules, old, name_server):
+                torch.testing.assert_close(experts.state_dict()["ffn.0.weight"], modules["ffn.0"].weight.data)
+
+
+@contextlib.contextmanager
+def move(
+    modules: dict[str, nn.Module], old: ExpertsServer, name_server: NameServer
+) -> Iterator[ExpertsServer]:
+    """Start a server of these modules, on the port of one that has stopped and on an address that is free there."""
+    port = old.address.rpartition(":")[2]
+    for last in range(2, 250):
+        try:
+            new = serve(modules, f"127.0.0.{last}:{port}")
+        except ConfigError:
+            continue
+        name_server.hosts = [f"127.0.0.{last}"]
+        try:
+            yield new
+        finally:
+            new.stop()
+        return
+    raise AssertionError(f"port {port} is taken everywhere")
