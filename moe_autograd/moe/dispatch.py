@@ -56,6 +56,57 @@ def plan_dispatch(expert_index: Tensor, tokens_per_expert: Tensor) -> DispatchPl
     )
 
 
+def select(plan: DispatchPlan, is_kept: Tensor) -> tuple[DispatchPlan, Tensor]:
+    """Leave out choices.
+
+    Args:
+        plan: of T tokens.
+        is_kept: (T, K), bool.
+
+    Returns:
+        The plan of the choices that are kept, and which rows they are among all rows of `plan`: (N,), bool.
+
+    >>> both = plan_dispatch(torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 2]))
+    >>> kept, rows = select(both, torch.tensor([[False, True], [True, True]]))
+    >>> kept.counts, kept.token_index, rows
+    ((1, 2), tensor([1, 0, 1]), tensor([False,  True,  True,  True]))
+    """
+    is_kept_N = is_kept.flatten().index_select(0, plan.order)
+    counts = torch.tensor(plan.counts, dtype=torch.int64, device=is_kept.device)
+    place_N = torch.arange(len(counts), device=is_kept.device).repeat_interleave(counts)
+    counts_left = place_N[is_kept_N].bincount(minlength=len(counts)).tolist()
+    left = {index: count for index, count in zip(plan.active, counts_left, strict=True) if count}
+    kept = DispatchPlan(plan.order[is_kept_N], plan.token_index[is_kept_N], tuple(left), tuple(left.values()))
+    return kept, is_kept_N
+
+
+def renormalize(combine_weights: Tensor, is_kept: Tensor) -> Tensor:
+    """Share the weights of choices that are left out among the token's others, in proportion to theirs.
+
+    Args:
+        combine_weights: (T, K), floating.
+        is_kept: (T, K), bool.
+
+    Returns:
+        (T, K): zero where a choice is left out; each row that keeps any has the sum it had, so a router that
+        normalizes to one is normalized still. Where those that are kept have weights too small to divide by, each
+        gets the same. Never NaN. Gradients flow to `combine_weights`.
+
+    >>> weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    >>> renormalize(weights, torch.tensor([[True, True], [True, False]]))
+    tensor([[0.7500, 0.2500],
+            [1.0000, 0.0000]])
+    """
+    kept_TK = combine_weights.where(is_kept, 0.0)
+    sums_T1 = kept_TK.sum(dim=1, keepdim=True)
+    can_divide_T1 = sums_T1.abs() > torch.finfo(sums_T1.dtype).tiny
+    even_TK = is_kept / is_kept.sum(dim=1, keepdim=True).clamp(min=1)
+    # The divisor is replaced before the division: a gradient through the branch not taken is to be no NaN.
+    shares_TK = torch.where(can_divide_T1, kept_TK / sums_T1.where(can_divide_T1, 1.0), even_TK)
+    shared_TK = shares_TK * combine_weights.sum(dim=1, keepdim=True)
+    return torch.where(is_kept.all(dim=1, keepdim=True), combine_weights, shared_TK)
+
+
 def dispatch(x: Tensor, plan: DispatchPlan) -> tuple[Tensor, ...]:
     """Copy each active expert's tokens together.
 

@@ -11,6 +11,7 @@ Shape letters: T tokens, D d_model, F d_ff.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,3 +85,17 @@ class SwiGLUExpert(nn.Module):
         """Map tokens (T, D) to (T, D)."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
+
+
+def check_output(expert_index: int, tokens: Tensor, output: Any) -> None:
+    """Raise `TypeError` or `ValueError` unless an expert has mapped its tokens to a tensor of their shape."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"MixtureOfExperts: expected a tensor from an expert, got {type(output).__name__} "
+            f"(expert_index={expert_index}). Return the outputs alone."
+        )
+    if output.shape != tokens.shape:
+        raise ValueError(
+            f"MixtureOfExperts: expected an expert to keep the shape {tuple(tokens.shape)} of its tokens, got "
+            f"{tuple(output.shape)} (expert_index={expert_index}). Let it map d_model to d_model, row by row."
+        )

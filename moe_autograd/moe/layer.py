@@ -9,15 +9,22 @@ Shape letters: T tokens, D d_model.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 from torch import Tensor, nn
 
 from moe_autograd.autograd.parallel import parallel_apply
-from moe_autograd.moe.dispatch import combine, dispatch, plan_dispatch
+from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
+from moe_autograd.moe.experts import check_output
+from moe_autograd.moe.failures import Rests, Tolerance
 from moe_autograd.moe.idle import with_zero_grads
+from moe_autograd.moe.partial import compute_with_those_that_answer
 from moe_autograd.moe.routing import Routing
+
+_STRICT = Tolerance(min_experts=1, allow_zero_outputs=False, timeout_after_min_s=None)
 
 Experts = Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict
 
@@ -38,19 +45,32 @@ class MixtureOfExperts(nn.Module):
             (``layer.experts``), so `parameters()`, `state_dict()` and `to()` cover the local ones.
         max_concurrency: how many experts run at once at most; `None` lets the library choose.
         recompute: keep only each expert's input and run its forward again in the backward, to save memory.
+        on_failure: what to do if an expert cannot be reached or fails on its server. "raise" raises its error.
+            "drop" goes on without it: weights are renormalised over the token's experts that answered; an expert
+            that is lost between forward and backward leaves out its part of the gradient. `routing.failures` says
+            who was lost, when and why. An expert that failed is left alone for a while that grows, where others
+            can stand in for it. An error of a module that runs here is raised all the same, unless it is a
+            `RemoteError`, `ConnectionError` or `TimeoutError`; so is a call that is refused as invalid or not
+            permitted.
+        min_experts: with "drop", how many of its experts have to answer for each token, 1 to `top_k`.
+        allow_zero_outputs: with "drop", a token with fewer becomes zeros instead of raising.
+        timeout_after_min_s: with "drop", as soon as every token has `min_experts`, wait for the others at most so
+            long. They count as failures; on their server they are not begun, or let run to their end. `None`
+            waits for all.
         zero_grads_for_idle_experts: an expert without tokens is not called and its parameters get no
             gradient. `True` gives them zeros, which `DistributedDataParallel` wants.
 
     Raises:
         ValueError: the experts are not as many as the router chooses from, `x` has another width than the
-            router, or an expert changes the shape of what it is given.
+            router, or an expert changes the shape of what it is given. Options that do not fit together.
         TypeError: an expert is not a module, or returns something that is not a tensor.
+        TooFewExpertsError: with "drop", some token has fewer than `min_experts`.
 
     Autograd: gradients flow to `x`, the router and the local experts, to any order that the experts
     support. An expert may change its input in place: nobody else holds that memory.
 
-    Threads: may be called from several; it keeps nothing of a call. Experts run on worker threads that see
-    the caller's grad mode, autocast and the rest of its world.
+    Threads: may be called from several; of a call it keeps only which experts are to be left alone. Experts run
+    on worker threads that see the caller's grad mode, autocast and the rest of its world.
 
     >>> import torch
     >>> from moe_autograd.moe.experts import FeedForwardExpert
@@ -70,6 +90,10 @@ class MixtureOfExperts(nn.Module):
         max_concurrency: int | None = None,
         recompute: bool = False,
         zero_grads_for_idle_experts: bool = False,
+        on_failure: Literal["raise", "drop"] = "raise",
+        min_experts: int = 1,
+        allow_zero_outputs: bool = False,
+        timeout_after_min_s: float | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -77,6 +101,11 @@ class MixtureOfExperts(nn.Module):
         self.max_concurrency = max_concurrency
         self.recompute = recompute
         self.zero_grads_for_idle_experts = zero_grads_for_idle_experts
+        self.on_failure = on_failure
+        self.tolerance = Tolerance(min_experts, allow_zero_outputs, timeout_after_min_s)
+        self._rests = Rests()
+        _check_tolerance(on_failure, self.tolerance)
+        _check_min_experts(min_experts, getattr(router, "top_k", min_experts))
         if len(self.experts) != router.num_experts:
             raise ValueError(
                 f"MixtureOfExperts: expected as many experts as the router chooses from, {router.num_experts}, got "
@@ -97,19 +126,26 @@ class MixtureOfExperts(nn.Module):
         routing: Routing = self.router(x)
         x_TD = x.reshape(routing.num_tokens, x.shape[-1])
         plan = plan_dispatch(routing.expert_index, routing.tokens_per_expert)
-        slices = dispatch(x_TD, plan)
-        outputs = self._call_experts(plan.active, slices)
-        y_TD = combine(outputs or [x_TD], routing.combine_weights, plan).to(x.dtype)
+        active: Sequence[int] = plan.active
+        if self.on_failure == "raise":
+            outputs = self._call_experts(active, dispatch(x_TD, plan))
+            y_TD = combine(outputs or [x_TD], routing.combine_weights, plan)
+        else:
+            routing = dataclasses.replace(routing, failures=[])
+            y_TD, active = self._call_tolerantly(x_TD, routing, plan)
+        y_TD = y_TD.to(x.dtype)
         if self.zero_grads_for_idle_experts:
-            y_TD = with_zero_grads(y_TD, self._idle_parameters(plan.active))
+            y_TD = with_zero_grads(y_TD, self._idle_parameters(active))
         y = y_TD.reshape(x.shape)
         return (y, routing) if return_routing else y
 
     def extra_repr(self) -> str:
         """Show the options that differ from their defaults in the module's `repr`."""
         defaults = {"max_concurrency": None, "recompute": False, "zero_grads_for_idle_experts": False}
+        defaults |= {"on_failure": "raise"} | dataclasses.asdict(_STRICT)
+        chosen = {name: getattr(self, name, None) for name in defaults} | dataclasses.asdict(self.tolerance)
         return ", ".join(
-            f"{name}={value}" for name, d in defaults.items() if (value := getattr(self, name)) != d
+            f"{name}={chosen[name]!r}" for name, default in defaults.items() if chosen[name] != default
         )
 
     def _call_experts(self, active: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
@@ -122,12 +158,54 @@ class MixtureOfExperts(nn.Module):
             names=[f"expert {index}" for index in active],
         )
         for index, tokens, output in zip(active, slices, outputs, strict=True):
-            _check_output(index, tokens, output)
+            check_output(index, tokens, output)
         return list(outputs)
+
+    def _call_tolerantly(
+        self, x_TD: Tensor, routing: Routing, plan: DispatchPlan
+    ) -> tuple[Tensor, Sequence[int]]:
+        _check_min_experts(self.tolerance.min_experts, routing.top_k)
+        return compute_with_those_that_answer(
+            x_TD,
+            routing,
+            plan,
+            list(self.experts),
+            self._rests,
+            self.tolerance,
+            max_concurrency=self.max_concurrency,
+            recompute=self.recompute,
+        )
 
     def _idle_parameters(self, active: Sequence[int]) -> list[Tensor]:
         called = {parameter for index in active for parameter in self.experts[index].parameters()}
         return [parameter for parameter in self.experts.parameters() if parameter not in called]
+
+
+def _check_tolerance(on_failure: str, tolerance: Tolerance) -> None:
+    if on_failure not in ("raise", "drop"):
+        raise ValueError(
+            f'MixtureOfExperts: expected on_failure "raise" or "drop", got {on_failure!r}. "drop" goes on without '
+            "experts that fail."
+        )
+    timeout_s = tolerance.timeout_after_min_s
+    if timeout_s is not None and not 0 <= timeout_s < math.inf:
+        raise ValueError(
+            f"MixtureOfExperts: expected timeout_after_min_s of at least 0 seconds or None, got {timeout_s}. "
+            "None waits for all experts."
+        )
+    if on_failure == "raise" and tolerance != _STRICT:
+        raise ValueError(
+            f'MixtureOfExperts: expected on_failure="drop" with min_experts, allow_zero_outputs or '
+            f'timeout_after_min_s, got on_failure="raise" ({tolerance}). With "raise" all experts have to answer.'
+        )
+
+
+def _check_min_experts(min_experts: int, top_k: int) -> None:
+    if not 1 <= min_experts <= top_k:
+        raise ValueError(
+            f"MixtureOfExperts: expected min_experts from 1 to top_k, got {min_experts} (top_k={top_k}). "
+            "A token has no more experts than top_k."
+        )
 
 
 def _as_module_list(experts: Experts) -> nn.ModuleList:
@@ -141,16 +219,3 @@ def _as_module_list(experts: Experts) -> nn.ModuleList:
                 f"(expert_index={index}). Wrap a function in a module."
             )
     return nn.ModuleList(modules)
-
-
-def _check_output(expert_index: int, tokens: Tensor, output: Any) -> None:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"MixtureOfExperts: expected a tensor from an expert, got {type(output).__name__} "
-            f"(expert_index={expert_index}). Return the outputs alone."
-        )
-    if output.shape != tokens.shape:
-        raise ValueError(
-            f"MixtureOfExperts: expected an expert to keep the shape {tuple(tokens.shape)} of its tokens, got "
-            f"{tuple(output.shape)} (expert_index={expert_index}). Let it map d_model to d_model, row by row."
-        )

@@ -9,12 +9,13 @@ Shape letters: T tokens, E experts, K top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moe_autograd.moe import losses
+from moe_autograd.moe.failures import ExpertFailure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,16 +27,19 @@ class Routing:
         probabilities: (T, E), float32 or float64, each row sums to one.
         expert_index: (T, K), int64, the experts of each token, most probable first, no expert twice in a row.
         combine_weights: (T, K), float32 or float64, the weight of each of these experts' outputs.
+        failures: the experts that a layer with ``on_failure="drop"`` went on without, in its forward and, as they are
+            found, in its backwards. Nothing else here changes with them: it is what the router decided.
 
     Autograd: all but `expert_index` carry gradients to the router and to the tokens.
 
-    Threads: immutable; read it from anywhere.
+    Threads: immutable but for `failures`, which grows; read it from anywhere.
     """
 
     logits: Tensor
     probabilities: Tensor
     expert_index: Tensor
     combine_weights: Tensor
+    failures: list[ExpertFailure] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,198 @@
+"""Call experts of which some may fail: who answers, who fails, and who is not waited for any longer.
+
+An expert on a server is called through its group, which notes failures by itself (`grouping.Attendance`). One that
+runs here is called by a `_LocalCall`; it can be kept from beginning, but not be cancelled once it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd.autograd.grouping import CallFailure, LenientCallGroup
+from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.errors import StragglerError
+from moe_autograd.moe.dispatch import DispatchPlan
+from moe_autograd.moe.failures import ExpertFailure, Rests, Tolerance, may_be_left_out
+from moe_autograd.moe.stragglers import Wait
+
+
+class Attendance:
+    """Of one forward of a layer, and of its backwards.
+
+    Args:
+        experts: those that are called; everybody here knows them by their position among these.
+        plan: says for each its place in the layer, and its tokens.
+        failures: where those that fail are noted: `routing.failures`.
+        rests: likewise, for the passes to come.
+        tolerance: of the layer.
+
+    Threads: calls note on any what becomes of them.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[nn.Module],
+        plan: DispatchPlan,
+        failures: list[ExpertFailure],
+        rests: Rests,
+        tolerance: Tolerance,
+    ) -> None:
+        self.lost: dict[int, Exception] = {}  # in the forward, by position
+        self._experts = experts
+        self._plan = plan
+        self._failures = failures
+        self._rests = rests
+        self._tolerance = tolerance
+        self._waits: dict[str, Wait] = {}  # by phase; empty for those who wait for all
+
+    def call(self, slices: Sequence[Tensor], *, max_concurrency: int | None, recompute: bool) -> list[Tensor]:
+        """Call each expert with its tokens; return its output, or anything where it was lost."""
+        self._start_wait("forward", range(len(self._experts)))
+        groups: dict[int, _Group] = {}
+        calls: list[Callable[..., Any]] = []
+        for position, expert in enumerate(self._experts):
+            group: Any = getattr(expert, "call_group", None)
+            if _is_lenient(expert):
+                calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), expert, position))
+            elif group is None:
+                calls.append(_LocalCall(self, expert, position, recompute))
+            else:
+                calls.append(expert)
+        return parallel_apply(
+            calls,
+            [(tokens,) for tokens in slices],
+            max_concurrency=max_concurrency,
+            names=[f"expert {index}" for index in self._plan.active],
+        )
+
+    def follow_backwards_of(self, y: Tensor) -> None:
+        """Look for stragglers in each backward from `y`, too.
+
+        Only among experts on servers: of others nobody knows here when they are done.
+        """
+        remote = [
+            position
+            for position, expert in enumerate(self._experts)
+            if position not in self.lost and _is_lenient(expert)
+        ]
+        if y.requires_grad and self._tolerance.timeout_after_min_s is not None:
+            y.register_hook(lambda _: self._start_wait("backward", remote))
+
+    def _start_wait(self, phase: str, positions: Sequence[int]) -> None:
+        timeout_s = self._tolerance.timeout_after_min_s
+        if timeout_s is not None:
+            tokens = self._plan.token_index.split(list(self._plan.counts))
+            tokens_of = {position: tokens[position] for position in positions}
+            self._waits[phase] = Wait(tokens_of, self._tolerance.min_experts, timeout_s)
+
+    def wait_in(self, phase: str) -> Wait | None:
+        """Return who looks for stragglers; `None` without a timeout."""
+        return self._waits.get(phase)
+
+    def note_failure(self, position: int, phase: str, error: Exception) -> None:
+        """Leave a call out; raises the error if it must not be left out."""
+        if not may_be_left_out(error):
+            raise error
+        if phase == "forward":
+            self.lost[position] = error
+        index = self._plan.active[position]
+        reason = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        self._failures.append(ExpertFailure(index, name_of(self._experts[position], index), phase, reason))
+        self._rests.note_failure(index, reason)
+
+
+def _is_lenient(expert: nn.Module) -> bool:
+    return getattr(getattr(expert, "call_group", None), "can_leave_out", False)
+
+
+def name_of(expert: nn.Module, expert_index: int) -> str:
+    """Return what an expert is called on its server, or else its place in the layer."""
+    name = getattr(expert, "name", None) if hasattr(expert, "call_group") else None
+    return name if isinstance(name, str) else f"expert {expert_index}"
+
+
+class _LocalCall(nn.Module):
+    """An expert that runs here, in one pass; a module, so that the map finds the tensors that the expert holds."""
+
+    def __init__(self, attendance: Attendance, expert: nn.Module, position: int, recompute: bool) -> None:
+        super().__init__()
+        self.expert = expert
+        self.__qualname__ = type(expert).__qualname__  # what errors call it
+        self._attendance = attendance
+        self._position = position
+        self._recompute = recompute
+
+    def forward(self, tokens: Tensor) -> Any:
+        wait = self._attendance.wait_in("forward")
+        try:
+            if wait is not None and wait.reason:
+                raise StragglerError(f"expected to begin in time, got there late: {wait.reason}")
+            if self._recompute:
+                return checkpoint(self.expert, tokens, use_reentrant=False)
+            return self.expert(tokens)
+        except Exception as error:
+            self._attendance.note_failure(self._position, "forward", error)
+            return None
+        finally:
+            if wait is not None:
+                wait.settle(self._position, is_answered=self._position not in self._attendance.lost)
+
+    def leave_out(self, error: Exception) -> bool:
+        """Say whether a backward that failed so is left out; see `grouping`."""
+        if not may_be_left_out(error):
+            return False
+        self._attendance.note_failure(self._position, "backward", error)
+        return True
+
+
+class _Group:
+    """The group of some experts, in one pass: it leaves out who fails."""
+
+    def __init__(self, group: LenientCallGroup, attendance: Attendance) -> None:
+        self._group = group
+        self._attendance = attendance
+
+    def call_together(
+        self, modules: Sequence[_Member], inputs: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    ) -> Sequence[Any]:
+        own = _GroupAttendance(self._attendance, [member.position for member in modules])
+        experts = [member.expert for member in modules]
+        return self._group.call_together(experts, inputs, kwargs, failures=own)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """An expert of such a group; only its group calls it."""
+
+    call_group: _Group
+    expert: nn.Module
+    position: int
+
+    def __call__(self, *tokens: Tensor) -> Any:
+        return self.call_group.call_together([self], [tokens], [{}])[0]
+
+
+@dataclass(frozen=True)
+class _GroupAttendance:
+    """What a group has to say of its calls, which it numbers by itself; see `grouping.Attendance`."""
+
+    attendance: Attendance
+    positions: Sequence[int]
+
+    def append(self, failure: CallFailure, /) -> None:
+        self.attendance.note_failure(self.positions[failure.index], failure.phase, failure.error)
+
+    @contextlib.contextmanager
+    def waiting(self, phase: str, give_up: Callable[[str], None]) -> Iterator[Callable[[int, bool], None]]:
+        wait = self.attendance.wait_in(phase)
+        if wait is None:
+            yield lambda index, is_answered: None
+            return
+        with wait.waiting(give_up):
+            yield lambda index, is_answered: wait.settle(self.positions[index], is_answered)
