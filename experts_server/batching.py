@@ -8,10 +8,10 @@ Rules:
    clients the turn goes round, so one with a thousand calls delays another's by one batch. An `InspectCall` runs
    after all that came before it and before all that come after: one put to all experts at once cuts every step
    of theirs on the same side.
-3. *Checked before joined.* A call reaches this queue after `HostedExpert.check`; rows are joined only for
-   forwards with one input of equal dtype and row shape, of an expert whose width is known, up to
-   `max_batch_tokens`. If a joined computation fails, each call is computed by itself and fails by itself.
-   Backwards are not joined: gradients gather by client, and the number of updates never depends on timing.
+3. *Checked before joined.* A call reaches this queue after `HostedExpert.check`; calls are joined only if their
+   `HostedExpert.join_key` is equal (forwards, or backwards, of one input of equal dtype and row shape), up to
+   `max_batch_tokens`. If a joined computation fails, each call is computed by itself and fails by itself. What is
+   joined is told apart again: gradients gather by client, and the number of updates never depends on timing.
 4. *Nothing in vain.* A call that was cancelled or is past its deadline when its turn comes is not begun.
 """
 
@@ -133,7 +133,7 @@ class ExpertQueue:
 
     def _may_wait(self, calls: Sequence[Call]) -> bool:
         return self._num_tokens < self._limits.max_batch_tokens and all(
-            self._join_key(call) is not None for call in calls
+            self.hosted.join_key(call) is not None for call in calls
         )
 
     def _start_timer(self) -> None:
@@ -164,7 +164,7 @@ class ExpertQueue:
                 call = waiting[client_id][0]
                 if batch and not (
                     key is not None
-                    and self._join_key(call) == key
+                    and self.hosted.join_key(call) == key
                     and num_tokens + call.num_tokens <= self._limits.max_batch_tokens
                 ):
                     skipped.add(client_id)
@@ -174,7 +174,7 @@ class ExpertQueue:
                 if self._is_in_vain(call):
                     continue
                 if not batch and self._num_waiting:
-                    key = self._join_key(call)
+                    key = self.hosted.join_key(call)
                 batch.append(call)
                 num_tokens += call.num_tokens
                 if key is None:
@@ -218,15 +218,6 @@ class ExpertQueue:
         )
         return True
 
-    def _join_key(self, call: Call) -> object:
-        """Calls of equal keys may be joined; `None`: with none."""
-        if not isinstance(call, ForwardCall) or not self.hosted.can_join or len(call.inputs) != 1:
-            return None
-        x = call.inputs[0]
-        if x.dim() < 2 or self.hosted.spec.mismatch(self.hosted.name, call.inputs) is not None:
-            return None
-        return (call.evaluate, x.dtype, x.shape[1:])
-
     # ---- computing
 
     def _compute(self, batch: list[Call]) -> None:
@@ -257,7 +248,9 @@ class ExpertQueue:
         if isinstance(call, ForwardCall):
             return hosted.forward([c for c in batch if isinstance(c, ForwardCall)])
         if isinstance(call, BackwardCall):
-            return [hosted.backward(call)]
+            if len(batch) == 1:
+                return [hosted.backward(call)]
+            return hosted.backward_joined([c for c in batch if isinstance(c, BackwardCall)])
         if isinstance(call, UpdateCall):
             return [hosted.update(call)]
         assert isinstance(call, InspectCall), f"unknown call {call!r}"

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from experts_server.config import ExpertConfig, OptimizerConfig, ScheduleConfig
 from experts_server.modules import IdentityExpert, TransformerExpert
-from experts_server.training import Training
+from experts_server.training import Training, UpdateMode
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 
@@ -27,6 +27,12 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLUExpert,
     "transformer": TransformerExpert,
     "identity": IdentityExpert,
+}
+
+_CANNOT_STEP_ALONE: dict[Any, str] = {
+    torch.optim.LBFGS: "wants a closure that computes the loss again",
+    torch.optim.SparseAdam: "wants sparse gradients",
+    lr_scheduler.ReduceLROnPlateau: "wants a metric at each step",
 }
 
 
@@ -49,17 +55,28 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
 
 
 def build_training(
-    name: str, module: nn.Module, config: OptimizerConfig | None, update: Any
+    name: str,
+    module: nn.Module,
+    config: OptimizerConfig | None,
+    update: UpdateMode,
+    samples_per_update: int | None = None,
 ) -> Training | None:
-    """Return how the expert is trained; `None` if it is not, or has nothing to train."""
+    """Return how the expert is trained; `None` if it is not, or has nothing to train.
+
+    Raises:
+        ConfigError: the optimizer or schedule does not exist, does not take these arguments, or cannot work here.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if config is None or not parameters:
         return None
     place = f"config, expert {name!r}, key 'optimizer"
     make = _find_in(torch.optim, torch.optim.Optimizer, f"{place}.name'", config.name)
+    _refuse(f"{place}.name'", make)
     optimizer = _call(f"{place}.args'", lambda **args: make(parameters, lr=config.lr, **args), config.args)
     schedule = None if config.schedule is None else _build_schedule(place, optimizer, config.schedule)
-    return Training(optimizer, update, schedule, config.clip_grad_norm)
+    return Training(
+        optimizer, update, samples_per_update or 1, schedule, config.clip_grad_value, config.clip_grad_norm
+    )
 
 
 def build_optimizer(
@@ -72,6 +89,7 @@ def build_optimizer(
 
 def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:
     make = _find_in(lr_scheduler, lr_scheduler.LRScheduler, f"{place}.schedule.name'", config.name)
+    _refuse(f"{place}.schedule.name'", make)
     return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args)
 
 
@@ -107,6 +125,14 @@ def _find_in(package: Any, base: type, place: str, name: str) -> Any:
     if found is None:
         raise ConfigError(f"{place}: expected one of {', '.join(sorted(known))} (in any case), got {name!r}.")
     return found
+
+
+def _refuse(place: str, chosen: Any) -> None:
+    if chosen in _CANNOT_STEP_ALONE:
+        raise ConfigError(
+            f"{place}: expected one that a server can step, got {chosen.__name__!r}, which "
+            f"{_CANNOT_STEP_ALONE[chosen]}."
+        )
 
 
 def _call(place: str, make: Callable[..., Any], args: dict[str, Any]) -> Any:

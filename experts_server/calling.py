@@ -23,12 +23,14 @@ class ModuleCaller:
     Args:
         name: the expert's, for errors.
         module: set to training or evaluation as each call wants it.
+        eval_only: it always evaluates, whatever a call wants.
 
     Threads: one at a time, as the expert itself.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, *, eval_only: bool = False) -> None:
         self.name = name
+        self.eval_only = eval_only
         self.module = module
         self.spec = infer_spec(module)
         self.random = RandomStream(module)
@@ -46,8 +48,9 @@ class ModuleCaller:
             InvalidCallError: it raised, and the inputs are not what it takes.
             ExpertFailedError: it raised, or returned something else than tensors.
         """
-        if self.module.training is evaluate:
-            self.module.train(not evaluate)
+        is_training = not (evaluate or self.eval_only)
+        if self.module.training is not is_training:
+            self.module.train(is_training)
         if not self.is_on_cpu:
             inputs = tuple(x.to(self.device) for x in inputs)
         try:

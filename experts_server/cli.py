@@ -65,7 +65,10 @@ def main() -> None:
 @click.option("--d-ff", type=click.IntRange(1), help="Their inner width.")
 @click.option("--optimizer", metavar="NAME", help="Of torch.optim, in any case; 'none': not trained.")
 @click.option("--lr", type=float, help="The optimizer's learning rate.")
-@click.option("--update", type=click.Choice(["on_step", "on_backward"]), help="When it steps.")
+@click.option("--update", type=click.Choice(["on_step", "on_backward", "on_samples"]), help="When it steps.")
+@click.option(
+    "--samples-per-update", type=click.IntRange(1), help="Rows of a client, with --update on_samples."
+)
 @click.option("--seed", type=int, help="Of the experts' first weights.")
 @click.option("--latency-ms", type=float, help="Added to every pass, for demonstrations.")
 @click.option("--checkpoint-dir", type=click.Path(path_type=Path), help="Where checkpoints are kept.")

@@ -32,12 +32,12 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from experts_server.names import check_name, expand_pattern
+from experts_server.training import UpdateMode
 from moe_autograd.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "EXPERTS_SERVER_"
 MIB = 1 << 20
 
-UpdateMode = Literal["on_step", "on_backward"]
 ByteCount = Annotated[int, Field(gt=0, le=1 << 40)]
 Count = Annotated[int, Field(gt=0, le=1 << 20)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
@@ -60,6 +60,7 @@ class OptimizerConfig(_Frozen):
     name: str = "adam"
     lr: Annotated[float, Field(gt=0)] = 1e-3
     args: dict[str, Any] = {}
+    clip_grad_value: Annotated[float, Field(gt=0)] | None = None
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: ScheduleConfig | None = None
 
@@ -70,6 +71,8 @@ class ExpertConfig(_Frozen):
     class_name: str = Field(alias="class", min_length=1)
     args: dict[str, Any] = {}
     optimizer: OptimizerConfig | Literal["none"] | None = None
+    update: UpdateMode | None = None
+    samples_per_update: Count | None = None
     eval_only: bool = False
     can_join: bool = True
 
@@ -159,6 +162,7 @@ class ServerConfig(ServingConfig):
 
     experts: dict[str, ExpertConfig] = Field(min_length=1)
     update: UpdateMode = "on_step"
+    samples_per_update: Count | None = None
     optimizer: OptimizerConfig | Literal["none"] = Field(default_factory=OptimizerConfig)
     seed: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
 
@@ -168,6 +172,31 @@ class ServerConfig(ServingConfig):
         for name in experts:
             check_name(name)
         return experts
+
+    @model_validator(mode="after")
+    def _check_updates(self) -> Self:
+        modes = [self.update, *(expert.update for expert in self.experts.values())]
+        if self.samples_per_update is not None and "on_samples" not in modes:
+            raise ValueError(
+                f"samples_per_update: expected none with update = {self.update!r}, got {self.samples_per_update}. "
+                "Set update = 'on_samples', or leave it out"
+            )
+        for name, expert in self.experts.items():
+            update, samples = self.update_of(expert)
+            if (update == "on_samples") != (samples is not None):
+                raise ValueError(
+                    f"experts.{name}.samples_per_update: expected a number of rows with update = 'on_samples' and none "
+                    f"with another, got {samples} with update = {update!r}"
+                )
+        return self
+
+    def update_of(self, expert: ExpertConfig) -> tuple[UpdateMode, int | None]:
+        """Return when the optimizer of one expert steps, and after how many rows if it is `on_samples`."""
+        update = expert.update or self.update
+        samples = expert.samples_per_update
+        if samples is None and update == "on_samples":
+            samples = self.samples_per_update
+        return update, samples
 
     def optimizer_of(self, expert: ExpertConfig) -> OptimizerConfig | None:
         """Return the optimizer of one expert, or `None` where it is not trained."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from experts_server.building import build_optimizer
-from experts_server.config import ServingConfig, UpdateMode
+from experts_server.config import ServingConfig
 from experts_server.loop_thread import LoopThread
 from experts_server.names import check_name
-from experts_server.server import ExpertServer, State
-from experts_server.training import Training
+from experts_server.server import ExpertServer, Hosting, State
+from experts_server.training import Training, UpdateMode
 from moe_autograd.errors import ConfigError
 
 
@@ -27,7 +27,9 @@ class ExpertsServer:
         experts: modules by name, such as `{"ffn.0": module}`.
         optimizer: makes the optimizer of an expert from its parameters; `None`: they are not trained.
         listen: `HOST:PORT`; port 0 takes a free one.
-        update: when an optimizer steps: at the client's step, or at once with each backward.
+        update: when an optimizer steps: at the client's step (`on_step`), at once with each backward (`on_backward`),
+            or when a client's backwards amount to `samples_per_update` rows (`on_samples`).
+        samples_per_update: of `on_samples`.
         latency_ms: added to every pass, for demonstrations.
         config: everything else; what is given above wins.
 
@@ -50,22 +52,23 @@ class ExpertsServer:
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         listen: str = "127.0.0.1:0",
         update: UpdateMode = "on_step",
+        samples_per_update: int | None = None,
         latency_ms: float = 0.0,
         config: ServingConfig | None = None,
     ) -> None:
-        if update not in ("on_step", "on_backward"):
-            raise ConfigError(f"server: expected update 'on_step' or 'on_backward', got {update!r}.")
+        _check_update(update, samples_per_update)
         given = (config or ServingConfig()).model_dump() | {"listen": listen, "latency_ms": latency_ms}
         self._config = check_serving(given)
-        self._modules: dict[str, tuple[nn.Module, Training | None]] = {}
+        self._experts: dict[str, Hosting] = {}
         for name, module in experts.items():
             made = build_optimizer(module.parameters(), optimizer)
-            self._modules[_checked(name)] = module, None if made is None else Training(made, update)
+            training = None if made is None else Training(made, update, samples_per_update or 1)
+            self._experts[_checked(name)] = Hosting(module, training)
         self._loop_thread: LoopThread | None = None
         self._server: ExpertServer | None = None
 
     def __repr__(self) -> str:
-        return f"<ExpertsServer {self.state} {len(self._modules)} experts>"
+        return f"<ExpertsServer {self.state} {len(self._experts)} experts>"
 
     @property
     def state(self) -> State:
@@ -92,7 +95,7 @@ class ExpertsServer:
         """Serve; return when it is ready."""
         self._loop_thread = LoopThread.acquire()
         try:
-            self._server = ExpertServer(self._modules, self._config)
+            self._server = ExpertServer(self._experts, self._config)
             self._loop_thread.run(self._server.start())
         except BaseException:
             self._loop_thread.release()
@@ -124,6 +127,16 @@ def check_serving(settings: dict[str, Any]) -> ServingConfig:
         return ServingConfig.model_validate(settings)
     except ValueError as error:
         raise ConfigError(f"server: {error}") from error
+
+
+def _check_update(update: UpdateMode, samples_per_update: int | None) -> None:
+    if update not in get_args(UpdateMode):
+        raise ConfigError(f"server: expected update to be one of {get_args(UpdateMode)}, got {update!r}.")
+    if (update == "on_samples") != (samples_per_update is not None and samples_per_update > 0):
+        raise ConfigError(
+            f"server: expected samples_per_update to be positive with update='on_samples' and None with another, got "
+            f"{samples_per_update} with update={update!r}."
+        )
 
 
 def _checked(name: str) -> str:

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 SHORT_S = 0.002
 STALL_S = 0.01
 WAITING_SHARE = 0.02  # a turn that uses less than this share of one core waits
+LATE_S = 0.005  # a watcher so late fights for a core or the interpreter, and so may the turns
+SURELY_S = 1.0  # a turn that has lasted so long is judged by a late watcher, too
+DOZE_S = 0.1  # the watcher goes on looking for so long, so that the next turns need not wake it
 
 
 class Turn(Protocol):
@@ -41,7 +44,7 @@ class Turn(Protocol):
 
 
 class _Worker(threading.Thread):
-    """A thread and what it does; `lane` is `None` while it is idle."""
+    """A thread and what it does; `lane` is `None` while it is idle, and then it sleeps on `bell`, which is held."""
 
     def __init__(self, pool: WorkerPool, index: int) -> None:
         super().__init__(name=f"expert-worker-{index}", daemon=True)
@@ -52,6 +55,8 @@ class _Worker(threading.Thread):
         self.team_size = 0
         self.cpu_clock = 0
         self.cpu_s = 0.0  # when last looked at
+        self.bell = threading.Lock()
+        self.bell.acquire()
 
     def run(self) -> None:
         self.cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -72,21 +77,21 @@ class WorkerPool:
         self.num_computing = num_computing or num_cores()
         self.max_threads = max(max_threads, self.num_computing + 1)
         self._lock = threading.Lock()
-        self._has_work = threading.Condition(self._lock)
         self._needs_watching = threading.Condition(self._lock)
         self._lanes: dict[str, deque[Turn]] = {"short": deque(), "long": deque()}
         self._workers: list[_Worker] = []
-        self._num_idle = 0
-        self._num_woken = 0  # idle workers that were notified and have not looked yet
+        self._idle: list[_Worker] = []  # the last to rest is the first to be woken: its caches are warm
+        self._num_woken = 0  # workers that were woken or started and have not looked yet
         self._num_started = 0
         self._is_closed = False
+        self._is_watching = False
         self._watcher = threading.Thread(target=self._watch, name="expert-watcher", daemon=True)
         self._watcher.start()
 
     def __repr__(self) -> str:
         with self._lock:
             queued = {lane: len(turns) for lane, turns in self._lanes.items()}
-            return f"<WorkerPool queued={queued} busy={len(self._workers) - self._num_idle} idle={self._num_idle}>"
+            return f"<WorkerPool queued={queued} busy={len(self._workers) - len(self._idle)} idle={len(self._idle)}>"
 
     def put(self, turns: Sequence[Turn]) -> None:
         """Let workers run `turns`, each once."""
@@ -95,11 +100,11 @@ class WorkerPool:
                 raise RuntimeError(
                     "worker pool: expected an open one, got a closed one. Start another server."
                 )
-            was_empty = not any(self._lanes.values())
             for turn in turns:
                 self._lanes["long" if turn.expected_s >= SHORT_S else "short"].append(turn)
             self._call_workers()
-            if was_empty:
+            if not self._is_watching:
+                self._is_watching = True
                 self._needs_watching.notify()
 
     def close(self, timeout_s: float) -> bool:
@@ -107,7 +112,8 @@ class WorkerPool:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
-            self._has_work.notify_all()
+            while self._idle:
+                self._wake_one()
             self._needs_watching.notify_all()
             workers = list(self._workers)
         for thread in [*workers, self._watcher]:
@@ -133,15 +139,19 @@ class WorkerPool:
         num_short = min(1, len(self._lanes["short"])) if self._num_in("short") == 0 else 0
         num_long = min(len(self._lanes["long"]), self.num_computing - self._num_in("long"))
         for _ in range(num_short + num_long - self._num_woken):
-            if self._num_idle > self._num_woken:
-                self._has_work.notify()
+            if self._idle:
+                self._wake_one()
             elif len(self._workers) < self.max_threads:
                 self._start_worker()
             else:
                 return
-            self._num_woken += 1
+
+    def _wake_one(self) -> None:
+        self._num_woken += 1
+        self._idle.pop().bell.release()
 
     def _start_worker(self) -> None:
+        self._num_woken += 1
         self._num_started += 1
         worker = _Worker(self, self._num_started)
         self._workers.append(worker)
@@ -178,10 +188,13 @@ class WorkerPool:
                     return self._lanes[lane].popleft()
             if self._is_closed:
                 return None
-            self._num_idle += 1
-            self._has_work.wait()
-            self._num_idle -= 1
-            self._num_woken = max(0, self._num_woken - 1)
+            self._idle.append(worker)
+            self._lock.release()
+            try:
+                worker.bell.acquire()
+            finally:
+                self._lock.acquire()
+            self._num_woken -= 1
 
     def _team_size(self, worker: _Worker) -> int:
         """All cores for a turn that is alone, one each for those side by side."""
@@ -191,23 +204,27 @@ class WorkerPool:
 
     def _watch(self) -> None:
         """Look at turns that last long, for as long as others wait for a worker."""
+        dozes_until = 0.0
         with self._lock:
             while not self._is_closed:
+                begun = time.monotonic()
                 if any(self._lanes.values()):
-                    self._needs_watching.wait(STALL_S)
+                    dozes_until = begun + DOZE_S
+                self._is_watching = begun < dozes_until
+                self._needs_watching.wait(STALL_S if self._is_watching else None)
+                if any(self._lanes.values()):
+                    is_late = time.monotonic() - begun > STALL_S + LATE_S
                     for worker in self._workers:
-                        self._look_at(worker)
+                        self._look_at(worker, is_late)
                     self._call_workers()
-                else:
-                    self._needs_watching.wait()
 
-    def _look_at(self, worker: _Worker) -> None:
+    def _look_at(self, worker: _Worker, is_late: bool) -> None:
         """Note whether the turn of `worker` is a long one, and whether it computes or waits."""
         elapsed_s = time.monotonic() - worker.since
         if worker.lane is None or elapsed_s < STALL_S:
             return
         worker.lane = "long"
         cpu_s = time.clock_gettime(worker.cpu_clock)
-        if worker.cpu_s >= 0:
+        if worker.cpu_s >= 0 and (elapsed_s > SURELY_S or not is_late):
             worker.is_waiting = cpu_s - worker.cpu_s < WAITING_SHARE * STALL_S
         worker.cpu_s = cpu_s

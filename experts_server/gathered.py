@@ -1,4 +1,4 @@
-"""Gradients that wait for their client's step, by client, within a budget that all experts share.
+"""Gradients that wait to be applied, by client, within a budget that all experts share.
 
 A client that goes away leaves its gradients behind. They are let go after `max_age_s`, so that they do not hold the
 budget for ever; a client that comes back with a step after that is told, since a step without them would count as one.
@@ -7,10 +7,20 @@ budget for ever; a client that comes back with a step after that is told, since 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from experts_server.budget import Budget
 from experts_server.gradients import Gradients, num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What one client has gathered: the sum, and of how many backwards and rows."""
+
+    grads: Gradients
+    num_backwards: int
+    num_samples: int
 
 
 class GatheredGradients:
@@ -28,43 +38,38 @@ class GatheredGradients:
         self.max_age_s = max_age_s
         self._budget = budget
         self._clock = clock
-        self._by_client: dict[bytes, Gradients] = {}
+        self._by_client: dict[bytes, Gathered] = {}
         self._touched_at: dict[bytes, float] = {}
-        self._num_backwards: dict[bytes, int] = {}
         self._lost: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._by_client)
 
-    def items(self) -> Iterable[tuple[bytes, Gradients]]:
-        """Return clients and their gradients."""
-        return self._by_client.items()
+    def by_client(self) -> Mapping[bytes, Gathered]:
+        """Return what each client has gathered."""
+        return self._by_client
 
-    def get(self, client_id: bytes) -> Gradients | None:
-        """Return a client's gradients, one or `None` for each parameter."""
+    def get(self, client_id: bytes) -> Gathered | None:
+        """Return what a client has gathered."""
         return self._by_client.get(client_id)
 
-    def num_backwards(self, client_id: bytes) -> int:
-        """Return how many backwards a client's gradients are the sum of."""
-        return self._num_backwards.get(client_id, 0)
-
-    def put(self, client_id: bytes, grads: Gradients) -> None:
-        """Replace a client's gradients by those with one more backward.
+    def put(self, client_id: bytes, gathered: Gathered) -> None:
+        """Replace what a client has gathered.
 
         Raises:
             ServerBusyError: there is no room; what was there stays.
         """
-        self._budget.take(num_bytes(grads) - num_bytes(self._by_client.get(client_id, ())))
-        self._by_client[client_id] = grads
+        before = self._by_client.get(client_id)
+        self._budget.take(num_bytes(gathered.grads) - num_bytes(before.grads if before else ()))
+        self._by_client[client_id] = gathered
         self._touched_at[client_id] = self._clock()
-        self._num_backwards[client_id] = self.num_backwards(client_id) + 1
         self._lost.discard(client_id)
 
     def forget(self, client_id: bytes) -> None:
-        """Let go of a client's gradients, as it wished."""
-        self._budget.give_back(num_bytes(self._by_client.pop(client_id, ())))
+        """Let go of a client's gradients, as it wished or because they are applied."""
+        gathered = self._by_client.pop(client_id, None)
+        self._budget.give_back(num_bytes(gathered.grads if gathered else ()))
         self._touched_at.pop(client_id, None)
-        self._num_backwards.pop(client_id, None)
         self._lost.discard(client_id)
 
     def has_lost(self, client_id: bytes) -> bool:
@@ -84,9 +89,3 @@ class GatheredGradients:
         for client_id in [client for client, at in self._touched_at.items() if at < oldest]:
             self.forget(client_id)
             self._lost.add(client_id)
-
-    def restore(self, gathered: Mapping[bytes, Gradients], num_backwards: Mapping[bytes, int]) -> None:
-        """Go on with what a checkpoint held."""
-        for client_id, grads in gathered.items():
-            self.put(client_id, grads)
-            self._num_backwards[client_id] = num_backwards[client_id]

@@ -30,15 +30,20 @@ def first_not_finite(tensors: Gradients) -> int | None:
     return next((index for index, tensor in enumerate(tensors) if not is_finite([tensor])), None)
 
 
-def added(old: Gradients | None, new: Gradients) -> Gradients:
-    """Return the sums, in memory of their own where both sides have a gradient."""
-    if old is None:
+def added(old: Gradients, new: Gradients) -> Gradients:
+    """Return the sums, in memory of their own where both sides have a gradient; an empty `old` is all `None`."""
+    if not old:
         return new
     return [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
 
 
-def clipped(grads: Gradients, max_norm: float) -> Gradients:
-    """Return the gradients scaled as `torch.nn.utils.clip_grad_norm_` would, leaving the given ones alone."""
+def clipped_to_value(grads: Gradients, max_value: float) -> Gradients:
+    """Return the gradients as `torch.nn.utils.clip_grad_value_` would make them, leaving the given ones alone."""
+    return [None if grad is None else grad.clamp(-max_value, max_value) for grad in grads]
+
+
+def clipped_to_norm(grads: Gradients, max_norm: float) -> Gradients:
+    """Return the gradients as `torch.nn.utils.clip_grad_norm_` would make them, leaving the given ones alone."""
     total = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     return [None if grad is None else grad * scale for grad in grads]

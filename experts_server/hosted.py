@@ -12,13 +12,17 @@ Rules:
 4. *A graph is true until the next update.* Weights change in place, so an update lets go of the expert's kept
    graphs; a backward after it computes the forward again with the weights of now (asynchronous training), with
    the same random numbers.
+5. *Joined calls are told apart.* Calls with equal `join_key` may be computed as one: rows after rows, and each call
+   gets its own rows' outputs, input gradients and weight gradients. What is refused, is refused alone.
 
-Here is the order of things; how the module is called is in `calling`, what becomes of its gradients in `training`.
+Here is the order of things; how the module is called is in `calling`, how several calls are computed as one in
+`joining`, what becomes of gradients in `training`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +30,14 @@ from torch import Tensor, nn
 
 from experts_server.budget import Budget
 from experts_server.calling import ModuleCaller
-from experts_server.calls import BackwardCall, ForwardCall, Outputs, UpdateCall
+from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.checks import check_finite, check_grad_outputs, check_inputs
 from experts_server.gradients import Gradients
+from experts_server.joining import Joiner
 from experts_server.kept import KeptForward, KeptForwards, OwnForwards
 from experts_server.ledger import Ledger, Reply
 from experts_server.training import Trainer, Training
-from moe_autograd.errors import InputsNeededError
+from moe_autograd.errors import InputsNeededError, RemoteError
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class HostedExpert:
         training: `None`: the weights stay as they are; input gradients are computed all the same.
         memory: shared with the server's other experts.
         can_join: whether rows of several clients may be computed in one call of the module.
+        eval_only: the module always computes as after `eval()`.
     """
 
     def __init__(
@@ -65,12 +71,13 @@ class HostedExpert:
         memory: SharedMemory,
         *,
         can_join: bool = True,
+        eval_only: bool = False,
     ) -> None:
         self.name = name
         self.module = module
-        self.caller = ModuleCaller(name, module)
+        self.caller = ModuleCaller(name, module, eval_only=eval_only)
         self.spec = self.caller.spec
-        self.can_join = can_join and self.spec.width is not None
+        self.joiner = Joiner(self.caller, training, can_join=can_join)
         self.kept = OwnForwards(name, memory.kept)
         self.ledger = Ledger(memory.max_clients, memory.replies)
         self.trainer = None if training is None else self._make_trainer(training, memory)
@@ -105,10 +112,20 @@ class HostedExpert:
         """
         check_inputs(self.name, self.spec, call)
 
+    # ---- joining
+
+    def join_key(self, call: Call) -> object:
+        """Return what is equal for calls that may be computed as one; `None`: by itself."""
+        if isinstance(call, ForwardCall):
+            return self.joiner.forward_key(call)
+        if isinstance(call, BackwardCall):
+            return self.joiner.backward_key(call, self.kept.get(call.client_id, call.call_id))
+        return None
+
     # ---- forward
 
     def forward(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
-        """Compute one call, or several whose rows are joined (see `batching`)."""
+        """Compute one call, or several of equal `join_key`."""
         for call in calls:
             check_finite(self.name, call.inputs, "input")
         return [self._forward_alone(calls[0])] if len(calls) == 1 else self._forward_joined(calls)
@@ -126,44 +143,93 @@ class HostedExpert:
         return outputs.detached()
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
-        random_state = self.caller.random.state()
-        rows = [call.inputs[0].shape[0] for call in calls]
         with torch.no_grad():
-            joined = self.caller.call((torch.cat([call.inputs[0] for call in calls]),), calls[0].evaluate)
-        pieces = zip(*(torch.split(tensor, rows) for tensor in joined.tensors), strict=True)
-        results = [Outputs(tensors, joined.is_sequence) for tensors in pieces]
-        for call, outputs in zip(calls, results, strict=True):
+            shares = self.joiner.call([call.inputs[0] for call in calls], calls[0].evaluate)
+        for call, outputs in zip(calls, shares, strict=True):
             if call.keep_graph:
                 leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
-                kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, random_state)
+                kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, None)
                 kept.input_bytes = call.num_bytes
                 self.kept.put(call.client_id, call.call_id, kept)
-        return results
+        return shares
 
     # ---- backward
 
     def backward(self, call: BackwardCall) -> Reply:
         """Return the gradients of the inputs; take in those of the weights where the call wants it."""
-        takes_in = call.wants_weight_grads and self.trainer is not None
-        if takes_in:
-            applied = self.ledger.find(call.client_id, call.sequence, call.settled_below)
-            if applied is not None and applied.reply is not None:
-                return applied.reply
-            takes_in = applied is None
+        known = self._known_answer(call)
+        if known is not None:
+            return known
+        kept = self._kept_for(call)
+        with self._keeping_inputs_for_another_try(call):
+            input_grads, weight_grads = self._differentiate(call, kept, self._takes_in(call))
+            return self._settle(call, kept, input_grads, weight_grads)
+
+    def backward_joined(self, calls: Sequence[BackwardCall]) -> list[Reply | BaseException]:
+        """Compute calls of equal `join_key`; return the answer, or the refusal, of each.
+
+        Raises:
+            ExpertFailedError: they cannot be computed together. Nothing has changed.
+        """
+        answers: dict[int, Reply | BaseException] = {}
+        kept: dict[int, KeptForward] = {}
+        for index, call in enumerate(calls):
+            try:
+                known = self._known_answer(call)
+                if known is None:
+                    kept[index] = self._kept_for(call)
+                else:
+                    answers[index] = known
+            except RemoteError as refusal:
+                answers[index] = refusal
+        for index, (input_grad, weight_grads) in self._differentiate_joined(calls, kept).items():
+            call, wants = calls[index], calls[index].wants_input_grads[:1] == (True,)
+            try:
+                with self._keeping_inputs_for_another_try(call):
+                    share = (input_grad if wants and kept[index].inputs[0].requires_grad else None,)
+                    answers[index] = self._settle(call, kept[index], share, weight_grads)
+            except RemoteError as refusal:
+                answers[index] = refusal
+        return [answers[index] for index in range(len(calls))]
+
+    def _takes_in(self, call: BackwardCall) -> bool:
+        """Whether the gradients of the weights are wanted, and have not been taken in before."""
+        if not call.wants_weight_grads or self.trainer is None:
+            return False
+        return self.ledger.find(call.client_id, call.sequence, call.settled_below) is None
+
+    def _known_answer(self, call: BackwardCall) -> Reply | None:
+        """Return the answer to a call that has been applied before, if it was kept."""
+        if not call.wants_weight_grads or self.trainer is None:
+            return None
+        applied = self.ledger.find(call.client_id, call.sequence, call.settled_below)
+        return None if applied is None else applied.reply
+
+    def _kept_for(self, call: BackwardCall) -> KeptForward:
+        """Return the forward that `call` is the backward of; the call's gradients fit it."""
         kept = self.kept.get(call.client_id, call.call_id) or self._kept_from(call)
         check_grad_outputs(self.name, call.grad_outputs, kept.output_shapes)
-        try:
-            input_grads, weight_grads = self._differentiate(call, kept, takes_in)
-            if takes_in and self.trainer is not None:
-                self.trainer.take_in(call.client_id, weight_grads)
-                self.ledger.record(call.client_id, call.sequence, self.num_updates, input_grads)
-        except BaseException:
-            # its buffers may be used up; the inputs stay for another try
-            self.kept.remove_graph(call.client_id, call.call_id)
-            raise
+        return kept
+
+    def _settle(
+        self, call: BackwardCall, kept: KeptForward, input_grads: Reply, weight_grads: Gradients
+    ) -> Reply:
+        """Take in what is not taken in yet, together with the ledger's line (rule 3); return the answer."""
+        if self.trainer is not None and self._takes_in(call):
+            self.trainer.take_in(call.client_id, weight_grads, kept.num_rows)
+            self.ledger.record(call.client_id, call.sequence, self.num_updates, input_grads)
         if not call.keep_graph:
             self.kept.remove(call.client_id, call.call_id)
         return input_grads
+
+    @contextlib.contextmanager
+    def _keeping_inputs_for_another_try(self, call: BackwardCall) -> Iterator[None]:
+        """Whatever is raised within: the graph's buffers may be used up, and are let go of."""
+        try:
+            yield
+        except BaseException:
+            self.kept.remove_graph(call.client_id, call.call_id)
+            raise
 
     def _kept_from(self, call: BackwardCall) -> KeptForward:
         """Make of the inputs that came again with a backward what would have been kept."""
@@ -202,6 +268,21 @@ class HostedExpert:
             by_input[index] = grad
         return tuple(by_input), found[len(wanted) :]
 
+    def _differentiate_joined(
+        self, calls: Sequence[BackwardCall], kept: Mapping[int, KeptForward]
+    ) -> dict[int, tuple[Tensor, Gradients]]:
+        """Return the gradients of those calls that have their forward, by their place."""
+        if not kept:
+            return {}
+        wants_weights = any(self._takes_in(calls[index]) for index in kept)
+        found = self.joiner.differentiate(
+            [forward.inputs[0] for forward in kept.values()],
+            [grad for index in kept for grad in calls[index].grad_outputs if grad is not None],
+            next(iter(kept.values())).evaluate,
+            self.trainer.parameters if wants_weights and self.trainer is not None else (),
+        )
+        return dict(zip(kept, found, strict=True))
+
     def _recomputed(self, call: BackwardCall, kept: KeptForward) -> tuple[Tensor, ...]:
         with torch.enable_grad(), self.caller.random.replaying(kept.random_state):
             outputs = self.caller.call(kept.inputs, kept.evaluate)
@@ -219,7 +300,7 @@ class HostedExpert:
             return applied.num_updates
         if self.trainer is not None:
             if call.kind == "zero_grad":
-                self.trainer.forget(call.client_id)
+                self.trainer.zero_grad(call.client_id)
             else:
                 self.trainer.step(call.client_id, call.gathered)
         self.ledger.record(call.client_id, call.sequence, self.num_updates)

@@ -40,6 +40,12 @@ class KeptForward:
     kept_at: float = 0.0
 
     @property
+    def num_rows(self) -> int:
+        """The size of its first dimension."""
+        x = self.inputs[0]
+        return x.shape[0] if x.dim() else 1
+
+    @property
     def num_bytes(self) -> int:
         """How much of the budget it takes."""
         return self.input_bytes + (self.graph_bytes if self.outputs is not None else 0)

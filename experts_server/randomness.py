@@ -66,9 +66,14 @@ class RandomStream:
             return None
         return self._seeds.generator(0, torch.device("cpu")).get_state()
 
-    def set_state(self, state: Tensor) -> None:
-        """Go on from `state`."""
-        if self._seeds is not None:
+    def has_moved_from(self, state: Tensor | None) -> bool:
+        """Whether anything was drawn since the stream was at `state`."""
+        now = self.state()
+        return state is not None and now is not None and not torch.equal(state, now)
+
+    def set_state(self, state: Tensor | None) -> None:
+        """Go on from `state`, if there is one."""
+        if self._seeds is not None and state is not None:
             self._seeds.generator(0, torch.device("cpu")).set_state(state)
 
     @contextlib.contextmanager

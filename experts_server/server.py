@@ -48,13 +48,28 @@ UPKEEP_S = 1.0
 CLOSE_S = 0.5  # for calls that are just being turned away
 
 
+@dataclasses.dataclass(frozen=True)
+class Hosting:
+    """One expert: a module, how it is trained (`None`: it is not), and how it is called (see `HostedExpert`)."""
+
+    module: nn.Module
+    training: Training | None = None
+    can_join: bool = True
+    eval_only: bool = False
+
+    def host(self, name: str, memory: SharedMemory) -> HostedExpert:
+        """Return it as a server holds it."""
+        return HostedExpert(
+            name, self.module, self.training, memory, can_join=self.can_join, eval_only=self.eval_only
+        )
+
+
 class ExpertServer:
     """A server on the running event loop.
 
     Args:
-        modules: what to host, with how each is trained (`None`: it is not).
+        experts: what to host, by name.
         config: how to serve.
-        can_join: names of experts whose rows may be computed together; all by default.
 
     Raises:
         ConfigError: from `start`, if the address cannot be used.
@@ -62,9 +77,8 @@ class ExpertServer:
 
     def __init__(
         self,
-        modules: Mapping[str, tuple[nn.Module, Training | None]],
+        experts: Mapping[str, Hosting],
         config: ServingConfig,
-        can_join: Callable[[str], bool] = lambda name: True,
     ) -> None:
         limits = config.limits
         self.config = config
@@ -87,12 +101,12 @@ class ExpertServer:
         self.registry = Registry(
             [
                 ExpertQueue(
-                    HostedExpert(check_name(name), module, training, self.memory, can_join=can_join(name)),
+                    hosting.host(check_name(name), self.memory),
                     self.pool,
                     self.queue_limits,
                     call_later=self._call_later,
                 )
-                for name, (module, training) in modules.items()
+                for name, hosting in experts.items()
             ],
             self.pool,
         )
@@ -237,8 +251,10 @@ def _forget_stale(hosted: HostedExpert) -> None:
 
 def from_config(config: ServerConfig) -> ExpertServer:
     """Build the modules and optimizers of `config`, and the server that hosts them."""
-    modules: dict[str, tuple[nn.Module, Training | None]] = {}
+    experts: dict[str, Hosting] = {}
     for name, expert in config.experts.items():
         module = build_module(name, expert, config.seed)
-        modules[name] = module, build_training(name, module, config.optimizer_of(expert), config.update)
-    return ExpertServer(modules, config, lambda name: config.experts[name].can_join)
+        update, samples = config.update_of(expert)
+        training = build_training(name, module, config.optimizer_of(expert), update, samples)
+        experts[name] = Hosting(module, training, expert.can_join, expert.eval_only)
+    return ExpertServer(experts, config)

@@ -279,7 +279,7 @@ def _expert_info(hosted: HostedExpert) -> pb.ExpertInfo:
         inputs=[spec.announcement()] if spec.is_certain else [],
         num_parameters=sum(p.numel() for p in hosted.module.parameters()),
         is_trained=training is not None,
-        update=pb.ON_BACKWARD if training is not None and training.update == "on_backward" else pb.ON_STEP,
+        update="ON_STEP" if training is None else training.update.upper(),
         num_updates=hosted.num_updates,
         optimizer=type(training.optimizer).__name__ if training is not None else "",
     )

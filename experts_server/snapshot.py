@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts_server.gathered import Gathered
 from experts_server.hosted import HostedExpert
 from experts_server.training import Trainer
 from moe_autograd.errors import CheckpointError
@@ -83,20 +84,16 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
                 tensors[f"optimizer.{index}.{key}"] = value
             elif _is_plain(value):
                 scalars[f"{index}.{key}"] = value
-    for client_id, grads in trainer.gathered.items():
-        for index, grad in enumerate(grads):
+    gathered = {client_id.hex(): entry for client_id, entry in trainer.gathered.by_client().items()}
+    for client, entry in gathered.items():
+        for place, grad in enumerate(entry.grads):
             if grad is not None:
-                tensors[f"gathered.{client_id.hex()}.{index}"] = grad
+                tensors[f"gathered.{client}.{place}"] = grad
     return tensors, {
         "num_updates": trainer.num_updates,
-        "gathered_backwards": {
-            client_id.hex(): trainer.gathered.num_backwards(client_id)
-            for client_id, _ in trainer.gathered.items()
-        },
-        "schedule": None
-        if schedule is None
-        else {k: v for k, v in schedule.state_dict().items() if _is_plain(v)},
-        "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+        "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
+        "schedule": None if schedule is None else _plain_of(schedule.state_dict()),
+        "scheduled": [] if schedule is None else [_plain_of(group) for group in optimizer.param_groups],
         "optimizer_scalars": scalars,
     }
 
@@ -113,21 +110,22 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     if schedule is not None and plain["schedule"] is not None:
         schedule.load_state_dict(plain["schedule"])
-        for group, lr in zip(optimizer.param_groups, plain["lr"], strict=True):
-            group["lr"] = lr
+        for group, scheduled in zip(optimizer.param_groups, plain["scheduled"], strict=True):
+            for key, value in scheduled.items():
+                group[key] = tuple(value) if isinstance(value, list) else value
     trainer.num_updates = int(plain["num_updates"])
     _restore_gathered(trainer, snapshot, device)
 
 
 def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
-    counts = {bytes.fromhex(client): int(n) for client, n in snapshot.plain["gathered_backwards"].items()}
-    gathered: dict[bytes, list[Tensor | None]] = {
-        client: [None] * len(trainer.parameters) for client in counts
+    grads: dict[str, list[Tensor | None]] = {
+        client: [None] * len(trainer.parameters) for client in snapshot.plain["gathered"]
     }
     for name, grad in _group(snapshot.tensors, "gathered").items():
-        client, index = name.split(".")
-        gathered[bytes.fromhex(client)][int(index)] = grad.to(device)
-    trainer.gathered.restore(gathered, counts)
+        client, place = name.split(".")
+        grads[client][int(place)] = grad.to(device)
+    for client, (num_backwards, num_samples) in snapshot.plain["gathered"].items():
+        trainer.gathered.put(bytes.fromhex(client), Gathered(grads[client], num_backwards, num_samples))
 
 
 def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
@@ -163,6 +161,10 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -255,7 +255,7 @@ def _backward(head: pb.BackwardCall, tensors: Tensors, stream: PassStream) -> Ba
             f"backward: expected {num_grads} grad_outputs and then inputs, got {len(tensors)} tensors "
             f"with {sum(t is None for t in tensors)} None. The client is broken."
         )
-    return BackwardCall(
+    call = BackwardCall(
         head.client_id,
         stream.take_result,
         head.call_id,
@@ -268,3 +268,5 @@ def _backward(head: pb.BackwardCall, tensors: Tensors, stream: PassStream) -> Ba
         inputs if head.has_inputs else None,
         head.evaluate,
     )
+    call.num_tokens = next((g.shape[0] for g in call.grad_outputs if g is not None and g.dim()), 1)
+    return call

@@ -1,7 +1,15 @@
 """How an expert is trained: gradients come in by client, and become updates.
 
-The number of updates is a matter of what clients send, and never of when: what one client gives meets what another
-gives in the weights alone.
+The number of updates is a matter of what clients send, and never of when. There are three ways:
+
+- `on_step`: a client's gradients gather until its step, which applies them; until its `zero_grad` they stay, as
+  `.grad` does in torch. The number of updates is the number of steps of clients that gave any.
+- `on_samples`: a client's gradients gather until they are of `samples_per_update` rows or more, and are applied by the
+  backward that completes them. A backward is never cut in two, and nothing is carried over. Step and `zero_grad` change
+  nothing. What one client gives never completes what another one gave: then updates would depend on who came first.
+- `on_backward`: each backward is an update.
+
+Gradients are summed, not averaged, as torch does. A client that stays away for `max_age_s` loses what it has gathered.
 """
 
 from __future__ import annotations
@@ -16,9 +24,11 @@ from torch import nn
 
 from experts_server.budget import Budget
 from experts_server.checks import check_finite
-from experts_server.gathered import GatheredGradients
-from experts_server.gradients import Gradients, added, clipped
+from experts_server.gathered import Gathered, GatheredGradients
+from experts_server.gradients import Gradients, added, clipped_to_norm, clipped_to_value
 from moe_autograd.errors import GradientsLostError
+
+UpdateMode = Literal["on_step", "on_backward", "on_samples"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +37,18 @@ class Training:
 
     Args:
         optimizer: made of the expert's parameters.
-        update: `on_step`: gradients gather until the client's step; `on_backward`: each is applied at once.
+        update: when it steps; see above.
+        samples_per_update: of `on_samples`.
         schedule: stepped once for each update.
+        clip_grad_value: the largest value of an update's gradients, either sign; `None`: any. Comes before the norm.
         clip_grad_norm: the largest total norm of an update's gradients; `None`: any.
     """
 
     optimizer: torch.optim.Optimizer
-    update: Literal["on_step", "on_backward"] = "on_step"
+    update: UpdateMode = "on_step"
+    samples_per_update: int = 1
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    clip_grad_value: float | None = None
     clip_grad_norm: float | None = None
 
 
@@ -46,7 +60,7 @@ class Trainer:
         parameters: in the order of the gradients that come.
         training: how.
         budget: the bytes that gathered gradients of all experts share.
-        max_age_s: how long gradients wait for their client's step.
+        max_age_s: how long gradients wait for their client.
         after_update: called after each update, also one that failed half way: the weights are no longer what they were.
 
     Threads: one at a time, as the expert itself.
@@ -73,8 +87,13 @@ class Trainer:
         gathering = f"{len(self.gathered)} gathering"
         return f"<Trainer of {self.name!r} {self.training.update}, {self.num_updates} updates, {gathering}>"
 
-    def take_in(self, client_id: bytes, new: Gradients) -> None:
-        """Gather a backward's gradients, or apply them at once.
+    def take_in(self, client_id: bytes, new: Gradients, num_samples: int) -> None:
+        """Take in the gradients of one backward.
+
+        Args:
+            client_id: who gave them.
+            new: one for each parameter.
+            num_samples: the rows that they are of.
 
         Raises:
             InvalidCallError: they, or their sum with those before, are not finite. Nothing was changed.
@@ -84,16 +103,23 @@ class Trainer:
             check_finite(self.name, new, "weight gradient")
             self._update(new)
             return
-        total = added(self.gathered.get(client_id), new)
+        before = self.gathered.get(client_id) or Gathered((), 0, 0)
+        total = added(before.grads, new)
         check_finite(self.name, total, "gathered weight gradient")
-        self.gathered.put(client_id, total)
+        gathered = Gathered(total, before.num_backwards + 1, before.num_samples + num_samples)
+        if self.training.update == "on_samples" and gathered.num_samples >= self.training.samples_per_update:
+            self._update(total)
+            self.gathered.forget(client_id)
+        else:
+            self.gathered.put(client_id, gathered)
 
-    def forget(self, client_id: bytes) -> None:
-        """Let go of what the client gave since its last step."""
-        self.gathered.forget(client_id)
+    def zero_grad(self, client_id: bytes) -> None:
+        """Let go of what the client has gathered for its step."""
+        if self.training.update == "on_step":
+            self.gathered.forget(client_id)
 
     def step(self, client_id: bytes, num_backwards: tuple[int, int] | None) -> None:
-        """Apply what the client gave; without anything given this is no update.
+        """Apply what the client has gathered for its step; without anything given this is no update.
 
         Args:
             client_id: whose gradients.
@@ -102,28 +128,32 @@ class Trainer:
         Raises:
             GradientsLostError: they are no longer all there. Nothing was changed.
         """
+        if self.training.update != "on_step":
+            return
         if self.gathered.has_lost(client_id):
             raise GradientsLostError(
                 f"expert {self.name!r}: expected a step within {self.gathered.max_age_s:g} s of the backward, got one "
                 "later, when its gradients had been let go. Repeat the backward."
             )
         least, most = num_backwards or (0, math.inf)
-        found = self.gathered.num_backwards(client_id)
+        gathered = self.gathered.get(client_id)
+        found = 0 if gathered is None else gathered.num_backwards
         if not least <= found <= most:
             raise GradientsLostError(
                 f"expert {self.name!r}: expected the gradients of {least} backwards, got those of {found}. "
                 "The server was restarted since; nothing was changed. Call zero_grad and repeat forward and backward."
             )
-        gathered = self.gathered.get(client_id)
         if gathered is not None:
-            self._update(gathered)
+            self._update(gathered.grads)
 
     def _update(self, grads: Gradients) -> None:
         """Apply one update; a parameter without a gradient is skipped, as in torch."""
         if all(grad is None for grad in grads):
             return
+        if self.training.clip_grad_value is not None:
+            grads = clipped_to_value(grads, self.training.clip_grad_value)
         if self.training.clip_grad_norm is not None:
-            grads = clipped(grads, self.training.clip_grad_norm)
+            grads = clipped_to_norm(grads, self.training.clip_grad_norm)
         try:
             for parameter, grad in zip(self.parameters, grads, strict=True):
                 parameter.grad = grad

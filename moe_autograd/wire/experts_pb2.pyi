@@ -49,6 +49,7 @@ class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ON_STEP: _ClassVar[UpdateMode]
     ON_BACKWARD: _ClassVar[UpdateMode]
+    ON_SAMPLES: _ClassVar[UpdateMode]
 
 class UpdateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -86,6 +87,7 @@ INTERNAL: Code
 GRADIENTS_LOST: Code
 ON_STEP: UpdateMode
 ON_BACKWARD: UpdateMode
+ON_SAMPLES: UpdateMode
 ANY_UPDATE: UpdateKind
 STEP: UpdateKind
 ZERO_GRAD: UpdateKind

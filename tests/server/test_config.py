@@ -58,7 +58,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"update": "sometimes"}, "key 'update': expected 'on_step' or 'on_backward', got 'sometimes'"),
+        ({"update": "sometimes"}, "key 'update': expected 'on_step', 'on_backward' or 'on_samples', got 'sometimes'"),
         ({"latency_ms": -1}, "key 'latency_ms': expected greater than or equal to 0, got -1"),
         ({"latency_ms": float("inf")}, "key 'latency_ms': expected"),
         ({"limits": {"max_threads": "many"}}, "key 'limits.max_threads': expected a valid integer"),
@@ -70,6 +70,10 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ({"listen": "here"}, "key 'listen': expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0, got 'here'"),
         ({"listen": "127.0.0.1:70000"}, "key 'listen': expected a port from 0 to 65535, got '127.0.0.1:70000'"),
         ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address or credentials, got '0.0.0.0:80'"),
+        ({"update": "on_samples"}, "key 'experts.ffn.0.samples_per_update': expected a number of rows with update = "),
+        ({"samples_per_update": 3}, "key 'samples_per_update': expected none with update = 'on_step', got 3"),
+        ({"experts": {"e": {**FFN, "samples_per_update": 3}}}, "none with another, got 3 with update = 'on_step'"),
+        ({"optimizer": {"clip_grad_value": 0}}, "key 'optimizer.clip_grad_value': expected greater than 0, got 0"),
         ({"security": {"tls_cert": "a.pem"}}, "key 'security': expected tls_cert and tls_key together"),
         ({"optimizer": {"lr": 0}}, "key 'optimizer.lr': expected greater than 0, got 0"),
         ({"experts": {}}, "key 'experts': expected at least one expert, got {}"),
@@ -187,6 +191,11 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
             "key 'optimizer.args': expected arguments that it takes",
         ),
         ({**FFN, "optimizer": {"schedule": {"name": "x"}}}, "key 'optimizer.schedule.name': expected one of"),
+        ({**FFN, "optimizer": {"name": "lbfgs"}}, "got 'LBFGS', which wants a closure"),
+        (
+            {**FFN, "optimizer": {"schedule": {"name": "ReduceLROnPlateau"}}},
+            "which wants a metric at each step",
+        ),
         ({**FFN, "optimizer": {"schedule": {"name": "StepLR"}}}, "key 'optimizer.schedule.args': expected"),
     ],
 )

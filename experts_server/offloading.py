@@ -1,0 +1,94 @@
+"""Experts that are in memory only while they have a turn: weights, buffers and optimizer state come and go.
+
+    turn of ffn.3      waits for room, reads what is absent, computes, lets go
+    between turns      what was changed is written behind; the least recently used leave when others want room
+    a hint, or a call that queues up for ffn.3      starts to read it (`prefetch`)
+
+What stays: inputs of forwards that wait for their backward (offloaded experts recompute), gradients that gather, the
+ledger. They have limits of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_autograd.autograd.offload.held import HeldExpert
+from moe_autograd.autograd.offload.residency import Residency
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore
+from moe_autograd.errors import ConfigError
+
+
+class OffloadMemory:
+    """The memory that a server's offloaded experts share.
+
+    Args:
+        max_resident_bytes: of weights, buffers and optimizer state in memory.
+        store: "ram", or the folder where the rest is.
+
+    Threads: any.
+    """
+
+    def __init__(self, max_resident_bytes: int, store: str | Path) -> None:
+        self.max_resident_bytes = max_resident_bytes
+        kept = RamStore() if store == "ram" else FolderStore(Path(store) / "resident-store")
+        self.residency = Residency(max_resident_bytes, kept, torch.device("cpu"))
+
+    def __repr__(self) -> str:
+        return f"<OffloadMemory {self.residency!r}>"
+
+    def close(self) -> None:
+        """End the threads that read and write."""
+        self.residency.close()
+
+
+class Lodger:
+    """One expert whose tensors live in an `OffloadMemory`.
+
+    Args:
+        name: the expert's.
+        module: taken over; it reads as NaN between turns.
+        optimizer: of its parameters; `None`: it is not trained.
+        memory: where.
+
+    Raises:
+        ConfigError: there will never be room for it, or it is not on the CPU.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None, memory: OffloadMemory
+    ) -> None:
+        devices = {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]} - {"cpu"}
+        if devices:
+            raise ConfigError(
+                f"expert {name!r}, key 'memory.offload': expected an expert on the CPU, got one on {devices}. "
+                "Set offload = false."
+            )
+        make_optimizer = None if optimizer is None else lambda _: optimizer
+        self._memory = memory
+        try:
+            self._held = HeldExpert(name, module, make_optimizer, memory.residency)
+            memory.residency.check_fits(self._held.parts_to_update())
+        except ValueError as error:
+            raise ConfigError(f"expert {name!r}, key 'offload.max_resident_bytes': {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<Lodger {self._held.name!r} in {self._memory!r}>"
+
+    @contextlib.contextmanager
+    def in_memory(self, *, for_update: bool) -> Iterator[None]:
+        """Be in memory inside; with `for_update` so is the optimizer's state.
+
+        Raises:
+            OSError: the store failed.
+        """
+        with self._held.in_memory(for_update=for_update):
+            yield
+
+    def prefetch(self) -> None:
+        """Start to read it, if there is room; returns at once."""
+        self._memory.residency.prefetch([self._held.weights])
