@@ -1,15 +1,17 @@
 """One offloaded expert: a module and its optimizer whose tensors come and go.
 
-The module keeps its parameters and buffers, the optimizer its state, but the tensors are empty while the part they
-belong to is absent. Attaching points them into the part's buffer, detaching makes them empty again. Whoever uses
-them holds the part.
+The module keeps its parameters and buffers, the optimizer its state, but while the part they belong to is absent there
+is nothing behind them: weights keep their shape and read as NaN. Attaching points them into the part's buffer,
+detaching takes them out of it again. Whoever uses them holds the part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ class HeldExpert:
 
     Args:
         name: in the store, such as `expert-00003`.
-        module: its tensors are taken over, and are empty when this returns.
+        module: its tensors are taken over.
         optimizer: a function from parameters to an optimizer; `None` if the expert is not trained.
         residency: where its parts come and go.
 
@@ -75,7 +77,7 @@ class HeldExpert:
 
     def _detach(self) -> None:
         for tensor in self._tensors().values():
-            tensor.data = tensor.data.new_empty(0)
+            tensor.data = _nothing_of_shape(tensor.data)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the module, whose weights are held; notice if it changed them (batch norm's statistics)."""
@@ -98,6 +100,26 @@ class HeldExpert:
                     view.copy_(tensor)
                     tensor.data = view
         self.residency.changed(self.weights)
+
+    @contextlib.contextmanager
+    def in_memory(self, *, for_update: bool) -> Iterator[None]:
+        """Hold weights and buffers, for an update the optimizer's state as well; what is changed inside is kept.
+
+        For an owner that calls the module and steps the optimizer itself; gradients are its own business.
+        """
+        parts = [self.weights, *([self.state] if for_update and self.state else [])]
+        has_new_state = False
+        with self.residency.hold(parts):
+            before = self._versions()
+            try:
+                yield
+            finally:
+                if self._versions() != before:
+                    self._keep_changes()
+                if for_update:
+                    has_new_state = not self._keep_state()
+        if has_new_state:
+            self._move_state_into_a_part()
 
     def weight_edges(self) -> dict[str, GradientEdge]:
         """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
@@ -138,10 +160,8 @@ class HeldExpert:
                     parameter.grad = None
             self.num_updates += 1
             self.residency.changed(self.weights)
-            is_new = not self._state_is_in_its_part()
-            if self.state and not is_new:
-                self.residency.changed(self.state)
-        if is_new:
+            has_new_state = not self._keep_state()
+        if has_new_state:
             self._move_state_into_a_part()
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -154,6 +174,14 @@ class HeldExpert:
             for key, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
+
+    def _keep_state(self) -> bool:
+        """Say that the optimizer's state changed, if it is in its part; return whether it is."""
+        if not self._state_is_in_its_part():
+            return False
+        if self.state is not None:
+            self.residency.changed(self.state)
+        return True
 
     def _state_is_in_its_part(self) -> bool:
         tensors = self.state_tensors()
@@ -260,6 +288,12 @@ class HeldExpert:
             self.make_state_part(Layout.read(path)[0])
             assert self.state is not None
             self.residency.adopt(self.state, functools.partial(store.link, path))
+
+
+def _nothing_of_shape(tensor: Tensor) -> Tensor:
+    """Return what takes no memory, cannot be written to, and shows wherever it is read by mistake."""
+    filler = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
+    return tensor.new_full((), filler).expand(tensor.shape)
 
 
 def _described(layout: Layout) -> str:
