@@ -4,6 +4,9 @@ Sixty-four experts on one server are sixty-four modules, but one message there a
 sixty-four. A module says so by an attribute `call_group`: all modules of a map with the same group become one call
 of the map, and the group decides how to make it. A module without the attribute, or with `None`, is its own call.
 
+A callable that may fail in its backward, and can be done without, has a method `leaves_out(error) -> bool`: if it
+returns `True`, nothing flows through that call, and the other calls' backwards count.
+
 A group whose calls can fail one by one (`can_leave_out`) takes an `Attendance`: it leaves failing calls out instead
 of raising, and stops waiting for the last ones when it is told to.
 """

@@ -132,6 +132,7 @@ class ModuleCall:
         shares_graph: bool,
     ) -> None:
         self._shares_graph = shares_graph
+        self._leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
         self._is_spent = False
         self.leaves: list[Tensor] = []
         values, spec = flat
@@ -268,6 +269,10 @@ class ModuleCall:
             if not keep_graph and self._can_defer() and any(wanted[len(self.cuts) :]):
                 return self._differentiate_inputs(grad_outputs, wanted)
             return self.differentiate(grad_outputs, wanted, keep_graph=keep_graph or self._shares_graph)
+        except Exception as error:
+            if self._leaves_out is None or not self._leaves_out(error):
+                raise
+            return [None] * len(wanted)
         finally:
             if not keep_graph:
                 self._edges, self._ends, self.cuts, self.leaves = [], [], [], []

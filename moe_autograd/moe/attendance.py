@@ -143,8 +143,8 @@ class _LocalCall(nn.Module):
             if wait is not None:
                 wait.settle(self._position, is_answered=self._position not in self._attendance.lost)
 
-    def leave_out(self, error: Exception) -> bool:
-        """Say whether a backward that failed so is left out; see `grouping`."""
+    def leaves_out(self, error: Exception) -> bool:
+        """Tell whether a backward that failed so is left out, and note it; see `grouping`."""
         if not may_be_left_out(error):
             return False
         self._attendance.note_failure(self._position, "backward", error)
