@@ -26,6 +26,16 @@ PREAMBLE = """
         inputs = [torch.ones(2, requires_grad=True) for _ in range(parties)]
         torch.stack(map_with_parallel_backward(Meets, *[(x, barrier) for x in inputs])).sum().backward()
         return sum(x.grad.sum().item() for x in inputs)
+
+    def interrupt_main_thread():
+        # Python misses a signal that comes when its main thread is just about to wait; so only once it sleeps.
+        stat, num_seen_asleep = f"/proc/self/task/{os.getpid()}/stat", 0
+        while threading.current_thread() is not threading.main_thread() and num_seen_asleep < 10:
+            with open(stat) as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            num_seen_asleep = num_seen_asleep + 1 if state == "S" else 0
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
 """
 
 
@@ -39,7 +49,7 @@ def test_ctrl_c_returns_at_once_though_calls_still_block(where: str, sender: int
     def action(mine):
         barrier.wait(60)
         if mine == {sender}:
-            os.kill(os.getpid(), signal.SIGINT)
+            interrupt_main_thread()
         never.wait()
     try:
         run([lambda i=i: action(i) for i in range(8)], {where!r})
@@ -62,7 +72,7 @@ def test_ctrl_c_while_only_workers_block_returns_at_once(where: str) -> None:
         barrier.wait(60)
         if threading.current_thread() is not threading.main_thread():
             if once.acquire(blocking=False):
-                os.kill(os.getpid(), signal.SIGINT)
+                interrupt_main_thread()
             never.wait()
     try:
         run([action] * 8, {where!r})
@@ -85,9 +95,9 @@ def test_an_uncaught_ctrl_c_ends_the_process_though_calls_still_block() -> None:
         def action():
             barrier.wait(60)
             if once.acquire(blocking=False):
-                os.kill(os.getpid(), signal.SIGINT)
+                interrupt_main_thread()
             never.wait()
-        signal.alarm(60)
+        signal.alarm(100)
         run([action] * 4)
     _, status = os.waitpid(child, 0)
     print(os.WTERMSIG(status) == signal.SIGINT or os.waitstatus_to_exitcode(status) == 1)
@@ -154,7 +164,7 @@ def test_a_forked_child_maps_with_workers_of_its_own() -> None:
     print(meet(8), flush=True)
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
+        signal.alarm(100)
         ok = meet(8) == 32.0 and meet(3) == 12.0
         os._exit(0 if ok else 1)
     _, status = os.waitpid(child, 0)
@@ -179,7 +189,7 @@ def test_children_forked_while_maps_run_can_map() -> None:
     for _ in range(30):
         child = os.fork()
         if child == 0:
-            signal.alarm(30)
+            signal.alarm(100)
             os._exit(0 if meet(6) == 24.0 else 1)
         codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     stop.set()
@@ -198,7 +208,7 @@ def test_a_child_forked_inside_a_call_can_map() -> None:
     def fork():
         child = os.fork()
         if child == 0:
-            signal.alarm(30)
+            signal.alarm(100)
             try:
                 with torch.enable_grad():
                     ok = meet(4) == 16.0
@@ -267,9 +277,10 @@ def test_ten_thousand_failing_maps_leave_no_thread_file_or_memory(where: str) ->
     before = left()
     fail_often(10_000)
     after = left()
-    print(after[0] <= before[0] + 2, after[1] <= before[1] + 2, after[2] <= before[2])
+    # threads come and go by a few; one thread, file or cycle for each failure is 10,000 of them, or 180 MB
+    print(*[after[i] <= before[i] + 20 for i in range(3)])
     grown = after[3] - before[3]
-    print("small" if grown < 12_000_000 else grown)  # a cycle for each failure takes 180 MB
+    print("small" if grown < 60_000_000 else grown)
     """,
         "True True True small",
     )

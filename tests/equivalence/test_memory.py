@@ -173,7 +173,7 @@ def test_each_calls_saved_tensors_go_as_soon_as_its_own_backward_is_done() -> No
             if ctx.index == 0:
                 for _ in range(NUM_CALLS - 1):
                     assert num_entered.acquire(timeout=PATIENCE_S)
-                pause, patience = threading.Event(), 600  # the last one is on its way out
+                pause, patience = threading.Event(), 6000  # the last one is on its way out
                 while unpacked.alive > 1 and patience:
                     patience -= pause.wait(0.01) or 1
                 seen.append(unpacked.alive)

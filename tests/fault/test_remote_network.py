@@ -16,6 +16,7 @@ from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
 from moe_autograd.remote.channel import Channel
 from tests.support.certificates import make_certificates
 from tests.support.proxy import Proxy
+from tests.support.scale import Scale
 
 
 def adam(parameters):
@@ -25,13 +26,13 @@ def adam(parameters):
 def train_beside_a_twin(proxy_faults: dict[str, float], num_steps: int) -> Proxy:
     """Train an expert through a faulty proxy and its twin here; every number must be the same bit for bit."""
     torch.manual_seed(0)
-    module = nn.Linear(32, 32)
+    module = Scale(32)
     twin = copy.deepcopy(module)
-    retry = RetryPolicy(patience_s=20.0, budget=1000.0, max_retries=100, update_attempt_s=2.0)
+    retry = RetryPolicy(patience_s=100.0, budget=1000.0, max_retries=100, update_attempt_s=2.0)
     with (
         ExpertsServer({"ffn.0": module}, optimizer=adam) as server,
         Proxy(server.address) as proxy,
-        connect(proxy.address, timeout_s=60.0, retry=retry) as experts,
+        connect(proxy.address, timeout_s=200.0, retry=retry) as experts,
     ):
         optimizer, local_optimizer = RemoteOptimizer(experts), adam(twin.parameters())
         for fault, value in proxy_faults.items():
@@ -67,7 +68,7 @@ def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
     with (
         ExpertsServer({"echo": nn.Identity()}) as server,
         Proxy(server.address) as proxy,
-        connect(proxy.address, timeout_s=60.0) as experts,
+        connect(proxy.address, timeout_s=200.0, retry=RetryPolicy(patience_s=100.0)) as experts,
     ):
         proxy.bytes_per_s = 2e6
         x = torch.randn(1024, 1024)

@@ -13,20 +13,10 @@ from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
 from tests.support.proxy import Proxy
+from tests.support.scale import Scale
 from tests.support.subprocesses import ROOT
 
 NUM_EXPERTS, NUM_STEPS, D = 100, 100, 4
-
-
-class Scale(nn.Module):
-    """Has the same bits on any number of threads and at any alignment, which a matrix product has not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.bias
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -35,19 +25,19 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def make_experts() -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    return {f"e.{n}": Scale() for n in range(NUM_EXPERTS)}
+    return {f"e.{n}": Scale(D) for n in range(NUM_EXPERTS)}
 
 
 def trained(flip_chance: float, cut_chance: float) -> tuple[list[Tensor], dict[str, int], Proxy]:
     """Train through a proxy with these faults; return the weights, the server's counts, and the proxy."""
     modules = make_experts()
     retry = RetryPolicy(
-        patience_s=60.0, budget=10_000.0, max_retries=1000, update_attempt_s=5.0, max_pause_s=0.05
+        patience_s=100.0, budget=10_000.0, max_retries=1000, update_attempt_s=5.0, max_pause_s=0.05
     )
     with (
         ExpertsServer(modules, optimizer=sgd) as server,
         Proxy(server.address, seed=7) as proxy,
-        connect(proxy.address, timeout_s=120.0, retry=retry) as experts,
+        connect(proxy.address, timeout_s=200.0, retry=retry) as experts,
     ):
         proxy.flip_chance, proxy.cut_chance = flip_chance, cut_chance
         optimizer = RemoteOptimizer(experts)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Meets(Function):

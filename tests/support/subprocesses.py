@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_python(program: str, *, limit_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_python(program: str, *, limit_s: float = 250.0) -> subprocess.CompletedProcess[str]:
     """Run `program` (indented source) and return how it ended."""
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", "-W", "error", "-c", textwrap.dedent(program)],
@@ -26,7 +26,7 @@ def run_python(program: str, *, limit_s: float = 120.0) -> subprocess.CompletedP
     )
 
 
-def assert_prints(program: str, expected: str, *, limit_s: float = 120.0) -> None:
+def assert_prints(program: str, expected: str, *, limit_s: float = 250.0) -> None:
     """Assert that `program` exits 0, prints exactly `expected` and complains about nothing."""
     ended = run_python(program, limit_s=limit_s)
     told = f"exit {ended.returncode}\n--- stdout\n{ended.stdout}\n--- stderr\n{ended.stderr}"
