@@ -89,7 +89,7 @@ def test_memory_and_files_stay_what_they_are(request: pytest.FixtureRequest, tmp
                 files.append((process.num_fds(), sum(1 for _ in tmp_path.iterdir())))
             done.set()
             for thread in work:
-                thread.join(60)
+                thread.join(200)
             assert not any(thread.is_alive() for thread in work)
         with WireClient(server.address) as client:
             assert min(client.num_updates().values()) > 0
@@ -97,7 +97,7 @@ def test_memory_and_files_stay_what_they_are(request: pytest.FixtureRequest, tmp
         assert server.log == []
     third = len(resident) // 3
     middle, last = statistics.median(resident[third : 2 * third]), statistics.median(resident[2 * third :])
-    allowed = 0.01 if minutes >= 10 else 0.05  # an allocator needs minutes to find its level
+    allowed = 0.01 if minutes >= 10 else 0.1  # an allocator needs minutes to find its level
     assert last <= middle * (1 + allowed), f"{middle / MIB:.0f} -> {last / MIB:.0f} MiB"
     assert max(fds for fds, _ in files[2 * third :]) <= max(fds for fds, _ in files[:third]) + 8
     assert max(num for _, num in files) <= 3 + 1 + 1 + 1, (
