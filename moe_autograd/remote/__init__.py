@@ -14,6 +14,7 @@ Needs the extra `moe-autograd[remote]`: grpc, protobuf and xxhash.
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.expert import RemoteExpert
 from moe_autograd.remote.experts import RemoteExperts, connect
+from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.optimizer import RemoteOptimizer
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.retry import RetryPolicy
@@ -22,6 +23,7 @@ from moe_autograd.remote.security import TLS
 __all__ = [
     "TLS",
     "Compression",
+    "HedgePolicy",
     "HostedExpert",
     "RemoteExpert",
     "RemoteExperts",

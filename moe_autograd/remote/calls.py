@@ -81,14 +81,25 @@ def exchange(
     deadline: Deadline,
     limits: TensorLimits,
     cancellation: Cancellation,
+    outcomes_by_index: dict[int, Outcome] | None = None,
 ) -> list[Outcome]:
     """Make all calls in one stream and return their outcomes, in order.
+
+    Args:
+        channel: to the server.
+        rpc: `Forward` or `Backward`.
+        requests: the calls.
+        deadline: of the operation.
+        limits: of what the server sends.
+        cancellation: of the operation.
+        outcomes_by_index: filled with the outcomes as they come, before `on_settled` is called.
 
     Raises:
         ServerUnavailableError: the channel has been closed.
         KeyboardInterrupt: Ctrl-C; the stream is cancelled first.
     """
-    outcomes = _one_stream(channel, rpc, requests, deadline, limits, cancellation)
+    filled = {} if outcomes_by_index is None else outcomes_by_index
+    outcomes = _one_stream(channel, rpc, requests, deadline, limits, cancellation, filled)
     again = [
         index
         for index, outcome in enumerate(outcomes)
@@ -96,7 +107,7 @@ def exchange(
     ]
     if again:
         repeated = [_with_inputs(requests[index]) for index in again]
-        results = _one_stream(channel, rpc, repeated, deadline, limits, cancellation)
+        results = _one_stream(channel, rpc, repeated, deadline, limits, cancellation, {})
         for index, outcome in zip(again, results, strict=True):
             outcomes[index] = outcome
     return outcomes
@@ -115,6 +126,7 @@ def _one_stream(
     deadline: Deadline,
     limits: TensorLimits,
     cancellation: Cancellation,
+    outcomes: dict[int, Outcome],
 ) -> list[Outcome]:
     started_s = time.perf_counter()
     writer = ParcelWriter()
@@ -126,7 +138,6 @@ def _one_stream(
     assert first is not None, "there is a call to make"
     stream = channel.stream(rpc, first, iter(writer.next_message, None) if writer else None, deadline)
     cancellation.add(stream.cancel)
-    outcomes: dict[int, Outcome] = {}
 
     def place(index: int) -> str:
         return f"expert {requests[index].expert!r} at {channel.address}, {rpc.lower()}, {deadline}"

@@ -37,6 +37,7 @@ from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation, Fanout
+from moe_autograd.remote.hedging import HedgePolicy, Hedging, Terms
 from moe_autograd.remote.placement import Placement
 from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
 from moe_autograd.remote.servers import Servers
@@ -58,12 +59,14 @@ class Settings:
         limits: of what servers send.
         retry: when a call is made again.
         compression: how tensors travel.
+        hedge: when a forward is asked a second time; None: never.
     """
 
     timeout_s: float
     limits: TensorLimits
     retry: RetryPolicy
     compression: Compression
+    hedge: HedgePolicy | None = None
 
 
 @dataclass
@@ -109,6 +112,11 @@ class Delivery:
         self._budget = RetryBudget(settings.retry)
         self._fanout = Fanout(servers.expected_number)
         self._looking = Fanout(servers.expected_number)
+        self._hedging = (
+            None
+            if settings.hedge is None
+            else Hedging(settings.hedge, self._budget, servers.channel, self._note_outcomes)
+        )
         self._lock = threading.Lock()
         self._operations: set[Cancellation] = set()
         self._process = os.getpid()
@@ -215,16 +223,37 @@ class Delivery:
             self._find_anew(jobs, operation)
 
     def _send(self, address: str, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
+        requests = [job.request for job in jobs]
+        elsewhere = self._elsewhere(address, rpc, jobs)
+        if self._hedging is not None and any(elsewhere):
+            terms = Terms(operation.deadline, self.settings.limits, operation.cancellation)
+            for job, result in zip(
+                jobs, self._hedging.send(address, requests, elsewhere, terms), strict=True
+            ):
+                job.address, job.outcome = result
+            return
         outcomes = exchange(
             self.servers.channel(address),
             rpc,
-            [job.request for job in jobs],
+            requests,
             operation.deadline,
             self.settings.limits,
             operation.cancellation,
         )
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome = outcome
+        self._note_outcomes(address, outcomes)
+
+    def _elsewhere(self, address: str, rpc: str, jobs: Sequence[Job]) -> list[str | None]:
+        """Return for each job another server that may be asked too; for changes there is none."""
+        if self._hedging is None or rpc != "Forward":
+            return []
+        return [
+            next((host for host in self.placement.hosts_of(job.request.expert) if host != address), None)
+            for job in jobs
+        ]
+
+    def _note_outcomes(self, address: str, outcomes: Sequence[Outcome]) -> None:
         if any(isinstance(outcome.error, ServerUnavailableError) for outcome in outcomes):
             self.placement.note_failure(address)
         elif any(outcome.was_answered for outcome in outcomes):
@@ -300,6 +329,8 @@ class Delivery:
         self.servers.close()
         self._fanout.close()
         self._looking.close()
+        if self._hedging is not None:
+            self._hedging.close()
 
 
 @contextmanager

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
-from moe_autograd.errors import ExpertNotFoundError
+from moe_autograd.errors import ConfigError, ExpertNotFoundError
 from moe_autograd.remote.addresses import check_addresses, host_of
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
+from moe_autograd.remote.config import load_config
 from moe_autograd.remote.connection import Connection
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.delivery import Settings
 from moe_autograd.remote.expert import RemoteExpert
+from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS
@@ -27,26 +32,32 @@ from moe_autograd.wire.tensors import TensorLimits
 
 
 def connect(
-    addresses: str | Sequence[str],
+    addresses: str | Path | Sequence[str],
     *,
     token: str | None = None,
     tls: TLS | None = None,
     timeout_s: float = 30.0,
     compression: str | Compression = "none",
     retry: RetryPolicy | None = None,
+    hedge: bool | HedgePolicy = False,
     allow_missing: bool = False,
     max_tensor_bytes: int = 1 << 30,
 ) -> RemoteExperts:
     """Connect to expert servers and find out what they host.
 
     Args:
-        addresses: `host:port`, or several. An expert may be at several of them (replicas).
+        addresses: `host:port`, or several. An expert may be at several of them (replicas). A name stands for the
+            servers at all addresses that it resolves to, now and whenever one of them is lost. Or a TOML file, as a
+            `Path` or a name that ends in `.toml`: it sets `addresses` and any of the arguments below; see
+            `moe_autograd.remote.config`.
         token: for servers that ask for one.
         tls: for servers that are reached encrypted; None for a plain connection.
         timeout_s: of every operation: a pass over all servers, an update, this call. Covers everything: looking
             for the expert, connecting, waiting in the server's queue, computing, transfer, and retries.
         compression: how floating tensors travel: "none", "bfloat16", "float16", "int8", or a `Compression`.
         retry: when calls are made again; None for the defaults of `RetryPolicy`.
+        hedge: whether a forward that takes unusually long is asked again at another replica: the first answer wins.
+            For replicas that are alike: ones that are trained are different experts. A `HedgePolicy` says when.
         allow_missing: whether some of the addresses may have no server yet, or no more.
         max_tensor_bytes: larger tensors are not accepted from a server.
 
@@ -55,12 +66,25 @@ def connect(
 
     Raises:
         ValueError: an address is not `host:port`, or there is none; an unknown compression; no deadline.
+        ConfigError: the file cannot be read, or a key or value in it is not allowed or also given as an argument.
         ServerUnavailableError: a server is not there. This call does not wait for it.
         PermissionDeniedError: it does not accept the token or the certificate.
         RemoteError: or another of its subclasses.
 
     Threads: any.
     """
+    if isinstance(addresses, Path) or (isinstance(addresses, str) and addresses.endswith(".toml")):
+        given = {
+            "token": token,
+            "tls": tls,
+            "timeout_s": timeout_s,
+            "compression": compression,
+            "retry": retry,
+            "hedge": hedge,
+            "allow_missing": allow_missing,
+            "max_tensor_bytes": max_tensor_bytes,
+        }
+        return connect(**_merged(Path(addresses), given))
     listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(
@@ -68,6 +92,7 @@ def connect(
         TensorLimits(max_tensor_bytes=max_tensor_bytes),
         retry or RetryPolicy(),
         Compression.of(compression),
+        (hedge if isinstance(hedge, HedgePolicy) else HedgePolicy()) if hedge else None,
     )
     servers = Servers(listed, functools.partial(_open_channel, token=token, tls=tls))
     connection = Connection(servers, settings)
@@ -77,6 +102,18 @@ def connect(
         connection.close()
         raise
     return RemoteExperts(connection)
+
+
+def _merged(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file sets and what the arguments of `connect` add to it."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(connect).parameters.items()}
+    added = {name: value for name, value in given.items() if value != defaults[name]}
+    settings = load_config(file)
+    for name in settings.keys() & added.keys():
+        raise ConfigError(
+            f"config {str(file)!r}, key {name!r}: expected it in the file or as an argument, got both. Leave one out."
+        )
+    return settings | added
 
 
 def _open_channel(address: str, given: str, *, token: str | None, tls: TLS | None) -> Channel:

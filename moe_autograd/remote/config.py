@@ -1,0 +1,228 @@
+"""What `connect` is told, from a TOML file.
+
+::
+
+    addresses = ["experts.example:31415", "10.0.0.7:31415"]
+    timeout_s = 30.0
+    token_file = "token"                    # relative to this file's folder
+    compression = { forward = "bfloat16", backward = "none" }
+
+    [tls]
+    ca_file = "ca.pem"
+
+    [retry]
+    patience_s = 60.0
+
+Its keys are the arguments of `connect`, of `TLS`, of `RetryPolicy`, of `HedgePolicy` and of `Compression`. Whatever
+is wrong raises `ConfigError` with one line a mistake, each naming the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_autograd.errors import ConfigError
+from moe_autograd.remote.addresses import check_addresses
+from moe_autograd.remote.compression import Compression
+from moe_autograd.remote.hedging import HedgePolicy
+from moe_autograd.remote.retry import RetryPolicy
+from moe_autograd.remote.security import TLS
+
+Reader = Callable[[Any], Any]  # returns what the value means; raises ValueError saying what was expected
+
+
+def load_config(file: Path) -> dict[str, Any]:
+    """Return the arguments of `connect` that a file sets.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is not allowed.
+    """
+    settings = _read_toml(file)
+    mistakes: list[str] = []
+    arguments = _read_table(settings, _readers(file.parent), (), mistakes)
+    if "addresses" not in settings:
+        mistakes.append("key 'addresses': expected a list of host:port, got none. Set it.")
+    if "token" in settings and "token_file" in settings:
+        mistakes.append(
+            "key 'token_file': expected only one of token and token_file, got both. Leave one out."
+        )
+    if mistakes:
+        raise ConfigError("\n".join(f"config {str(file)!r}, {mistake}" for mistake in mistakes))
+    if "token_file" in arguments:
+        arguments["token"] = arguments.pop("token_file")
+    return arguments
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"config {str(file)!r}: expected a readable file, got {reason!r}. Check the path and its permissions."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"config {str(file)!r}: expected TOML, got a file that does not parse ({error}). Correct that line."
+        ) from error
+
+
+# ---- tables
+
+
+def _readers(folder: Path) -> dict[str, Reader | _Table]:
+    """Return what reads each key; files are relative to `folder`."""
+
+    def path(value: Any) -> Path:
+        return folder / _text(value)
+
+    tls: dict[str, Reader] = {"ca_file": path, "cert_file": path, "key_file": path, "server_name": _text}
+    retry: dict[str, Reader] = {
+        "patience_s": _at_least_zero,
+        "max_retries": _count,
+        "update_attempt_s": _positive,
+        "initial_pause_s": _positive,
+        "max_pause_s": _positive,
+        "budget": _at_least_zero,
+        "budget_per_success": _at_least_zero,
+    }
+    hedge: dict[str, Reader] = {"quantile": _fraction, "first_after_s": _positive}
+    return {
+        "addresses": _addresses,
+        "token": _text,
+        "token_file": lambda value: _file_text(path(value)),
+        "timeout_s": _positive,
+        "allow_missing": _flag,
+        "max_tensor_bytes": _positive_count,
+        "compression": _Table({"forward": _text, "backward": _text}, Compression, alone=Compression.of),
+        "hedge": _Table(hedge, HedgePolicy, alone=_flag),
+        "tls": _Table(tls, TLS),
+        "retry": _Table(retry, RetryPolicy),
+    }
+
+
+class _Table:
+    """A key whose value is a table.
+
+    Args:
+        readers: of the keys in it.
+        make: of the values read.
+        alone: reads a value that is no table; None if there is none.
+    """
+
+    def __init__(
+        self, readers: Mapping[str, Reader], make: Callable[..., Any], alone: Reader | None = None
+    ) -> None:
+        self.readers = readers
+        self.make = make
+        self.alone = alone
+
+
+def _read_table(
+    table: Mapping[str, Any],
+    readers: Mapping[str, Reader | _Table],
+    at: tuple[str, ...],
+    mistakes: list[str],
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = ".".join((*at, key))
+        reader = readers.get(key)
+        try:
+            if reader is None:
+                mistakes.append(_describe_unknown(name, key, value, readers))
+            elif not isinstance(reader, _Table):
+                found[key] = reader(value)
+            elif isinstance(value, dict):
+                num_before = len(mistakes)
+                inner = _read_table(value, reader.readers, (*at, key), mistakes)
+                if len(mistakes) == num_before:
+                    found[key] = reader.make(**inner)
+            elif reader.alone is not None:
+                found[key] = reader.alone(value)
+            else:
+                raise ValueError("expected a table")
+        except ValueError as error:
+            expected = str(error)
+            has_got = ", got " in expected
+            mistakes.append(
+                f"key {name!r}: {expected if has_got else f'{expected}, got {_shown(name, value)}.'}"
+            )
+    return found
+
+
+def _describe_unknown(name: str, key: str, value: Any, readers: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(key, readers, n=1)
+    advice = f" Did you mean {near[0]!r}?" if near else ""
+    allowed = ", ".join(sorted(readers))
+    return f"key {name!r}: expected one of {allowed}, got an unknown key (value {value!r}).{advice}"
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"a {type(value).__name__}" if name == "token" else repr(value)  # errors end up in logs
+
+
+# ---- values
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected a text that is not empty")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+def _number(value: Any, expected: str, is_allowed: Callable[[float], bool]) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not is_allowed(value):
+        raise ValueError(expected)
+    return float(value)
+
+
+def _positive(value: Any) -> float:
+    return _number(value, "expected a positive, finite number", lambda number: number > 0)
+
+
+def _at_least_zero(value: Any) -> float:
+    return _number(value, "expected a finite number of at least 0", lambda number: number >= 0)
+
+
+def _fraction(value: Any) -> float:
+    return _number(value, "expected a number between 0 and 1", lambda number: 0 < number < 1)
+
+
+def _count(value: Any) -> int:
+    expected = "expected a whole number of at least 0"
+    return int(_number(value, expected, lambda number: isinstance(value, int) and number >= 0))
+
+
+def _positive_count(value: Any) -> int:
+    expected = "expected a positive whole number"
+    return int(_number(value, expected, lambda number: isinstance(value, int) and number > 0))
+
+
+def _addresses(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError("expected a list of host:port")
+    return check_addresses(value)
+
+
+def _file_text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"expected a readable text file at {str(file)!r} ({reason})") from error
+    if not text:
+        raise ValueError(f"expected a token in {str(file)!r}, which is empty")
+    return text

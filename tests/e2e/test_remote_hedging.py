@@ -1,0 +1,208 @@
+"""Hedged forwards: a second request overtakes a slow server, changes no number, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from experts_server.kept import KeptForwards
+from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.errors import ExpertFailedError, ServerUnavailableError
+from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote.hedging import Latencies
+from tests.support.servers import wait_until
+
+SOON = HedgePolicy(first_after_s=0.05)
+PATIENCE_S = 120.0
+
+
+class Gated(nn.Module):
+    """A linear layer that waits while its gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.gate.set()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.begun.set()
+        assert self.gate.wait(PATIENCE_S)
+        return self.linear(x)
+
+
+@dataclass
+class Replica:
+    server: ExpertsServer
+    modules: dict[str, Gated]
+
+    @property
+    def kept(self) -> KeptForwards:
+        assert self.server._server is not None
+        return self.server._server.memory.kept
+
+
+def make_replica() -> Replica:
+    torch.manual_seed(0)
+    modules = {f"ffn.{index}": Gated() for index in range(2)}
+    server = ExpertsServer(modules, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    return Replica(server.start(), modules)
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[Replica]]:
+    made = [make_replica(), make_replica()]
+    yield made
+    for replica in made:
+        for module in replica.modules.values():
+            module.gate.set()
+        replica.server.stop()
+
+
+def connected(replicas: list[Replica], **options) -> tuple[RemoteExperts, Replica, Replica]:
+    """Connect; return the experts, the replica that this client asks first, and the other."""
+    options = {"hedge": SOON, "timeout_s": PATIENCE_S, **options}
+    experts = connect([replica.server.address for replica in replicas], **options)
+    asked_first, _ = experts.connection._delivery.hosts_of("ffn.0")
+    first, other = sorted(replicas, key=lambda replica: replica.server.address != asked_first)
+    return experts, first, other
+
+
+def test_a_replica_overtakes_a_slow_server_with_the_same_numbers(replicas):
+    experts, first, other = connected(replicas)
+    with experts:
+        first.modules["ffn.0"].gate.clear()
+        x = torch.randn(3, 4, requires_grad=True)
+        y = experts["ffn.0"](x)
+        y.square().sum().backward()
+
+        local_x = x.detach().clone().requires_grad_()
+        local_y = first.modules["ffn.0"].linear(local_x)
+        local_y.square().sum().backward()
+        assert torch.equal(y, local_y)
+        assert torch.equal(x.grad, local_x.grad)
+        assert first.modules["ffn.0"].begun.wait(PATIENCE_S)
+        assert other.modules["ffn.0"].num_calls == 1
+
+
+def test_the_server_that_lost_keeps_no_graph(replicas, monkeypatch):
+    experts, first, _ = connected(replicas)
+    was_kept, put = threading.Event(), first.kept.put
+    monkeypatch.setattr(first.kept, "put", lambda *kept: (put(*kept), was_kept.set()))
+    with experts:
+        slow = first.modules["ffn.0"]
+        slow.gate.clear()
+        y = experts["ffn.0"](torch.randn(3, 4, requires_grad=True))
+        assert slow.begun.wait(PATIENCE_S)
+        slow.gate.set()
+        assert was_kept.wait(PATIENCE_S), "what has begun ends, and is kept"
+        wait_until(lambda: len(first.kept) == 0)
+        y.sum().backward()
+
+
+def test_only_calls_without_an_answer_are_asked_twice(replicas):
+    experts, first, other = connected(replicas, hedge=HedgePolicy(first_after_s=2.0))
+    with experts:
+        first.modules["ffn.0"].gate.clear()
+        outputs = parallel_apply(list(experts.values()), [(torch.ones(1, 4),)] * 2)
+        for output, module in zip(outputs, first.modules.values(), strict=True):
+            assert torch.equal(output, module.linear(torch.ones(1, 4)))
+        assert [module.num_calls for module in other.modules.values()] == [1, 0]
+
+
+def test_updates_count_once_however_often_forwards_are_asked(replicas):
+    always = HedgePolicy(first_after_s=1e-9)
+    experts, first, other = connected(replicas, hedge=always, retry=RetryPolicy(budget=1000.0))
+    with experts:
+        optimizer = RemoteOptimizer([experts["ffn.0"]])
+        for _ in range(8):
+            optimizer.zero_grad()
+            experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        assert sum(replica.server.num_updates["ffn.0"] for replica in (first, other)) == 8
+
+
+def test_hedging_ends_with_the_budget_of_retries(replicas):
+    retry = RetryPolicy(budget=1.0, budget_per_success=0.0)
+    experts, first, other = connected(replicas, retry=retry)
+    with experts, torch.no_grad():
+        slow = first.modules["ffn.0"]
+        slow.gate.clear()
+        x = torch.ones(1, 4)
+        expected = slow.linear(x)
+        assert torch.equal(experts["ffn.0"](x), expected)
+        became: list[Tensor] = []
+        second = threading.Thread(target=lambda: became.append(experts["ffn.0"](x)))
+        second.start()
+        second.join(10 * SOON.first_after_s)
+        assert second.is_alive()
+        slow.gate.set()
+        second.join(PATIENCE_S)
+        assert torch.equal(became[0], expected)
+        assert other.modules["ffn.0"].num_calls == 1
+
+
+def test_a_replica_that_is_gone_does_not_harm_the_first_request(replicas):
+    experts, first, other = connected(replicas)
+    with experts, torch.no_grad():
+        other.server.stop()
+        slow = first.modules["ffn.0"]
+        slow.gate.clear()
+        threading.Timer(10 * SOON.first_after_s, slow.gate.set).start()
+        assert torch.equal(experts["ffn.0"](torch.ones(1, 4)), slow.linear(torch.ones(1, 4)))
+
+
+def test_an_error_of_the_expert_is_raised_as_without_hedging(replicas):
+    experts, *both = connected(replicas)
+    for replica in both:
+        replica.modules["ffn.0"].linear = nn.Linear(5, 5)
+    with experts, pytest.raises(ExpertFailedError, match=r"expert 'ffn\.0' at .*, forward"):
+        experts["ffn.0"](torch.ones(1, 4))
+
+
+def test_closing_ends_a_call_that_both_servers_keep_waiting(replicas):
+    experts, first, other = connected(replicas)
+    for replica in (first, other):
+        replica.modules["ffn.0"].gate.clear()
+    became: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            experts["ffn.0"](torch.ones(1, 4))
+        except BaseException as error:
+            became.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert other.modules["ffn.0"].begun.wait(PATIENCE_S)
+    experts.close()
+    thread.join(PATIENCE_S)
+    assert isinstance(became[0], ServerUnavailableError)
+    with pytest.raises(ServerUnavailableError, match="closed"):
+        experts["ffn.1"](torch.ones(1, 4))
+
+
+class TestPolicy:
+    def test_what_is_slow_is_learned_from_the_last_forwards(self):
+        latencies = Latencies(HedgePolicy(quantile=0.9, first_after_s=7.0))
+        for taken_s in range(1, 10):
+            latencies.note("a", taken_s)
+        assert (latencies.usual_s("a"), latencies.usual_s("b")) == (7.0, 7.0)
+        latencies.note("a", 10)
+        assert latencies.usual_s("a") == 9
+        for _ in range(100):
+            latencies.note("a", 0.5)
+        assert latencies.usual_s("a") == 0.5
+
+    @pytest.mark.parametrize("bad", [{"quantile": 0.0}, {"quantile": 1.0}, {"first_after_s": 0.0}], ids=str)
+    def test_what_is_none_is_refused(self, bad):
+        with pytest.raises(ValueError, match="HedgePolicy: expected 0 < quantile < 1"):
+            HedgePolicy(**bad)
