@@ -226,13 +226,13 @@ class ExpertQueue:
             call.started_at = started
         self.computing_since = started
         results = self._results(batch)
-        self.computing_since = None
-        compute_s = time.monotonic() - started
-        change_s = compute_s - self.expected_s
-        self.expected_s += change_s * (_WEIGHT_OF_SHORTER if change_s < 0 else _WEIGHT_OF_LONGER)
-        self.stats.computed(batch, results, started, compute_s)
+        self.stats.computed(batch, results, started, time.monotonic() - started)
         for call, result in zip(batch, results, strict=True):
             self._finish(call, result)
+        self.hosted.finish()
+        self.computing_since = None
+        change_s = time.monotonic() - started - self.expected_s
+        self.expected_s += change_s * (_WEIGHT_OF_SHORTER if change_s < 0 else _WEIGHT_OF_LONGER)
 
     def _results(self, batch: list[Call]) -> Sequence[Any]:
         """One result, or exception, for each call."""
@@ -244,6 +244,12 @@ class ExpertQueue:
         return [self._results([call])[0] for call in batch]
 
     def _call_expert(self, batch: list[Call]) -> Sequence[Any]:
+        call = batch[0]
+        # A backward may be an update as well.
+        with self.hosted.in_memory(for_update=not isinstance(call, ForwardCall)):
+            return self._call_resident_expert(batch)
+
+    def _call_resident_expert(self, batch: list[Call]) -> Sequence[Any]:
         hosted, call = self.hosted, batch[0]
         if isinstance(call, ForwardCall):
             return hosted.forward([c for c in batch if isinstance(c, ForwardCall)])

@@ -70,6 +70,22 @@ class ModuleCaller:
             f"{type(result).__name__}."
         )
 
+    def call_without_graph(self, leaves: tuple[Tensor, ...], evaluate: bool) -> Outputs:
+        """Call the module with gradients off, for a backward that calls it again with the same inputs.
+
+        Raises:
+            ExpertFailedError: it changed them, which PyTorch does not allow a leaf either.
+        """
+        versions = [x._version for x in leaves]
+        with torch.no_grad():
+            outputs = self.call(leaves, evaluate)
+        if [x._version for x in leaves] != versions:
+            raise ExpertFailedError(
+                f"expert {self.name!r}, forward: expected its module to leave its inputs as they are, got a change in "
+                "place. Compute out of place, or set memory.recompute = false."
+            )
+        return outputs
+
     def call_and_weigh(self, leaves: tuple[Tensor, ...], evaluate: bool) -> tuple[Outputs, int]:
         """Call the module with gradients on; return also how many bytes its graph holds.
 

@@ -65,6 +65,25 @@ class OptimizerConfig(_Frozen):
     schedule: ScheduleConfig | None = None
 
 
+class MemoryConfig(_Frozen):
+    """How an expert trades memory, time and waiting."""
+
+    recompute: bool = False
+    split_backward: bool = False
+    offload: bool = False
+    prefetch: bool = True
+
+
+SAVING_NOTHING = MemoryConfig()
+
+
+class OffloadConfig(_Frozen):
+    """What the offloaded experts of a server share: memory, and the place for what does not fit."""
+
+    max_resident_bytes: ByteCount
+    store: Literal["ram"] | Path = "ram"
+
+
 class ExpertConfig(_Frozen):
     """One expert: its class, the class's arguments, and how it is trained."""
 
@@ -75,6 +94,7 @@ class ExpertConfig(_Frozen):
     samples_per_update: Count | None = None
     eval_only: bool = False
     can_join: bool = True
+    memory: MemoryConfig = SAVING_NOTHING
 
 
 class BatchingConfig(_Frozen):
@@ -124,6 +144,8 @@ class ServingConfig(_Frozen):
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 3
     metrics_listen: str | None = None
     batching: BatchingConfig = BatchingConfig()
+    memory: MemoryConfig = SAVING_NOTHING
+    offload: OffloadConfig | None = None
     limits: LimitsConfig = LimitsConfig()
     security: SecurityConfig = SecurityConfig()
 
@@ -190,6 +212,18 @@ class ServerConfig(ServingConfig):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_memory(self) -> Self:
+        for name, expert in self.experts.items():
+            mistake = memory_mistake(self.memory_of(expert), self.update_of(expert)[0], self.offload)
+            if mistake is not None:
+                raise ValueError(f"experts.{name}.memory.{mistake}")
+        return self
+
+    def memory_of(self, expert: ExpertConfig) -> MemoryConfig:
+        """Return how one expert trades memory: what its entry says, and for the rest what is said for all."""
+        return self.memory.model_copy(update=expert.memory.model_dump(exclude_unset=True))
+
     def update_of(self, expert: ExpertConfig) -> tuple[UpdateMode, int | None]:
         """Return when the optimizer of one expert steps, and after how many rows if it is `on_samples`."""
         update = expert.update or self.update
@@ -202,6 +236,23 @@ class ServerConfig(ServingConfig):
         """Return the optimizer of one expert, or `None` where it is not trained."""
         chosen = self.optimizer if expert.optimizer is None else expert.optimizer
         return None if chosen == "none" or expert.eval_only else chosen
+
+
+def memory_mistake(memory: MemoryConfig, update: UpdateMode, offload: OffloadConfig | None) -> str | None:
+    """Return `KEY: expected X, got Y` for choices that do not go together."""
+    if memory.offload and offload is None:
+        return "offload: expected a table [offload] with max_resident_bytes with offload = true, got none"
+    if memory.offload and not memory.recompute:
+        return (
+            "recompute: expected true with offload = true, got false. A graph between forward and backward would keep "
+            "the weights in memory"
+        )
+    if memory.split_backward and update != "on_step":
+        return (
+            f"split_backward: expected false with update = {update!r}, got true. A backward's answer says there that "
+            "its gradients were applied"
+        )
+    return None
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from experts_server.building import build_optimizer
-from experts_server.config import ServingConfig
+from experts_server.config import ServingConfig, memory_mistake
 from experts_server.loop_thread import LoopThread
 from experts_server.names import check_name
 from experts_server.server import ExpertServer, Hosting, State
@@ -59,11 +59,14 @@ class ExpertsServer:
         _check_update(update, samples_per_update)
         given = (config or ServingConfig()).model_dump() | {"listen": listen, "latency_ms": latency_ms}
         self._config = check_serving(given)
+        mistake = memory_mistake(self._config.memory, update, self._config.offload)
+        if mistake is not None:
+            raise ConfigError(f"server: memory.{mistake}.")
         self._experts: dict[str, Hosting] = {}
         for name, module in experts.items():
             made = build_optimizer(module.parameters(), optimizer)
             training = None if made is None else Training(made, update, samples_per_update or 1)
-            self._experts[_checked(name)] = Hosting(module, training)
+            self._experts[_checked(name)] = Hosting(module, training, saving=self._config.memory)
         self._loop_thread: LoopThread | None = None
         self._server: ExpertServer | None = None
 

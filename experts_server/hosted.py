@@ -32,11 +32,15 @@ from experts_server.budget import Budget
 from experts_server.calling import ModuleCaller
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.checks import check_finite, check_grad_outputs, check_inputs
+from experts_server.config import SAVING_NOTHING, MemoryConfig
 from experts_server.gradients import Gradients
 from experts_server.joining import Joiner
 from experts_server.kept import KeptForward, KeptForwards, OwnForwards
+from experts_server.later import LaterGradients, Left
 from experts_server.ledger import Ledger, Reply
+from experts_server.offloading import Lodger, OffloadMemory
 from experts_server.training import Trainer, Training
+from moe_autograd.autograd.split_backward import split_backward
 from moe_autograd.errors import InputsNeededError, RemoteError
 
 
@@ -49,6 +53,7 @@ class SharedMemory:
     replies: Budget
     max_clients: int = 4096
     max_gathered_age_s: float = 3600.0
+    offload: OffloadMemory | None = None
 
 
 class HostedExpert:
@@ -61,6 +66,7 @@ class HostedExpert:
         memory: shared with the server's other experts.
         can_join: whether rows of several clients may be computed in one call of the module.
         eval_only: the module always computes as after `eval()`.
+        saving: how it trades memory, time and waiting.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class HostedExpert:
         *,
         can_join: bool = True,
         eval_only: bool = False,
+        saving: MemoryConfig = SAVING_NOTHING,
     ) -> None:
         self.name = name
         self.module = module
@@ -81,6 +88,13 @@ class HostedExpert:
         self.kept = OwnForwards(name, memory.kept)
         self.ledger = Ledger(memory.max_clients, memory.replies)
         self.trainer = None if training is None else self._make_trainer(training, memory)
+        self._saving = saving
+        self._later: LaterGradients | None = None
+        if saving.split_backward and self.trainer is not None:
+            self._later = LaterGradients(name, self.trainer, self.ledger)
+        self._lodger: Lodger | None = None
+        if saving.offload and memory.offload is not None:
+            self._lodger = Lodger(name, module, training.optimizer if training else None, memory.offload)
 
     def __repr__(self) -> str:
         return f"<HostedExpert {self.name!r} {self.trainer or 'not trained'}>"
@@ -104,6 +118,26 @@ class HostedExpert:
             max_age_s=memory.max_gathered_age_s,
             after_update=self.kept.remove_graphs,  # rule 4
         )
+
+    # ---- memory
+
+    def in_memory(self, *, for_update: bool) -> contextlib.AbstractContextManager[None]:
+        """Be in memory inside; whatever uses the module's tensors, or the optimizer's for an update, does so inside."""
+        return (
+            contextlib.nullcontext()
+            if self._lodger is None
+            else self._lodger.in_memory(for_update=for_update)
+        )
+
+    def prefetch(self) -> None:
+        """Expect to be called soon; from any thread, returns at once."""
+        if self._lodger is not None and self._saving.prefetch:
+            self._lodger.prefetch()
+
+    def finish(self) -> None:
+        """Do what was left for after the answers of this turn."""
+        if self._later is not None:
+            self._later.finish()
 
     def check(self, call: ForwardCall | BackwardCall) -> None:
         """Raise `InvalidCallError` if this call cannot be right; nothing has changed then.
@@ -136,9 +170,14 @@ class HostedExpert:
                 return self.caller.call(call.inputs, call.evaluate)
         leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
         random_state = self.caller.random.state()
-        outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate)
-        kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, random_state)
-        kept.input_bytes, kept.graph_bytes = call.num_bytes, graph_bytes
+        if self._saving.recompute:
+            outputs = self.caller.call_without_graph(leaves, call.evaluate)
+            kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, random_state)
+            kept.input_bytes = call.num_bytes
+        else:
+            outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate)
+            kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, random_state)
+            kept.input_bytes, kept.graph_bytes = call.num_bytes, graph_bytes
         self.kept.put(call.client_id, call.call_id, kept)
         return outputs.detached()
 
@@ -162,6 +201,8 @@ class HostedExpert:
             return known
         kept = self._kept_for(call)
         with self._keeping_inputs_for_another_try(call):
+            if self._later is not None and not call.keep_graph and self._takes_in(call):
+                return self._differentiate_in_parts(call, kept, self._later)
             input_grads, weight_grads = self._differentiate(call, kept, self._takes_in(call))
             return self._settle(call, kept, input_grads, weight_grads)
 
@@ -215,6 +256,8 @@ class HostedExpert:
         self, call: BackwardCall, kept: KeptForward, input_grads: Reply, weight_grads: Gradients
     ) -> Reply:
         """Take in what is not taken in yet, together with the ledger's line (rule 3); return the answer."""
+        if (known := self._known_answer(call)) is not None:  # a copy beside it was the first
+            return known
         if self.trainer is not None and self._takes_in(call):
             self.trainer.take_in(call.client_id, weight_grads, kept.num_rows)
             self.ledger.record(call.client_id, call.sequence, self.num_updates, input_grads)
@@ -244,6 +287,39 @@ class HostedExpert:
     def _differentiate(
         self, call: BackwardCall, kept: KeptForward, wants_weights: bool
     ) -> tuple[Reply, Gradients]:
+        roots, root_grads, wanted = self._starts_and_ends(call, kept)
+        parameters = self.trainer.parameters if wants_weights and self.trainer is not None else []
+        targets = [*(kept.inputs[i] for i in wanted), *parameters]
+        if not roots or not targets:
+            return (None,) * len(kept.inputs), [None] * len(parameters)
+        try:
+            found = torch.autograd.grad(
+                roots, targets, root_grads, retain_graph=call.keep_graph, allow_unused=True
+            )
+        except Exception as error:
+            raise self.caller.failure("backward", error) from error
+        return _in_place_of(wanted, found, len(kept.inputs)), found[len(wanted) :]
+
+    def _differentiate_in_parts(self, call: BackwardCall, kept: KeptForward, later: LaterGradients) -> Reply:
+        """Return the gradients of the inputs, and leave those of the weights for after the answer."""
+        assert self.trainer is not None
+        with contextlib.ExitStack() as hold:
+            hold.enter_context(self.in_memory(for_update=False))
+            roots, root_grads, wanted = self._starts_and_ends(call, kept)
+            try:
+                inputs = [kept.inputs[i] for i in wanted]
+                found, pending = split_backward(roots, root_grads, inputs, self.trainer.parameters)
+            except Exception as error:
+                raise self.caller.failure("backward", error) from error
+            answer = _in_place_of(wanted, found, len(kept.inputs))
+            later.leave(Left(call, kept.num_rows, answer, pending, hold.pop_all()))
+        self.kept.remove(call.client_id, call.call_id)
+        return answer
+
+    def _starts_and_ends(
+        self, call: BackwardCall, kept: KeptForward
+    ) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        """Return the outputs to start from, their gradients, and which inputs' gradients are wanted."""
         outputs = self._recomputed(call, kept) if kept.outputs is None else kept.outputs
         roots, root_grads = [], []
         for output, grad in zip(outputs, call.grad_outputs, strict=True):
@@ -253,20 +329,7 @@ class HostedExpert:
                 root_grads.append(grad if is_alike else grad.to(output))
         wants = call.wants_input_grads
         wanted = [i for i, x in enumerate(kept.inputs) if i < len(wants) and wants[i] and x.requires_grad]
-        parameters = self.trainer.parameters if wants_weights and self.trainer is not None else []
-        targets = [*(kept.inputs[i] for i in wanted), *parameters]
-        by_input: list[Tensor | None] = [None] * len(kept.inputs)
-        if not roots or not targets:
-            return tuple(by_input), [None] * len(parameters)
-        try:
-            found = torch.autograd.grad(
-                roots, targets, root_grads, retain_graph=call.keep_graph, allow_unused=True
-            )
-        except Exception as error:
-            raise self.caller.failure("backward", error) from error
-        for index, grad in zip(wanted, found, strict=False):
-            by_input[index] = grad
-        return tuple(by_input), found[len(wanted) :]
+        return roots, root_grads, wanted
 
     def _differentiate_joined(
         self, calls: Sequence[BackwardCall], kept: Mapping[int, KeptForward]
@@ -301,7 +364,19 @@ class HostedExpert:
         if self.trainer is not None:
             if call.kind == "zero_grad":
                 self.trainer.zero_grad(call.client_id)
+                if self._later is not None:
+                    self._later.forget(call.client_id)
             else:
+                if self._later is not None:
+                    self._later.check(call.client_id)
                 self.trainer.step(call.client_id, call.gathered)
         self.ledger.record(call.client_id, call.sequence, self.num_updates)
         return self.num_updates
+
+
+def _in_place_of(wanted: Sequence[int], found: Sequence[Tensor | None], num_inputs: int) -> Reply:
+    """Return one gradient for each input, `None` for those that are not wanted."""
+    by_input: list[Tensor | None] = [None] * num_inputs
+    for index, grad in zip(wanted, found, strict=False):
+        by_input[index] = grad
+    return tuple(by_input)

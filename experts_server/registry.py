@@ -55,6 +55,7 @@ class Registry(Mapping[str, ExpertQueue]):
                 queue = self[name]
                 if isinstance(call, (ForwardCall, BackwardCall)):
                     queue.hosted.check(call)
+                queue.hosted.prefetch()
                 if queue.add((call,)):
                     turns.append(queue)
             except RemoteError as error:

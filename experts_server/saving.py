@@ -60,7 +60,9 @@ class Saver:
                 f"{_some(snapshots)}. Configure what was saved, or use another checkpoint_dir."
             )
         for expert, snapshot in snapshots.items():
-            restore(self._registry[expert].hosted, snapshot)
+            hosted = self._registry[expert].hosted
+            with hosted.in_memory(for_update=True):
+                restore(hosted, snapshot)
         logger.info("loaded %s", name)
 
     def close(self) -> None:

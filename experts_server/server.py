@@ -24,13 +24,21 @@ from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.budget import Budget
 from experts_server.building import build_module, build_training
 from experts_server.calls import InspectCall
-from experts_server.config import ServerConfig, ServingConfig, split_address
+from experts_server.config import (
+    SAVING_NOTHING,
+    MemoryConfig,
+    OffloadConfig,
+    ServerConfig,
+    ServingConfig,
+    split_address,
+)
 from experts_server.executor import WorkerPool
 from experts_server.health import Health
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.metrics import MetricsEndpoint, ServerCollector, Watched
 from experts_server.names import check_name
+from experts_server.offloading import OffloadMemory
 from experts_server.open_inference import OpenInference
 from experts_server.ports import open_port
 from experts_server.registry import Registry
@@ -56,11 +64,18 @@ class Hosting:
     training: Training | None = None
     can_join: bool = True
     eval_only: bool = False
+    saving: MemoryConfig = SAVING_NOTHING
 
     def host(self, name: str, memory: SharedMemory) -> HostedExpert:
         """Return it as a server holds it."""
         return HostedExpert(
-            name, self.module, self.training, memory, can_join=self.can_join, eval_only=self.eval_only
+            name,
+            self.module,
+            self.training,
+            memory,
+            can_join=self.can_join,
+            eval_only=self.eval_only,
+            saving=self.saving,
         )
 
 
@@ -91,6 +106,7 @@ class ExpertServer:
             Budget(limits.ledger_reply_bytes, "bytes of kept answers"),
             limits.max_clients,
             limits.gathered_gradient_s,
+            _open_offload_memory(config.offload),
         )
         self.queue_limits = QueueLimits(
             Budget(limits.max_queued_calls, "queued calls"),
@@ -199,6 +215,8 @@ class ExpertServer:
         if self.metrics is not None:
             self.metrics.close()
         self.saver.close()
+        if self.memory.offload is not None:
+            self.memory.offload.close()
 
     async def _keep_up(self) -> None:
         while not self._is_stopping.is_set():
@@ -244,6 +262,10 @@ class ExpertServer:
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
 
 
+def _open_offload_memory(config: OffloadConfig | None) -> OffloadMemory | None:
+    return None if config is None else OffloadMemory(config.max_resident_bytes, config.store)
+
+
 def _forget_stale(hosted: HostedExpert) -> None:
     if hosted.trainer is not None:
         hosted.trainer.gathered.forget_stale()
@@ -256,5 +278,6 @@ def from_config(config: ServerConfig) -> ExpertServer:
         module = build_module(name, expert, config.seed)
         update, samples = config.update_of(expert)
         training = build_training(name, module, config.optimizer_of(expert), update, samples)
-        experts[name] = Hosting(module, training, expert.can_join, expert.eval_only)
+        saving = config.memory_of(expert)
+        experts[name] = Hosting(module, training, expert.can_join, expert.eval_only, saving)
     return ExpertServer(experts, config)
