@@ -1,0 +1,412 @@
+"""A layer that goes on without experts that fail computes what a plain loop over the survivors computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.errors import (
+    InvalidCallError,
+    PermissionDeniedError,
+    ServerUnavailableError,
+    TooFewExpertsError,
+)
+from moe_autograd.moe import failures
+from moe_autograd.moe.layer import MixtureOfExperts
+from moe_autograd.moe.routers import TopKRouter
+from moe_autograd.moe.routing import Routing
+from tests.support.survivors import combine_survivors
+
+D_MODEL, NUM_EXPERTS = 6, 5
+
+
+class Unreliable(nn.Module):
+    """A linear layer that raises `error` in its forward, or in its backward, while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D_MODEL, D_MODEL)
+        self.fails_in = ""
+        self.error: Exception = ServerUnavailableError("the cable is out")
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.fails_in == "forward":
+            raise self.error
+        y = self.linear(x)
+        if self.fails_in == "backward" and y.requires_grad:
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, grad: Tensor) -> None:
+        raise self.error
+
+
+class Clock:
+    """Stands for the `time` of the module that decides how long an expert is left alone."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(failures, "time", clock)
+    return clock
+
+
+def layer_of(top_k: int = 2, *, fails: dict[int, str] | None = None, **options: Any) -> MixtureOfExperts:
+    torch.manual_seed(1)
+    experts = [Unreliable() for _ in range(NUM_EXPERTS)]
+    for index, phase in (fails or {}).items():
+        experts[index].fails_in = phase
+    router = TopKRouter(D_MODEL, NUM_EXPERTS, top_k)
+    return MixtureOfExperts(router, experts, **{"on_failure": "drop", **options}).double()
+
+
+def tokens(num_tokens: int = 30) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(num_tokens, D_MODEL, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def gradients(y: Tensor, layer: MixtureOfExperts, x: Tensor) -> dict[str, Tensor | None]:
+    named = {"x": x, **dict(layer.named_parameters())}
+    grads = torch.autograd.grad(y.square().sum(), list(named.values()), allow_unused=True)
+    return dict(zip(named, grads, strict=True))
+
+
+def expected_of(layer: MixtureOfExperts, x: Tensor, **lost: Any) -> Tensor:
+    linears = [expert.linear for expert in layer.experts]
+    return combine_survivors(x, layer.router(x), linears, **lost)
+
+
+def assert_same_gradients(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    """Equal to 1e-6, and none where none is."""
+    assert {name for name, grad in actual.items() if grad is None} == {
+        name for name, grad in expected.items() if grad is None
+    }
+    for name, grad in expected.items():
+        torch.testing.assert_close(
+            actual[name], grad, rtol=1e-6, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+# ---- values and gradients
+
+
+@pytest.mark.parametrize("lost", [{0}, {1, 3}, {0, 2, 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"max_concurrency": 1}], ids=str)
+def test_experts_lost_in_the_forward_have_no_part_in_values_and_gradients(lost, options):
+    layer = layer_of(3, fails=dict.fromkeys(lost, "forward"), allow_zero_outputs=True, **options)
+    x = tokens()
+    y, routing = layer(x, return_routing=True)
+    expected = expected_of(layer, x, lost_in_forward=lost)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(gradients(y, layer, x), gradients(expected, layer, x))
+    assert {(failure.expert_index, failure.expert, failure.phase) for failure in routing.failures} == {
+        (index, f"expert {index}", "forward") for index in lost
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_experts_lost_in_the_backward_have_a_part_in_the_values_and_none_in_the_gradients(options):
+    lost = {1, 2}
+    layer = layer_of(3, fails=dict.fromkeys(lost, "backward"), **options)
+    x = tokens()
+    y, routing = layer(x, return_routing=True)
+    assert routing.failures == []
+    expected = expected_of(layer, x, lost_in_backward=lost)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(gradients(y, layer, x), gradients(expected, layer, x))
+    assert {(failure.expert_index, failure.phase) for failure in routing.failures} == {
+        (index, "backward") for index in lost
+    }
+
+
+def test_without_a_failure_the_numbers_are_those_of_a_strict_layer_to_the_last_bit():
+    x = tokens()
+    tolerant, strict = layer_of(), layer_of(on_failure="raise")
+    y, expected = tolerant(x), strict(x)
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(gradients(y, tolerant, x), gradients(expected, strict, x), rtol=0, atol=0)
+
+
+def test_only_tokens_of_a_lost_expert_change():
+    x = tokens()
+    y, routing = layer_of(fails={0: "forward"})(x, return_routing=True)
+    is_touched = (routing.expert_index == 0).any(dim=1)
+    assert 0 < is_touched.sum() < len(x)
+    assert torch.equal(y[~is_touched], layer_of(on_failure="raise")(x)[~is_touched])
+
+
+def test_the_routing_tells_what_the_router_decided_whoever_is_lost():
+    x = tokens()
+    _, routing = layer_of(fails={0: "forward"})(x, return_routing=True)
+    _, undisturbed = layer_of(on_failure="raise")(x, return_routing=True)
+    assert torch.equal(routing.combine_weights, undisturbed.combine_weights)
+    assert torch.equal(routing.tokens_per_expert, undisturbed.tokens_per_expert)
+
+
+def test_a_router_that_does_not_normalize_keeps_the_sums_it_had():
+    layer = layer_of(fails={0: "forward"}, allow_zero_outputs=True)
+    layer.router.normalize = False
+    x = tokens()
+    weights = layer.router(x).combine_weights.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(layer(x), weights * expected_of(layer, x, lost_in_forward={0}))
+
+
+def test_leading_dimensions_and_bfloat16_stay_what_they_are():
+    layer = layer_of(fails={0: "forward"}).bfloat16()
+    x = tokens().detach().bfloat16().reshape(5, 6, D_MODEL)
+    y = layer(x)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    expected = expected_of(layer.float(), x.reshape(-1, D_MODEL).float(), lost_in_forward={0})
+    torch.testing.assert_close(y.reshape(-1, D_MODEL).float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_router_may_return_the_same_routing_again():
+    class Fixed(nn.Module):
+        num_experts = NUM_EXPERTS
+
+        def __init__(self, routing: Routing) -> None:
+            super().__init__()
+            self.routing = routing
+
+        def forward(self, x: Tensor) -> Routing:
+            return self.routing
+
+    layer = layer_of(fails={0: "forward"})
+    x = tokens()
+    layer.router = Fixed(layer.router(x))
+    assert [len(layer(x, return_routing=True)[1].failures) for _ in range(2)] == [1, 1]
+    assert layer.router.routing.failures == []
+
+
+# ---- too few
+
+
+def test_each_token_counts_its_own_experts_and_those_with_too_few_are_named():
+    layer = layer_of(fails={0: "forward", 1: "forward"}, min_experts=2)
+    x = tokens()
+    is_short = torch.isin(layer.router(x).expert_index, torch.tensor([0, 1])).any(dim=1)
+    short = is_short.nonzero().flatten().tolist()
+    with pytest.raises(TooFewExpertsError) as raised:
+        layer(x)
+    text = str(raised.value)
+    assert (
+        f"at least 2 of the 2 experts of every token to answer, got fewer for {len(short)} of 30 tokens"
+        in text
+    )
+    assert "'expert 0', forward: ServerUnavailableError: the cable is out" in text
+    assert "allow_zero_outputs=True" in text
+    assert raised.value.tokens == tuple(short)
+    assert [failure.expert_index for failure in raised.value.failures] == [0, 1]
+    assert isinstance(raised.value.__cause__, ServerUnavailableError)
+
+
+@pytest.mark.parametrize("min_experts", [1, 2, 3])
+def test_tokens_with_too_few_become_zeros_where_that_is_allowed(min_experts):
+    lost = {0, 1, 4}
+    layer = layer_of(
+        3, fails=dict.fromkeys(lost, "forward"), min_experts=min_experts, allow_zero_outputs=True
+    )
+    x = tokens()
+    y = layer(x)
+    expected = expected_of(layer, x, lost_in_forward=lost, min_experts=min_experts)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(gradients(y, layer, x), gradients(expected, layer, x))
+
+
+def test_zeros_do_not_depend_on_what_the_others_returned():
+    layer = layer_of(fails={0: "forward"}, min_experts=2, allow_zero_outputs=True)
+    with torch.no_grad():
+        for expert in layer.experts[1:]:
+            expert.linear.bias.fill_(float("inf"))
+    is_short = (layer.router(tokens()).expert_index == 0).any(dim=1)
+    x = tokens().detach()[is_short].requires_grad_()
+    y = layer(x)
+    assert torch.equal(y, torch.zeros_like(x))
+    y.sum().backward()
+    assert x.grad.abs().sum() == layer.router.weight.grad.abs().sum() == 0
+
+
+def test_without_any_expert_there_are_zeros_and_gradients_of_zero():
+    layer = layer_of(fails=dict.fromkeys(range(NUM_EXPERTS), "forward"), allow_zero_outputs=True)
+    x = tokens()
+    y = layer(x)
+    assert torch.equal(y, torch.zeros_like(x))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert torch.equal(layer.router.weight.grad, torch.zeros_like(layer.router.weight))
+
+
+def test_a_lost_expert_counts_as_idle_for_those_who_want_zero_gradients():
+    layer = layer_of(fails={0: "forward"}, zero_grads_for_idle_experts=True)
+    layer(tokens()).sum().backward()
+    assert torch.equal(layer.experts[0].linear.weight.grad, torch.zeros(D_MODEL, D_MODEL).double())
+
+
+# ---- what is left out, and what is not
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a bug"),
+        RuntimeError("a bug"),
+        InvalidCallError("refused"),
+        PermissionDeniedError("no token"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_program_did_wrong_is_raised(phase, error):
+    layer = layer_of(fails={0: phase})
+    layer.experts[0].error = error
+    x = tokens()
+    with pytest.raises(type(error), match=str(error)) as raised:
+        layer(x).sum().backward()
+    assert raised.value is error
+    assert any("expert 0 (Unreliable)" in note for note in error.__notes__)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), TimeoutError("late")], ids=repr)
+def test_a_module_that_talks_to_something_itself_may_be_left_out(phase, error):
+    layer = layer_of(fails={0: phase})
+    layer.experts[0].error = error
+    y, routing = layer(tokens(), return_routing=True)
+    y.sum().backward()
+    (failure,) = routing.failures
+    assert (failure.phase, failure.reason) == (phase, f"{type(error).__name__}: {error}")
+
+
+def test_an_expert_that_returns_nothing_is_no_failure():
+    layer = layer_of()
+    layer.experts[0].forward = lambda x: None
+    with pytest.raises(TypeError, match=r"expected a tensor from an expert, got NoneType \(expert_index=0\)"):
+        layer(tokens())
+
+
+def test_a_strict_layer_raises_what_the_expert_raises():
+    layer = layer_of(fails={0: "forward"}, on_failure="raise")
+    with pytest.raises(ServerUnavailableError, match="the cable is out"):
+        layer(tokens())
+
+
+# ---- left alone
+
+
+def test_an_expert_that_failed_is_left_alone_for_a_while_that_grows(clock):
+    layer, x = layer_of(fails={0: "forward"}), tokens()
+    began_s = clock.now_s
+    for after_s, is_tried in [(0, True), (0.4, False), (0.6, True), (1.5, False), (1.7, True), (3.6, False)]:
+        clock.now_s = began_s + after_s
+        num_calls = layer.experts[0].num_calls
+        _, routing = layer(x, return_routing=True)
+        (failure,) = routing.failures
+        assert layer.experts[0].num_calls == num_calls + is_tried
+        assert failure.reason.startswith("left alone for another") != is_tried
+        assert failure.reason.endswith("ServerUnavailableError: the cable is out")
+
+
+def test_an_expert_that_comes_back_is_used_again(clock):
+    layer, x = layer_of(fails={0: "backward"}), tokens()
+    layer(x).sum().backward()
+    layer.experts[0].fails_in = ""
+    clock.now_s += 0.4
+    _, routing = layer(x, return_routing=True)
+    assert [failure.phase for failure in routing.failures] == ["forward"]
+    clock.now_s += 0.2
+    y, routing = layer(x, return_routing=True)
+    assert routing.failures == []
+    assert torch.equal(y, layer_of(on_failure="raise")(x))
+
+
+def test_an_expert_that_nobody_can_stand_in_for_is_tried_each_time():
+    layer, x = layer_of(1, fails={0: "forward"}), tokens()
+    for _ in range(3):
+        with pytest.raises(TooFewExpertsError):
+            layer(x)
+    assert layer.experts[0].num_calls == 3
+    layer.experts[0].fails_in = ""
+    assert torch.equal(layer(x), layer_of(1, on_failure="raise")(x))
+
+
+def test_where_zeros_will_do_nobody_has_to_stand_in():
+    layer, x = layer_of(1, fails={0: "forward"}, allow_zero_outputs=True), tokens()
+    for _ in range(3):
+        layer(x)
+    assert layer.experts[0].num_calls == 1
+
+
+# ---- the module
+
+
+def test_a_layer_that_has_seen_failures_can_be_copied_and_saved():
+    layer, x = layer_of(fails={0: "forward"}), tokens()
+    layer(x)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), layer(x))
+    assert twin.experts[0].num_calls == 1, "the copy leaves it alone as well"
+    assert layer.state_dict().keys() == layer_of(on_failure="raise").state_dict().keys()
+
+
+def test_without_gradients_nothing_is_recorded():
+    layer = layer_of(fails={0: "forward"})
+    with torch.no_grad():
+        assert not layer(tokens()).requires_grad
+
+
+def test_no_token_needs_no_expert():
+    layer = layer_of(fails=dict.fromkeys(range(NUM_EXPERTS), "forward"), timeout_after_min_s=1.0)
+    x = tokens(0)
+    y, routing = layer(x, return_routing=True)
+    y.sum().backward()
+    assert (y.shape, routing.failures) == (x.shape, [])
+
+
+def test_the_repr_names_what_was_chosen():
+    assert "on_failure" not in repr(layer_of(on_failure="raise"))
+    assert "on_failure='drop', min_experts=2" in repr(layer_of(min_experts=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_failure": "ignore"}, 'expected on_failure "raise" or "drop", got \'ignore\''),
+        ({"min_experts": 0}, r"expected min_experts from 1 to top_k, got 0 \(top_k=2\)"),
+        ({"min_experts": 3}, r"expected min_experts from 1 to top_k, got 3 \(top_k=2\)"),
+        ({"timeout_after_min_s": -1.0}, r"timeout_after_min_s of at least 0 seconds or None, got -1\.0"),
+        ({"on_failure": "raise", "allow_zero_outputs": True}, 'expected on_failure="drop"'),
+        ({"on_failure": "raise", "timeout_after_min_s": 1.0}, 'expected on_failure="drop"'),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        layer_of(**options)
+
+
+def test_min_experts_of_a_router_that_does_not_tell_its_top_k_is_checked_when_it_routes():
+    class Own(nn.Module):
+        num_experts = NUM_EXPERTS
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = TopKRouter(D_MODEL, NUM_EXPERTS, 2)
+
+        def forward(self, x: Tensor) -> Routing:
+            return self.router(x)
+
+    layer = MixtureOfExperts(Own(), [nn.Identity()] * NUM_EXPERTS, on_failure="drop", min_experts=3)
+    with pytest.raises(ValueError, match=r"got 3 \(top_k=2\)"):
+        layer(tokens().float())
