@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from experts_server.checkpoint import CheckpointFolder
 from experts_server.config import ServingConfig
@@ -24,21 +24,25 @@ class Saver:
     Args:
         registry: what is hosted.
         config: where to, how often, and how many generations stay.
+        clock: seconds that only grow.
 
     Threads: the event loop's; files are written on another one.
     """
 
-    def __init__(self, registry: Registry, config: ServingConfig) -> None:
+    def __init__(
+        self, registry: Registry, config: ServingConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._registry = registry
         self._config = config
         self._folder: CheckpointFolder | None = None
         self._is_saving = asyncio.Lock()
-        self._saved_at = time.monotonic()
+        self._clock = clock
+        self._saved_at = clock()
 
     @property
     def age_s(self) -> float:
         """How long ago the last save was, or the start."""
-        return time.monotonic() - self._saved_at
+        return self._clock() - self._saved_at
 
     def open(self) -> None:
         """Take the folder and load its newest whole generation, if there is one.
@@ -95,7 +99,7 @@ class Saver:
         try:
             await self.save()
         except CheckpointError as error:
-            self._saved_at = time.monotonic()
+            self._saved_at = self._clock()
             logger.error("%s", error)
 
     async def _save(self, folder: CheckpointFolder) -> str:
@@ -113,7 +117,7 @@ class Saver:
                 if isinstance(result, BaseException):
                     raise CheckpointError(f"server: expected a copy of each expert, got {result}") from result
             name = await asyncio.to_thread(folder.write, taken)
-            self._saved_at = time.monotonic()
+            self._saved_at = self._clock()
             logger.info("saved %s", name)
             return name
 

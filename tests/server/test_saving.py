@@ -1,0 +1,309 @@
+"""When checkpoints are taken: every so often, between updates, and with all experts on the same side of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import experts_server.server as server_module
+from experts_server import ExpertsServer
+from experts_server.checkpoint import CheckpointFolder
+from experts_server.cli import main
+from experts_server.config import LimitsConfig, ServingConfig
+from experts_server.kept import KeptForward, KeptForwards
+from experts_server.registry import Registry
+from experts_server.saving import Saver
+from experts_server.snapshot import Snapshot
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import methods
+from moe_autograd.wire.parcels import ParcelWriter
+from tests.server.test_isolation import Gated, Waiting
+from tests.support.servers import START_S, WireClient, messages_of, tokens
+
+D = 8
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(START_S / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not come about")
+
+
+# ---- every so often
+
+
+def saver_of(folder: Path, clock: Clock) -> Saver:
+    pool: Any = None  # there are no experts that could need one
+    config = ServingConfig(checkpoint_dir=folder, checkpoint_interval_s=60)
+    saver = Saver(Registry([], pool), config, clock=clock)
+    saver.open()
+    return saver
+
+
+def num_generations(folder: Path) -> int:
+    return len(list(folder.glob("generation-*")))
+
+
+def test_it_is_saved_whenever_the_interval_has_passed_and_not_before(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def run() -> list[int]:
+        saver, counts = saver_of(tmp_path, clock), []
+        for seconds in (0, 59, 1, 59, 2, 600):
+            clock.now += seconds
+            await saver.save_when_due()
+            counts.append(num_generations(tmp_path))
+        saver.close()
+        return counts
+
+    assert asyncio.run(run()) == [0, 0, 1, 1, 2, 3]
+
+
+def test_a_timed_save_that_fails_is_logged_and_tried_again_after_the_next_interval(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+
+    async def run() -> list[int]:
+        saver, counts = saver_of(tmp_path, clock), []
+        in_the_way = tmp_path / "writing-00000001"
+        in_the_way.write_text("no folder, and so not what a save before has left")
+        for seconds in (60, 59, 1):
+            clock.now += seconds
+            await saver.save_when_due()
+            counts.append(num_generations(tmp_path))
+            in_the_way.unlink(missing_ok=True)
+        saver.close()
+        return counts
+
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(run()) == [0, 0, 1]
+    assert "expected room for generation-00000001" in caplog.text
+
+
+def test_a_server_saves_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
+    config = ServingConfig(checkpoint_dir=tmp_path, checkpoint_interval_s=0.05)
+    with ExpertsServer({"e": nn.Linear(D, D)}, config=config):
+        wait_for(lambda: len(list(tmp_path.glob("generation-*/manifest.json"))) >= 2)
+
+
+# ---- between updates
+
+
+class HalfDone(torch.optim.SGD):
+    """Stops in the middle of a step until it is let go."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.half, self.may_go = threading.Event(), threading.Event()
+        super().__init__(parameters, lr=1.0)
+
+    def step(self, closure: Any = None) -> None:
+        first, *rest = self.param_groups[0]["params"]
+        with torch.no_grad():
+            first -= first.grad
+            self.half.set()
+            assert self.may_go.wait(START_S)
+            for parameter in rest:
+                parameter -= parameter.grad
+
+
+def test_a_save_that_comes_in_the_middle_of_an_update_holds_the_whole_update(tmp_path: Path) -> None:
+    made: list[HalfDone] = []
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> HalfDone:
+        made.append(HalfDone(parameters))
+        return made[0]
+
+    module = nn.Linear(D, D)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    config = ServingConfig(checkpoint_dir=tmp_path)
+    with (
+        ExpertsServer({"e": module}, optimizer=optimizer, config=config) as server,
+        WireClient(server.address) as client,
+        WireClient(server.address) as operator,
+    ):
+        client.forward("e", tokens(2, D))
+        client.backward("e", torch.ones(2, D))
+        stepping = Waiting(client.step)
+        assert made[0].half.wait(START_S)
+        saving = Waiting(operator.save)
+        wait_for(lambda: _num_waiting(server, "e") == 1)
+        made[0].may_go.set()
+        assert stepping.result().updates[0].num_updates == 1
+        snapshot = generation_in(tmp_path, saving.result())["e"]
+        assert snapshot.plain["num_updates"] == 1
+        for key, weight in before.items():
+            torch.testing.assert_close(snapshot.tensors[f"weights.{key}"], module.state_dict()[key])
+            assert not torch.equal(weight, module.state_dict()[key])
+
+
+def generation_in(folder: Path, name: str) -> dict[str, Snapshot]:
+    """Read a generation of a folder that a server still holds, through a folder of links."""
+    beside = folder.parent / f"{folder.name}-read"
+    beside.mkdir()
+    (beside / name).symlink_to(folder / name)
+    with CheckpointFolder(beside) as opened:
+        newest = opened.read_newest()
+    assert newest is not None
+    return newest[1]
+
+
+def _num_waiting(server: ExpertsServer, name: str) -> int:
+    assert server._server is not None
+    return len(server._server.registry[name])
+
+
+@pytest.mark.parametrize("first", ["step", "save"])
+def test_all_experts_of_a_checkpoint_are_on_the_same_side_of_a_step(tmp_path: Path, first: str) -> None:
+    """One expert is busy, so that its part of the step comes late; the other's does not wait for it."""
+    busy, idle = Gated(), nn.Linear(D, D)
+    busy.let_go(1)
+    config = ServingConfig(checkpoint_dir=tmp_path)
+
+    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with (
+        ExpertsServer({"busy": busy, "idle": idle}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+        WireClient(server.address, client_id=b"other") as other,
+    ):
+        for name in ("busy", "idle"):
+            client.forward(name, tokens(2, D))
+            client.backward(name, torch.ones(2, D))
+        blocking = Waiting(lambda: other.forward("busy", tokens(1, D)))
+        assert busy.started.acquire(timeout=START_S)  # the first forward's
+        assert busy.started.acquire(timeout=START_S)
+        if first == "step":
+            stepping = Waiting(client.step)
+            wait_for(lambda: server.num_updates["idle"] == 1)
+            saving = Waiting(other.save)
+            wait_for(lambda: _num_waiting(server, "busy") == 2)
+        else:
+            saving = Waiting(other.save)
+            wait_for(lambda: _num_waiting(server, "busy") == 1)
+            stepping = Waiting(client.step)
+            wait_for(lambda: server.num_updates["idle"] == 1)
+        busy.let_go()
+        assert blocking.result().code == "OK"
+        assert [update.num_updates for update in stepping.result().updates] == [1, 1]
+        saved = {name: s.plain["num_updates"] for name, s in generation_in(tmp_path, saving.result()).items()}
+    expected = 1 if first == "step" else 0
+    assert saved == {"busy": expected, "idle": expected}
+
+
+# ---- forwards that wait
+
+
+def test_forwards_go_when_their_time_is_over_oldest_first() -> None:
+    clock = Clock()
+    kept = KeptForwards(1 << 20, max_age_s=300, clock=clock)
+    for number in range(3):
+        kept.put(("e", b"", number), KeptForward((torch.zeros(1),), None, None, False, None))
+        clock.now += 100
+    kept.let_go_expired()
+    assert len(kept) == 3, "the oldest is 300 s old, and no older"
+    clock.now += 1
+    kept.let_go_expired()
+    assert [kept.get(("e", b"", n)) is None for n in range(3)] == [True, False, False]
+    clock.now += 1000
+    kept.let_go_expired()
+    assert (len(kept), kept.num_let_go) == (0, 3)
+
+
+def test_a_backward_that_comes_too_late_for_its_graph_is_computed_from_inputs_that_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
+    module = nn.Linear(D, D)
+    config = ServingConfig(limits=LimitsConfig(kept_forward_s=0.01))
+    with ExpertsServer({"e": module}, config=config) as server, WireClient(server.address) as client:
+        client.forward("e", tokens(2, D))
+        assert server._server is not None
+        kept = server._server.memory.kept
+        wait_for(lambda: len(kept) == 0 and kept.num_let_go == 1)
+        assert kept.num_bytes == 0
+        late = client.backward("e", torch.ones(2, D))
+        assert (late.code, late.tensors) == ("INPUTS_NEEDED", ())
+        again = client.backward("e", torch.ones(2, D), inputs=[tokens(2, D)])
+        torch.testing.assert_close(again.tensors[0], torch.ones(2, D) @ module.weight.detach())
+
+
+# ---- what the export command is answered
+
+
+def exported(answer: list[bytes], folder: Path) -> Any:
+    """Run the export command against a server that answers so."""
+    handlers = {"GetState": grpc.unary_stream_rpc_method_handler(lambda request, context: iter(answer))}
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(methods.SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        return CliRunner().invoke(main, ["export", f"127.0.0.1:{port}", "e", str(folder / "e.safetensors")])
+    finally:
+        server.stop(None).wait()
+
+
+def entries(*parcels: tuple[Any, list[Tensor | None]]) -> list[bytes]:
+    writer = ParcelWriter()
+    for head, tensors in parcels:
+        writer.add(head, tensors)
+    return list(messages_of(writer))
+
+
+GOOD = pb.StateEntry(expert="e", key="weight"), [torch.ones(3)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (
+            entries(GOOD, (pb.CallResult(call=1), [torch.ones(3)])),
+            "state entries of one tensor each, got CallResult",
+        ),
+        (entries((pb.StateEntry(expert="e", key="weight"), [])), "got StateEntry with 0"),
+        (entries((pb.StateEntry(expert="e", key="weight"), [None])), "got StateEntry with 1"),
+        ([entries(GOOD)[0][:-1] + b"\x00"], "checksum"),
+        ([b"noise"], "expected"),
+    ],
+    ids=["another parcel", "no tensor", "None", "flipped byte", "noise"],
+)
+def test_an_export_of_what_is_no_state_says_so_and_writes_no_file(
+    tmp_path: Path, answer: list[bytes], text: str
+) -> None:
+    ended = exported(answer, tmp_path)
+    assert (ended.exit_code, text in ended.output) == (1, True), ended.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_of_good_entries_is_a_file(tmp_path: Path) -> None:
+    ended = exported(entries(GOOD), tmp_path)
+    assert (ended.exit_code, [path.name for path in tmp_path.iterdir()]) == (0, ["e.safetensors"]), (
+        ended.output
+    )
