@@ -10,7 +10,8 @@ Both maps have the same three steps, drawn here for three calls; the numbers are
       call 2 ──▶ y2 ─┘                           └─▶ grads of call 2
 
 `map_with_parallel_backward` calls an autograd function (`function_calls`), `parallel_apply` calls modules or any
-callables (`module_calls`). Threads are `_workers`' business, random numbers `_random`'s, the node is `join`'s.
+callables (`module_calls`), and those too small for a thread in turn (`small_calls`). Threads are `_workers`' business,
+random numbers `_random`'s, the node is `join`'s.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from moe_autograd.autograd.grouping import group_calls, ungroup
 from moe_autograd.autograd.join import Joined, join, run_calls
 from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
+from moe_autograd.autograd.small_calls import call_in_turn
+from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
 _APPLY = Function.apply.__func__  # type: ignore[attr-defined]  # a class method
@@ -251,6 +254,10 @@ def _apply(
     refuse_transforms(_tensors_in(args, kwargs))
     if not modules:
         return []
+    if not (recompute or defer_weight_grads or _is_observed()):
+        returned = call_in_turn(modules, args, kwargs)
+        if returned is not None:
+            return returned
     together = group_calls(modules, args, kwargs, names)
     if len(together) == 1 and together[0].is_group and not recompute:  # it sees to its own concurrency
         return ungroup(
@@ -273,6 +280,11 @@ def _apply(
 
 
 _apply_uncompiled = torch._disable_dynamo(_apply)
+
+
+def _is_observed() -> bool:
+    """Whether somebody wants to see each call by its name."""
+    return torch.autograd.profiler._is_profiler_enabled or is_recording()
 
 
 def _tensors_in(*trees: Any) -> Iterator[Tensor]:

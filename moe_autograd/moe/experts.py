@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_ELEMENTWISE = (F.gelu, F.relu, F.silu, F.elu, F.leaky_relu, F.mish, torch.relu, torch.sigmoid, torch.tanh)
+
 
 class FeedForwardExpert(nn.Module):
     """The feed-forward block of a transformer: widen, activate, narrow.
@@ -46,6 +48,10 @@ class FeedForwardExpert(nn.Module):
         self.up = nn.Linear(d_model, d_ff, device=device, dtype=dtype)
         self.activation = activation
         self.down = nn.Linear(d_ff, d_model, device=device, dtype=dtype)
+
+    def only_computes(self) -> bool:
+        """Tell a map whether it may call this expert without a thread (`autograd.small_calls`)."""
+        return isinstance(self.activation, nn.Module) or self.activation in _ELEMENTWISE
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (T, D) to (T, D)."""
@@ -80,6 +86,10 @@ class SwiGLUExpert(nn.Module):
         self.gate = nn.Linear(d_model, d_ff, bias=False, device=device, dtype=dtype)
         self.up = nn.Linear(d_model, d_ff, bias=False, device=device, dtype=dtype)
         self.down = nn.Linear(d_ff, d_model, bias=False, device=device, dtype=dtype)
+
+    def only_computes(self) -> bool:
+        """Tell a map that it may call this expert without a thread (`autograd.small_calls`)."""
+        return True
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (T, D) to (T, D)."""

@@ -1,0 +1,166 @@
+"""Small calls of modules that only compute are the plain loop; whatever could wait, or be seen, is not one of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from moe_autograd import FeedForwardExpert, SwiGLUExpert, parallel_apply
+from moe_autograd.autograd import small_calls
+from moe_autograd.timeline import record_timeline
+from tests.support.comparison import assert_same_program, one_after_another
+from tests.support.functions_waiting import PATIENCE_S
+from tests.support.module_programs import PROGRAMS
+
+NUM_CALLS = 4
+ORDER = 1e-6  # gradients that meet are added in another order
+SMALL_ENOUGH = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def some_are_small(nothing_is_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_calls, "MOST_WORK", SMALL_ENOUGH)
+
+
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def is_small(module: Callable[..., Any], x: Any = None) -> bool:
+    x = torch.randn(3, 4, requires_grad=True) if x is None else x
+    return small_calls.call_in_turn([module], [(x,)], [{}]) is not None
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_of_modules_mean_the_same(program: Any) -> None:
+    assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=ORDER)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [expert, nn.Identity, lambda: nn.Linear(4, 4), lambda: FeedForwardExpert(4), lambda: SwiGLUExpert(4, 8)],
+)
+def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph(
+    make: Callable[[], nn.Module],
+) -> None:
+    modules = [make() for _ in range(NUM_CALLS)]
+    xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
+    outputs = parallel_apply(modules, [(x,) for x in xs])
+    expected = one_after_another(modules, [(x,) for x in xs])
+    for y, same in zip(outputs, expected, strict=True):
+        assert torch.equal(y, same)
+        assert y.grad_fn is None or type(y.grad_fn) is type(same.grad_fn)  # no node of ours
+
+
+def test_a_call_with_more_work_gets_a_thread() -> None:
+    module = nn.Linear(64, 64, bias=False)
+    most_rows = SMALL_ENOUGH // 64**2
+    assert is_small(module, torch.randn(most_rows, 64))
+    assert not is_small(module, torch.randn(most_rows + 1, 64))
+    assert not is_small(nn.GELU(), torch.randn(SMALL_ENOUGH + 1))
+
+
+class Waits(nn.Linear):
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__(4, 4)
+        self.barrier = barrier
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.barrier.wait(PATIENCE_S)
+        return super().forward(x)
+
+
+class WaitsToo(FeedForwardExpert):
+    """Inherits `only_computes`, and does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def with_hook(register: str) -> nn.Module:
+    module = expert()
+    getattr(module[0], register)(lambda *_: None)
+    return module
+
+
+def with_forward_of_its_own() -> nn.Module:
+    module = expert()
+    module[0].forward = lambda x: x  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Waits(threading.Barrier(1)),
+        lambda: nn.Sequential(nn.Identity(), Waits(threading.Barrier(1))),
+        lambda: WaitsToo(4),
+        lambda: FeedForwardExpert(4, activation=lambda x: x),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.ReLU(inplace=True),
+        lambda: with_hook("register_forward_hook"),
+        lambda: with_hook("register_forward_pre_hook"),
+        lambda: with_hook("register_full_backward_hook"),
+        lambda: with_hook("register_full_backward_pre_hook"),
+        with_forward_of_its_own,
+        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: torch.sin,
+        lambda: lambda x: x,
+    ],
+)
+def test_what_may_do_more_than_compute_gets_a_thread(make: Callable[[], Any]) -> None:
+    assert not is_small(make())
+
+
+def test_hooks_on_all_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_small(expert())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not is_small(expert())
+    finally:
+        handle.remove()
+
+
+def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
+    class Special(Tensor):
+        pass
+
+    assert not is_small(expert(), torch.randn(3, 4).as_subclass(Special))
+    assert not is_small(expert(), "no tensor")
+    assert small_calls.call_in_turn([expert()], [(torch.randn(3, 4),)], [{"more": 1}]) is None
+    assert small_calls.call_in_turn([nn.Bilinear(4, 4, 4)], [(torch.randn(3, 4),) * 2], [{}]) is None
+
+
+def test_one_call_that_may_wait_makes_all_of_them_concurrent() -> None:
+    barrier = threading.Barrier(2)
+    modules: list[nn.Module] = [Waits(barrier), nn.Linear(4, 4), Waits(barrier)]
+    parallel_apply(modules, [(torch.randn(3, 4),) for _ in modules])
+
+
+def test_an_error_names_its_call() -> None:
+    modules = [expert(), expert(), expert()]
+    inputs = [torch.randn(3, 4), torch.randn(3, 5), torch.randn(3, 4)]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        parallel_apply(modules, [(x,) for x in inputs])
+    assert any("call 1" in note for note in caught.value.__notes__)
+
+
+def test_whoever_looks_sees_each_call_by_its_name() -> None:
+    modules = [expert() for _ in range(NUM_CALLS)]
+    inputs = [(torch.randn(3, 4),) for _ in modules]
+    with torch.profiler.profile(
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    ) as profile:
+        parallel_apply(modules, inputs)
+    seen = {event.name for event in profile.events()}
+    assert all(any(f"call {i} " in name for name in seen) for i in range(NUM_CALLS))
+    with record_timeline():
+        y = parallel_apply(modules, [(torch.randn(3, 4, requires_grad=True),) for _ in modules])[0]
+    assert "Join" in type(y.grad_fn).__name__
