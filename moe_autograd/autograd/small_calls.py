@@ -7,7 +7,7 @@ by the clock. So a map of which every call is such a call is made as the loop th
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its input: one of
    `ONLY_COMPUTE`, or one with a method `only_computes()` of its own (not inherited) that returns `True`;
 2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes;
-3. no call takes more than `MOST_WORK` multiply-adds.
+3. no call takes more than `most_work()` multiply-adds.
 
 If any call raises, the map is made the other way, which names the call: these calls leave no trace.
 """
@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
 
-MOST_WORK = 1 << 20
-"""Multiply-adds of a forward that take one core about 50 us, and its backward 100."""
+MOST_WORK = 1 << 20  # multiply-adds of a forward: one core takes 50 us for it and 100 for its backward
+_TEAM_SHARE = 8  # where intra-op threads keep the cores busy in a loop as well, there is less to gain
 
 ONLY_COMPUTE = frozenset(
     [
@@ -56,14 +57,20 @@ _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def most_work() -> int:
+    """Return how many multiply-adds the forward of a small call takes at most."""
+    return MOST_WORK * (1 if torch.get_num_threads() == 1 else _TEAM_SHARE)
+
+
 def call_in_turn(
     modules: Sequence[Callable[..., Any]], args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
 ) -> list[Any] | None:
     """Return what the modules return, called in turn in the caller's graph; `None` where that will not do."""
     if any(_HOOKS_OF_ALL):
         return None
+    most = most_work()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
-        if own_kwargs or len(own_args) != 1 or not _is_small(module, own_args[0]):
+        if own_kwargs or len(own_args) != 1 or not _is_small(module, own_args[0], most):
             return None
     try:
         return [module(own_args[0]) for module, own_args in zip(modules, args, strict=True)]
@@ -71,7 +78,7 @@ def call_in_turn(
         return None
 
 
-def _is_small(module: Any, x: Any) -> bool:
+def _is_small(module: Any, x: Any, most: int) -> bool:
     """Whether the call is one of those above."""
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         return False
@@ -88,7 +95,7 @@ def _is_small(module: Any, x: Any) -> bool:
                     return False
                 num_parameters += parameter.numel()
         parts += own["_modules"].values()
-    return num_rows * max(num_parameters, width) <= MOST_WORK
+    return num_rows * max(num_parameters, width) <= most
 
 
 def _is_known(part: Any) -> bool:

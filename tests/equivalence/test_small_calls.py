@@ -60,10 +60,21 @@ def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph
 
 def test_a_call_with_more_work_gets_a_thread() -> None:
     module = nn.Linear(64, 64, bias=False)
-    most_rows = SMALL_ENOUGH // 64**2
+    most_rows = small_calls.most_work() // 64**2
     assert is_small(module, torch.randn(most_rows, 64))
     assert not is_small(module, torch.randn(most_rows + 1, 64))
-    assert not is_small(nn.GELU(), torch.randn(SMALL_ENOUGH + 1))
+    assert not is_small(nn.GELU(), torch.randn(small_calls.most_work() + 1))
+
+
+def test_where_a_loop_keeps_no_other_core_busy_less_work_is_worth_a_thread() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = small_calls.most_work()
+        torch.set_num_threads(2)
+        assert small_calls.most_work() > alone
+    finally:
+        torch.set_num_threads(before)
 
 
 class Waits(nn.Linear):
