@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -66,12 +66,14 @@ class Outcome:
         is_sequence: whether the expert returned a tuple.
         error: None where it went well.
         was_answered: whether the server answered this very call.
+        server_s: how long the server had it, in its queue and computing, as it says.
     """
 
     tensors: Tensors = ()
     is_sequence: bool = False
     error: RemoteError | None = None
     was_answered: bool = True
+    server_s: float = 0.0
 
 
 def exchange(
@@ -161,6 +163,8 @@ def _one_stream(
                 if outcomes[index].error is None:
                     requests[index].on_settled(True)
         reader.finish()
+        if channel.encodings.is_measuring(rpc) and len(outcomes) == len(requests):
+            _measure(channel, rpc, requests, outcomes.values(), time.perf_counter() - started_s)
         fail_the_rest(
             lambda where: RemoteError(f"{where}: expected a result, got none. The server is broken.")
         )
@@ -177,6 +181,17 @@ def _one_stream(
         stream.cancel()  # if it is still under way: Ctrl-C, or damage
         cancellation.remove(stream.cancel)
     return [outcomes[index] for index in range(len(requests))]
+
+
+def _measure(
+    channel: Channel, rpc: str, requests: Sequence[Request], outcomes: Collection[Outcome], taken_s: float
+) -> None:
+    """Note how long a stream took for its bytes, beyond what the server did and one round trip."""
+    travelled = [*(request.tensors for request in requests), *(outcome.tensors for outcome in outcomes)]
+    num_bytes = sum(tensor.nbytes for tensors in travelled for tensor in tensors if tensor is not None)
+    elsewhere_s = max(outcome.server_s for outcome in outcomes) + channel.round_trip_s
+    moving_s = max(taken_s - elsewhere_s, 0.1 * taken_s)  # both are estimates
+    channel.encodings.note_transfer(rpc, num_bytes, moving_s)
 
 
 def _caused(error: RemoteError, cause: BaseException) -> RemoteError:
@@ -197,7 +212,7 @@ def _outcome(parcel: Parcel, result: pb.CallResult, expert: str, place: Callable
         status = result.status
         status.message = without_name(status.message, expert)
         return Outcome(error=error_of(status, place()))
-    return Outcome(parcel.tensors, result.is_sequence)
+    return Outcome(parcel.tensors, result.is_sequence, server_s=result.queue_s + result.compute_s)
 
 
 def without_name(message: str, expert: str) -> str:

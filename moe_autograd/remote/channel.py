@@ -26,6 +26,7 @@ from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
+from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.security import TLS
 from moe_autograd.wire.framing import seal, unseal
@@ -55,12 +56,24 @@ class Channel:
         authority: the name that the server is called by, where that is not its address.
         token: sent with every RPC; None sends none.
         tls: None for a plain connection.
+        encodings: of what travels; shared by all channels of a connection.
+
+    Attributes:
+        round_trip_s: of the fastest RPC that is one message each way.
     """
 
     def __init__(
-        self, address: str, *, authority: str | None = None, token: str | None = None, tls: TLS | None = None
+        self,
+        address: str,
+        *,
+        authority: str | None = None,
+        token: str | None = None,
+        tls: TLS | None = None,
+        encodings: Encodings | None = None,
     ) -> None:
         self.address = address
+        self.encodings = encodings or Encodings(Compression())
+        self.round_trip_s = math.inf
         self._authority = authority or address
         self._is_open = True
         self._metadata: tuple[tuple[str, str], ...] = (
@@ -134,8 +147,9 @@ class Channel:
         """
         stubs = self._stubs_now()
         with self._our_errors(rpc, deadline):
-            timeout_s = min(deadline.remaining_s, attempt_s)
+            began_s, timeout_s = time.perf_counter(), min(deadline.remaining_s, attempt_s)
             reply = stubs.unary[rpc](seal(request), timeout=timeout_s, metadata=self._metadata)
+            self.round_trip_s = min(self.round_trip_s, time.perf_counter() - began_s)
             return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
 
     def upload(

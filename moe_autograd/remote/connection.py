@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import CallFailure, Failures
-from moe_autograd.errors import CorruptDataError, ExpertNotFoundError
+from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, RemoteError
 from moe_autograd.remote.calls import Outcome, Request, without_name
 from moe_autograd.remote.channel import PHASES, Channel
+from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.delivery import Delivery, Job, Operation, Settings, raise_first
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.numbering import Numbering
@@ -39,16 +40,19 @@ class _Gathered:
     Args:
         count: of how many backwards.
         replicas: the servers that hosted the expert when they were made, and where they were sent.
+        is_stale: whether they should have been forgotten, and their server could not be told.
     """
 
     count: pb.GatheredBackwards = field(default_factory=pb.GatheredBackwards)
     replicas: set[str] = field(default_factory=set)
+    is_stale: bool = False
 
     def joined_by(self, other: _Gathered, address: str) -> _Gathered:
         """Count what `other` counted too, since it has moved here, to `address`."""
         self.count.at_least += other.count.at_least
         self.count.at_most += other.count.at_most
         self.replicas |= other.replicas | {address}
+        self.is_stale |= other.is_stale
         return self
 
 
@@ -74,6 +78,11 @@ class Connection:
     def addresses(self) -> tuple[str, ...]:
         """The servers known now."""
         return self._delivery.servers.addresses
+
+    @property
+    def compression(self) -> Compression:
+        """How tensors travel now."""
+        return self._delivery.settings.encodings.compression
 
     def ask(self, *, allow_missing: bool = False) -> dict[str, HostedExpert]:
         """Ask all servers what they host now; return it by name.
@@ -202,7 +211,7 @@ class Connection:
                     at.replicas |= {*part.call.replicas, job.address}
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor]) -> Request:
-        encoding = self._delivery.settings.compression.encoding("Forward")
+        encoding = self._delivery.settings.encodings.encoding("Forward")
         head = pb.ForwardCall(
             client_id=self.numbering.client_id,
             call_id=call.call_id,
@@ -222,7 +231,7 @@ class Connection:
         keep_graph: bool,
     ) -> Request:
         call = part.call
-        encoding = self._delivery.settings.compression.encoding("Backward")
+        encoding = self._delivery.settings.encodings.encoding("Backward")
         head = pb.BackwardCall(
             client_id=self.numbering.client_id,
             sequence=sequence,
@@ -247,13 +256,21 @@ class Connection:
 
     # ---- updates
 
-    def update(self, rpc: str, names: Sequence[str]) -> None:
-        """Send `Step` or `ZeroGrad` to where gradients of these experts are; the first that failed raises."""
+    def update(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
+        """Send `Step` or `ZeroGrad` to where gradients of these experts are.
+
+        Args:
+            rpc: which of them.
+            names: of the experts.
+            failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
+                could not be forgotten is not stepped before they are.
+        """
         gathered_at: dict[str, dict[str, _Gathered]] = {}
         with self._lock:
             for name in names:
                 for address, gathered in self._gathered.get(name, {}).items():
-                    gathered_at.setdefault(address, {})[name] = gathered
+                    if rpc == "ZeroGrad" or not gathered.is_stale:
+                        gathered_at.setdefault(address, {})[name] = gathered
         with self.numbering.sequences(1) as ((sequence,), settled_below):
 
             def once(channel: Channel, own: dict[str, _Gathered], operation: Operation) -> None:
@@ -273,13 +290,18 @@ class Connection:
                         f"got {answered}. The server is broken, or of another version."
                     )
                 _check_updates(rpc, channel, reply, operation)
+                if rpc == "ZeroGrad":
+                    with self._lock:
+                        for name in own:
+                            self._gathered[name].pop(channel.address, None)
 
             with self._delivery.operation() as operation:
-                self._delivery.at_each(gathered_at, once, operation, self._move_gathered)
+                self._delivery.at_each(gathered_at, once, operation, self._move_gathered, failures)
         if rpc == "ZeroGrad":
             with self._lock:
                 for name in names:
-                    self._gathered.pop(name, None)
+                    for gathered in self._gathered.get(name, {}).values():
+                        gathered.is_stale = True
 
     def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
         """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""

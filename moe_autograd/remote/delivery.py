@@ -23,18 +23,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import (
     DeadlineExceededError,
     ExpertNotFoundError,
+    InvalidCallError,
+    PermissionDeniedError,
     RemoteError,
     ServerUnavailableError,
 )
 from moe_autograd.remote.calls import Outcome, Request, exchange
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.compression import Compression
+from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation, Fanout
 from moe_autograd.remote.hedging import HedgePolicy, Hedging, Terms
@@ -58,14 +60,14 @@ class Settings:
         timeout_s: of each operation.
         limits: of what servers send.
         retry: when a call is made again.
-        compression: how tensors travel.
+        encodings: how tensors travel.
         hedge: when a forward is asked a second time; None: never.
     """
 
     timeout_s: float
     limits: TensorLimits
     retry: RetryPolicy
-    compression: Compression
+    encodings: Encodings
     hedge: HedgePolicy | None = None
 
 
@@ -280,6 +282,7 @@ class Delivery:
         once: Callable[[Channel, T, Operation], R],
         operation: Operation,
         moved: Callable[[str, T], Mapping[str, T]],
+        failures: list[RemoteError] | None = None,
     ) -> list[R]:
         """Call `once`, which is short and may be repeated, at each address until it succeeds or fails for good.
 
@@ -288,6 +291,7 @@ class Delivery:
             once: does it.
             operation: that it is a part of.
             moved: given an address that is lost and its work, returns where parts of it go now; empty to stay.
+            failures: takes those that another attempt may mend, instead of raising them.
 
         Returns:
             What each returned; the first failure is raised, after all have come to rest.
@@ -308,8 +312,12 @@ class Delivery:
                 if is_lost and self._look_briefly(operation) and (parts := moved(address, own)):
                     return [result for new, part in parts.items() for result in until_done(new, part)]
 
-        results = values_or_raise(self._fanout.at_each(work, until_done, operation.cancellation))
-        return [result for own in results for result in own]
+        outcomes = self._fanout.at_each(work, until_done, operation.cancellation)
+        if failures is not None:
+            errors = {address: error for address, error in outcomes.items() if _may_be_mended(error)}
+            failures += [cast(RemoteError, error) for error in errors.values()]
+            outcomes = {address: own for address, own in outcomes.items() if address not in errors}
+        return [result for own in values_or_raise(outcomes) for result in own]
 
     def _look_briefly(self, operation: Operation) -> bool:
         """Look for servers in the middle of an operation; False if nothing can have changed."""
@@ -347,6 +355,12 @@ def _attended(
             if job.outcome.error is not None:
                 job.request.on_settled(False)
         yield
+
+
+def _may_be_mended(outcome: object) -> bool:
+    """Tell whether this is a failure, and not one that would be the same at every attempt."""
+    is_refused = isinstance(outcome, InvalidCallError | PermissionDeniedError)
+    return isinstance(outcome, RemoteError) and not is_refused
 
 
 def _by_address(jobs: Sequence[Job]) -> dict[str, list[Job]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_autograd.errors import ConfigError, ExpertNotFoundError
 from moe_autograd.remote.addresses import check_addresses, host_of
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.compression import Compression
+from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.config import load_config
 from moe_autograd.remote.connection import Connection
 from moe_autograd.remote.deadline import Deadline
@@ -54,7 +54,8 @@ def connect(
         tls: for servers that are reached encrypted; None for a plain connection.
         timeout_s: of every operation: a pass over all servers, an update, this call. Covers everything: looking
             for the expert, connecting, waiting in the server's queue, computing, transfer, and retries.
-        compression: how floating tensors travel: "none", "bfloat16", "float16", "int8", or a `Compression`.
+        compression: how floating tensors travel: "none", "bfloat16", "float16", "int8", a `Compression`, or "auto":
+            chosen once for each direction from the measured bandwidth; see `moe_autograd.remote.compression`.
         retry: when calls are made again; None for the defaults of `RetryPolicy`.
         hedge: whether a forward that takes unusually long is asked again at another replica: the first answer wins.
             For replicas that are alike: ones that are trained are different experts. A `HedgePolicy` says when.
@@ -91,11 +92,11 @@ def connect(
         timeout_s,
         TensorLimits(max_tensor_bytes=max_tensor_bytes),
         retry or RetryPolicy(),
-        Compression.of(compression),
+        Encodings(Compression.of(compression)),
         (hedge if isinstance(hedge, HedgePolicy) else HedgePolicy()) if hedge else None,
     )
-    servers = Servers(listed, functools.partial(_open_channel, token=token, tls=tls))
-    connection = Connection(servers, settings)
+    open_channel = functools.partial(_open_channel, token=token, tls=tls, encodings=settings.encodings)
+    connection = Connection(Servers(listed, open_channel), settings)
     try:
         connection.ask(allow_missing=allow_missing)
     except BaseException:
@@ -116,11 +117,13 @@ def _merged(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     return settings | added
 
 
-def _open_channel(address: str, given: str, *, token: str | None, tls: TLS | None) -> Channel:
+def _open_channel(
+    address: str, given: str, *, token: str | None, tls: TLS | None, encodings: Encodings
+) -> Channel:
     """Open a channel to an address with a number; certificates are in the name that the user gave."""
     if tls is not None and tls.server_name is None and address != given:
         tls = dataclasses.replace(tls, server_name=host_of(given))
-    return Channel(address, authority=given, token=token, tls=tls)
+    return Channel(address, authority=given, token=token, tls=tls, encodings=encodings)
 
 
 class RemoteExperts(Mapping[str, RemoteExpert]):
@@ -160,6 +163,11 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
     def connection(self) -> Connection:
         """What the experts share."""
         return self._connection
+
+    @property
+    def compression(self) -> Compression:
+        """How tensors travel now; where "auto" was asked for, what it has chosen."""
+        return self._connection.compression
 
     def info(self) -> dict[str, HostedExpert]:
         """Ask the servers again: the number of updates, for one, is as of now."""

@@ -8,6 +8,8 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from moe_autograd.remote import Compression, connect
+from moe_autograd.remote.compression import Encodings
+from tests.support.proxy import Proxy
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +69,62 @@ def test_an_unknown_name_is_refused(server, name):
 def test_gradients_never_travel_as_float16():
     with pytest.raises(ValueError, match=r"got 'float16' \(backward\)"):
         Compression(backward="float16")
+
+
+class TestAuto:
+    """It measures, chooses once, and stays with it."""
+
+    def echo_once(self, experts) -> tuple[float, float]:
+        """Move half a MiB there and back in each direction; return the relative errors."""
+        x = torch.randn(256, 512, requires_grad=True)
+        upstream = torch.randn(256, 512)
+        y = experts["echo"](x)
+        y.backward(upstream)
+        return relative_error(y, x), relative_error(x.grad, upstream)
+
+    def test_a_slow_link_is_found_slow_and_then_rounded_alike(self, server):
+        with (
+            Proxy(server.address) as proxy,
+            connect(proxy.address, compression="auto", timeout_s=120.0) as experts,
+        ):
+            proxy.bytes_per_s = 20e6
+            assert [self.echo_once(experts) for _ in range(4)] == 4 * [(0.0, 0.0)]
+            assert experts.compression == Compression("int8", "bfloat16")
+            proxy.bytes_per_s = None
+            for _ in range(8):
+                forward_error, backward_error = self.echo_once(experts)
+                assert 0 < forward_error <= 2.1 / 254
+                assert 0 < backward_error <= 2.1 / 256
+            assert experts.compression == Compression("int8", "bfloat16")
+
+    def test_each_direction_may_be_left_to_it(self, server):
+        with connect(server.address, compression=Compression("bfloat16", "auto")) as experts:
+            for _ in range(4):
+                self.echo_once(experts)
+            assert experts.compression.forward == "bfloat16"
+            assert experts.compression.backward in ("none", "bfloat16")
+
+    def test_small_tensors_tell_nothing_of_the_bandwidth(self, server):
+        with connect(server.address, compression="auto") as experts:
+            for _ in range(20):
+                assert torch.equal(experts["echo"](torch.ones(3)), torch.ones(3))
+            assert experts.compression == Compression("auto", "auto")
+
+    @pytest.mark.parametrize(
+        ("bytes_per_s", "chosen"),
+        [
+            (2e9, Compression("none", "none")),
+            (499e6, Compression("bfloat16", "bfloat16")),
+            (51e6, Compression("bfloat16", "bfloat16")),
+            (49e6, Compression("int8", "bfloat16")),
+        ],
+    )
+    def test_the_rule_is_the_documented_one(self, bytes_per_s, chosen):
+        encodings = Encodings(Compression("auto", "auto"))
+        for _ in range(4):
+            for rpc in ("Forward", "Backward"):
+                encodings.note_transfer(rpc, 1 << 20, (1 << 20) / bytes_per_s)
+        assert encodings.compression == chosen
+        for rpc in ("Forward", "Backward"):
+            encodings.note_transfer(rpc, 1 << 30, 100.0)
+        assert encodings.compression == chosen
