@@ -129,6 +129,11 @@ class HostedExpert:
             else self._lodger.in_memory(for_update=for_update)
         )
 
+    @property
+    def wants_hints(self) -> bool:
+        """Whether it gains by knowing that it will be called soon."""
+        return self._lodger is not None and self._saving.prefetch
+
     def prefetch(self) -> None:
         """Expect to be called soon; from any thread, returns at once."""
         if self._lodger is not None and self._saving.prefetch:

@@ -85,6 +85,7 @@ class Service:
             "Info": unary(self._unary(self._info, pb.InfoRequest, "read")),
             "Step": unary(self._unary(self._step, pb.UpdateRequest, "train")),
             "ZeroGrad": unary(self._unary(self._zero_grad, pb.UpdateRequest, "train")),
+            "Expect": unary(self._unary(self._expect, pb.ExpectRequest, "read")),
             "Save": unary(self._unary(self._save_now, pb.SaveRequest, "train")),
             "Forward": grpc.stream_stream_rpc_method_handler(self._guarded(self._forward, "read")),
             "Backward": grpc.stream_stream_rpc_method_handler(self._guarded(self._backward, "train")),
@@ -178,6 +179,11 @@ class Service:
                 max_tensor_bytes=self.limits.max_tensor_bytes, max_message_bytes=MAX_MESSAGE_BYTES
             ),
         )
+
+    async def _expect(self, request: pb.ExpectRequest) -> pb.ExpectReply:
+        for name in request.experts:
+            self.registry[name].hosted.prefetch()
+        return pb.ExpectReply()
 
     async def _save_now(self, _: pb.SaveRequest) -> pb.SaveReply:
         return pb.SaveReply(generation=await self._save())
@@ -282,4 +288,5 @@ def _expert_info(hosted: HostedExpert) -> pb.ExpertInfo:
         update="ON_STEP" if training is None else training.update.upper(),
         num_updates=hosted.num_updates,
         optimizer=type(training.optimizer).__name__ if training is not None else "",
+        wants_hints=hosted.wants_hints,
     )

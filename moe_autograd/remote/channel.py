@@ -44,6 +44,7 @@ PHASES = {
 
 _PING_TIMEOUTS_MS = (1_000, 4_000, 16_000)
 _CALM_S = 60.0
+_TELL_TIMEOUT_S = 5.0
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
@@ -84,6 +85,7 @@ class Channel:
         self._ping_timeout_ms = _PING_TIMEOUTS_MS[0]
         self._stubs = self._connect()
         self._slow_at = -math.inf
+        self._told: set[Any] = set()  # calls of `tell` under way
 
     def _connect(self) -> _Stubs:
         own = (
@@ -151,6 +153,19 @@ class Channel:
             reply = stubs.unary[rpc](seal(request), timeout=timeout_s, metadata=self._metadata)
             self.round_trip_s = min(self.round_trip_s, time.perf_counter() - began_s)
             return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
+
+    def tell(self, rpc: str, request: Message) -> None:
+        """Send one message that nothing depends on: returns at once, and what becomes of it is nobody's concern."""
+        try:
+            call = (
+                self._stubs_now()
+                .unary[rpc]
+                .future(seal(request), timeout=_TELL_TIMEOUT_S, metadata=self._metadata)
+            )
+        except (ServerUnavailableError, ValueError):  # it is being closed
+            return
+        self._told.add(call)  # grpc cancels a call that nobody holds
+        call.add_done_callback(self._told.discard)
 
     def upload(
         self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], deadline: Deadline

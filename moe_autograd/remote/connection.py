@@ -24,6 +24,7 @@ from moe_autograd.remote.calls import Outcome, Request, without_name
 from moe_autograd.remote.channel import PHASES, Channel
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.delivery import Delivery, Job, Operation, Settings, raise_first
+from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.placement import HostedExpert
@@ -71,6 +72,7 @@ class Connection:
         self.anchor = torch.empty(0, requires_grad=True)  # see expert.py, rule 1
         self.hosted: dict[str, HostedExpert] = {}
         self._delivery = Delivery(servers, settings, int.from_bytes(self.numbering.client_id[:4], "little"))
+        self._expectations = Expectations(self._delivery.expect)
         self._lock = threading.Lock()
         self._gathered: dict[str, dict[str, _Gathered]] = {}  # by expert and address
 
@@ -164,6 +166,12 @@ class Connection:
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
         return [job.outcome for job in jobs]
+
+    def prepare_backward(self, calls: Sequence[Call], results: Sequence[Any]) -> None:
+        """Let servers know in time what the backward through these results will need after them."""
+        if any(expert.wants_hints for expert in self.hosted.values()):
+            called = [(call.address, call.expert) for call in calls if self.hosted[call.expert].wants_hints]
+            self._expectations.note_pass(called, results)
 
     def run_backward(
         self,

@@ -188,6 +188,11 @@ class Delivery:
 
     # ---- passes
 
+    def expect(self, address: str, names: Sequence[str]) -> None:
+        """Tell a server that calls for these experts will come soon; returns at once, and never fails."""
+        if os.getpid() == self._process:
+            self.servers.channel(address).tell("Expect", pb.ExpectRequest(experts=names))
+
     def deliver(self, rpc: str, jobs: Sequence[Job], failures: Failures | None = None) -> None:
         """Send each job to its address until it has its final outcome, or `failures` gives up on it.
 

@@ -192,6 +192,8 @@ def call_experts(
     apply: Any = _RemoteCalls.apply
     flat = apply(connection, calls, failures, anchor, *(x for args in inputs for x in args))
     rows = _split(flat, [call.num_outputs for call in calls])
+    if needs_grad:
+        connection.prepare_backward([call for call in calls if call.keep_graph], flat)
     return [_result(call, row) for call, row in zip(calls, rows, strict=True)]
 
 

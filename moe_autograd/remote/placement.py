@@ -34,6 +34,7 @@ class HostedExpert:
         num_updates: how often it has been updated, on the first of the servers.
         optimizer: the optimizer's class; empty for none.
         inputs: what its inputs have to be, as far as the server says so.
+        wants_hints: whether it comes and goes on its server, and is there sooner if that knows in time.
     """
 
     name: str
@@ -45,6 +46,7 @@ class HostedExpert:
     num_updates: int
     optimizer: str
     inputs: tuple[InputSpec, ...] = ()
+    wants_hints: bool = False
 
 
 class Placement:
@@ -137,4 +139,5 @@ def _hosted(name: str, places: Sequence[tuple[str, pb.ExpertInfo]]) -> HostedExp
         num_updates=info.num_updates,
         optimizer=info.optimizer,
         inputs=tuple(InputSpec.of(spec) for spec in info.inputs),
+        wants_hints=info.wants_hints,
     )

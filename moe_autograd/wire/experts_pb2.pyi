@@ -245,7 +245,7 @@ class InfoReply(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[ExpertInfo, _Mapping]]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ExpertInfo(_message.Message):
-    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer")
+    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,7 @@ class ExpertInfo(_message.Message):
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     NUM_UPDATES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    WANTS_HINTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     inputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -264,7 +265,8 @@ class ExpertInfo(_message.Message):
     update: UpdateMode
     num_updates: int
     optimizer: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ...) -> None: ...
+    wants_hints: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ..., wants_hints: _Optional[bool] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("dtype", "shape", "may_have_more")
@@ -347,6 +349,20 @@ class SaveReply(_message.Message):
     generation: str
     checksum: int
     def __init__(self, generation: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class ExpectRequest(_message.Message):
+    __slots__ = ("experts", "checksum")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[str]
+    checksum: int
+    def __init__(self, experts: _Optional[_Iterable[str]] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class ExpectReply(_message.Message):
+    __slots__ = ("checksum",)
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    checksum: int
+    def __init__(self, checksum: _Optional[int] = ...) -> None: ...
 
 class GetStateRequest(_message.Message):
     __slots__ = ("experts", "checksum")
