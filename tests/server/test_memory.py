@@ -22,7 +22,6 @@ from moe_autograd.errors import ConfigError, GradientsLostError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.framing import seal
 from tests.support.servers import START_S, WireClient, tokens
 
 D, NUM_EXPERTS = 8, 4
@@ -418,8 +417,8 @@ def test_a_hint_that_fails_harms_no_call(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_expert_that_is_not_hosted_cannot_be_expected() -> None:
     with serving({"e": FeedForwardExpert(D)}, MemoryConfig()) as server, WireClient(server.address) as client:
         with pytest.raises(grpc.RpcError, match="got 'x'"):
-            client.unary("Expect", seal(pb.ExpectRequest(experts=["x"])))
-        client.unary("Expect", seal(pb.ExpectRequest(experts=["e"])))
+            client.expect("x")
+        client.expect("e")
 
 
 # ---- configuration

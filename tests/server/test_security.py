@@ -49,8 +49,9 @@ CALLS = {
     "ZeroGrad": lambda client: client.zero_grad(),
     "SetState": lambda client: client.set_state({}),
     "Save": lambda client: client.save(),
+    "Expect": lambda client: client.expect("e"),
 }
-READING = {"Info", "GetState", "Forward"}
+READING = {"Info", "GetState", "Forward", "Expect"}
 
 
 @pytest.mark.parametrize("rpc", CALLS)

@@ -196,6 +196,10 @@ class WireClient:
         request = pb.SaveRequest(client_id=self.client_id, sequence=self._next_sequence())
         return unseal(pb.SaveReply, self.unary("Save", seal(request))).generation
 
+    def expect(self, *experts: str) -> None:
+        """Announce calls."""
+        unseal(pb.ExpectReply, self.unary("Expect", seal(pb.ExpectRequest(experts=experts))))
+
     def num_updates(self) -> dict[str, int]:
         """Ask how many updates each expert has had."""
         return {expert.name: expert.num_updates for expert in self.info().experts}
