@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from moe_autograd import FeedForwardExpert, MixtureOfExperts, TopKRouter
 
-D_MODEL, NUM_EXPERTS, NUM_STEPS = 64, 8, 30
+D_MODEL, NUM_EXPERTS, NUM_STEPS = 256, 8, 30
 
 
 def plain_loop(layer: MixtureOfExperts, x: Tensor) -> Tensor:
