@@ -25,6 +25,8 @@ TABLES = (
     models.ServerConfig,
     models.OptimizerConfig,
     models.ExpertConfig,
+    models.MemoryConfig,
+    models.OffloadConfig,
     models.BatchingConfig,
     models.LimitsConfig,
     models.SecurityConfig,
