@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Tests run in several processes on the same cores. There a thread of an intra-op team that spins while it waits, as
+# libgomp's do, keeps a core from the others: ten times the time on a crowded machine. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same examples on every run, however busy the machine is: a failure is then the change's own, and can be repeated.
 # To search on, `pytest --hypothesis-profile search`.
