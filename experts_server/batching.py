@@ -33,9 +33,13 @@ from moe_autograd.errors import DeadlineExceededError
 
 Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
 
-# Weights of the newest turn in the running mean of a turn's time. A crowded machine makes turns longer than they are,
-# never shorter: so shorter ones count for more, else a crowd would send small experts to the long lane.
+# What the turns of an expert say of its next one's length, as running means. Computing shows in the processor time of
+# the thread, which a crowded machine does not stretch. Waiting (for a device, a disk, another machine) shows in what is
+# left of the time that passed; but so does the crowd, so it counts for a fifth: else one slow turn in a crowd would
+# send a small expert to the long lane, behind the large ones. Both are sometimes longer than they are, never shorter:
+# so shorter ones count for more.
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER = 0.5, 0.05
+_SHARE_OF_WAITING = 0.2
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class ExpertQueue:
     ) -> None:
         self.hosted = hosted
         self.expected_s = 0.0005
+        self._computing_s = self._waiting_s = 0.0  # running means
         self.computing_since: float | None = None  # on time.monotonic's clock, while a batch is computed
         self._pool = pool
         self._limits = limits
@@ -221,7 +226,7 @@ class ExpertQueue:
     # ---- computing
 
     def _compute(self, batch: list[Call]) -> None:
-        started = time.monotonic()
+        started, cpu_started = time.monotonic(), time.thread_time()
         for call in batch:
             call.started_at = started
         self.computing_since = started
@@ -231,8 +236,10 @@ class ExpertQueue:
             self._finish(call, result)
         self.hosted.finish()
         self.computing_since = None
-        change_s = time.monotonic() - started - self.expected_s
-        self.expected_s += change_s * (_WEIGHT_OF_SHORTER if change_s < 0 else _WEIGHT_OF_LONGER)
+        computing_s = time.thread_time() - cpu_started
+        self._computing_s = _moved(self._computing_s, computing_s)
+        self._waiting_s = _moved(self._waiting_s, time.monotonic() - started - computing_s)
+        self.expected_s = max(self._computing_s, _SHARE_OF_WAITING * self._waiting_s)
 
     def _results(self, batch: list[Call]) -> Sequence[Any]:
         """One result, or exception, for each call."""
@@ -266,3 +273,8 @@ class ExpertQueue:
         self._limits.calls.give_back(1)
         self._limits.bytes.give_back(call.num_bytes)
         call.reply(call, result)
+
+
+def _moved(mean_s: float, newest_s: float) -> float:
+    change_s = newest_s - mean_s
+    return mean_s + change_s * (_WEIGHT_OF_SHORTER if change_s < 0 else _WEIGHT_OF_LONGER)

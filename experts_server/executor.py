@@ -137,7 +137,8 @@ class WorkerPool:
     def _call_workers(self) -> None:
         """Wake or start workers until each lane has as many as it may and can use."""
         num_short = min(1, len(self._lanes["short"])) if self._num_in("short") == 0 else 0
-        num_long = min(len(self._lanes["long"]), self.num_computing - self._num_in("long"))
+        # There may be more long ones than may compute at once: some came through the short lane.
+        num_long = min(len(self._lanes["long"]), max(0, self.num_computing - self._num_in("long")))
         for _ in range(num_short + num_long - self._num_woken):
             if self._idle:
                 self._wake_one()
