@@ -1,8 +1,9 @@
 """Who ran when: record calls of experts, and export them for Chrome's and Perfetto's trace viewers.
 
 `torch.profiler` sees the ranges of other threads only with an experimental switch, and nothing of what happens
-on a server. So whoever runs a call of an expert reports it here with `add_span`, as `moe_autograd.remote` does
-for every call of every pass; that costs a look at one tuple unless somebody records.
+on a server. So whoever runs a call of an expert reports it here with `add_span`, as the maps and `moe_autograd.remote`
+do for every call of every pass; that costs a look at one tuple unless somebody records. On an accelerator a local
+call's span is the time in which its kernels were queued.
 
 ::
 
@@ -37,7 +38,7 @@ class Span:
     """One call of one expert in one pass.
 
     Args:
-        name: of the expert, such as ``ffn.3``.
+        name: of the expert, such as ``ffn.3``: what its `expert_name` says, or its place in the layer or map.
         phase: ``"forward"`` or ``"backward"``.
         start_s: when the caller started or sent it, on the clock of `time.perf_counter`.
         end_s: when the caller had its result.

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
+from moe_autograd.autograd.join import CallName
+
 
 @dataclasses.dataclass(frozen=True)
 class CallFailure:
@@ -146,7 +148,11 @@ def _single(
     names: Sequence[str] | None,
 ) -> Unit:
     name = f"call {at[0]}" if names is None else names[at[0]]
-    return Unit(at, module, args, kwargs, f"{name} ({_name_of(module)})", is_group=False)
+    full_name = f"{name} ({_name_of(module)})"
+    lane = getattr(module, "expert_name", None) or (full_name if names is None else name)
+    call_name = CallName(full_name)
+    call_name.lane = lane
+    return Unit(at, module, args, kwargs, call_name, is_group=False)
 
 
 def _together(
@@ -156,7 +162,7 @@ def _together(
     kwargs: Sequence[dict[str, Any]],
     positions: list[int],
 ) -> Unit:
-    name = f"calls {positions[0]} to {positions[-1]} ({len(positions)} modules called together)"
+    name = CallName(f"calls {positions[0]} to {positions[-1]} ({len(positions)} modules called together)")
     if all(len(args[i]) == 1 and not kwargs[i] for i in positions):  # mostly; and flat is a fifth of the cost
         single = functools.partial(_call_group_with_one_argument, group, modules)
         return Unit(positions, single, tuple([args[i][0] for i in positions]), {}, name, is_group=True)

@@ -23,6 +23,7 @@ Rule 5. The node is not part of a cycle: a call forgets its results once they ar
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,7 +33,9 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node, get_gradient_edge
 
 from moe_autograd._random import CallSeeds, own_streams, running
+from moe_autograd._streams import Lanes, lanes_from_here, use_here
 from moe_autograd._workers import run_all
+from moe_autograd.timeline import add_span, is_recording
 
 ACCUMULATE_GRAD = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
@@ -156,6 +159,8 @@ class Joined:
             i = reached[index]
             own_saved, own_grads = saved_of[i], grads_of[i]
             saved_of[i] = grads_of[i] = ()  # Rule 2: nobody but this call holds them now
+            use_here(own_saved)
+            use_here(own_grads)
             grads[i] = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
 
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
@@ -193,6 +198,8 @@ class _Join(Function):
     def forward(ctx: Any, joined: Joined, gate: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         results, saved, dirty, non_differentiable = joined.collect()
+        use_here(results)
+        use_here(saved)
         ctx.save_for_backward(*saved)  # Rule 1
         if dirty:
             ctx.mark_dirty(*dirty)
@@ -209,7 +216,9 @@ class _Join(Function):
         # The engine answers these only here, on its own thread.
         wanted = joined.ask([node for node, _ in ctx.next_functions])
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        return (None, *joined.hand_out(joined.backward(saved, grad_outputs, wanted, keep_graph)))
+        grads = joined.backward(saved, grad_outputs, wanted, keep_graph)
+        use_here(grads)
+        return (None, *joined.hand_out(grads))
 
 
 def is_wanted(node: Node | None) -> bool:
@@ -255,7 +264,7 @@ def run_calls(
     is_recorded: bool = True,
     seeds: CallSeeds | None = None,
 ) -> None:
-    """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers, and raise the first failure.
+    """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
 
     Args:
         call: takes the index.
@@ -267,11 +276,13 @@ def run_calls(
 
     Raises:
         BaseException: of the lowest failing call, with a note that names it, after all others have come to rest.
+        UnsupportedTransformError: while a graph is captured on an accelerator.
     """
     if not names:
         return
     if is_tracing():
         max_concurrency = 1
+    lanes = None if max_concurrency == 1 or len(names) == 1 else lanes_from_here()
     seeds = CallSeeds() if seeds is None else seeds
     scope = functools.partial(own_streams, seeds) if is_recorded else lambda: _Unrecorded(seeds)
 
@@ -279,12 +290,59 @@ def run_calls(
         running.index = index
         call(index)
 
+    chosen: Callable[[int], None] = run
+    if lanes is not None:
+        chosen = _on_lanes(chosen, lanes)
+    if torch.autograd.profiler._is_profiler_enabled:
+        chosen = _profiled(chosen, names, title)
+    if is_recording():
+        chosen = _on_timeline(chosen, names, "backward" if ", backward" in title else "forward")
+    try:
+        failures = run_all(chosen, len(names), max_concurrency=max_concurrency, scope=scope)
+    finally:
+        if lanes is not None:
+            lanes.rejoin()
+    _raise_lowest(failures, names, title)
+
+
+def _on_lanes(run: Callable[[int], None], lanes: Lanes) -> Callable[[int], None]:
+    def run_on_lanes(index: int) -> None:
+        with lanes.of(index):
+            run(index)
+
+    return run_on_lanes
+
+
+def _profiled(run: Callable[[int], None], names: Sequence[str], title: str) -> Callable[[int], None]:
     def run_profiled(index: int) -> None:
         with torch.autograd.profiler.record_function(f"{title}: {names[index]}"):
             run(index)
 
-    chosen = run_profiled if torch.autograd.profiler._is_profiler_enabled else run
-    _raise_lowest(run_all(chosen, len(names), max_concurrency=max_concurrency, scope=scope), names, title)
+    return run_profiled
+
+
+def _on_timeline(run: Callable[[int], None], names: Sequence[str], phase: str) -> Callable[[int], None]:
+    def run_timed(index: int) -> None:
+        name = names[index]
+        lane = name.lane if isinstance(name, CallName) else name
+        start_s = time.perf_counter()
+        try:
+            run(index)
+        finally:
+            if lane is not None:
+                add_span(lane, phase, start_s, time.perf_counter())
+
+    return run_timed
+
+
+class CallName(str):
+    """What errors and profiles call a call.
+
+    Attributes:
+        lane: where it is on a timeline, mostly the name of its expert; `None` if its parts are there by themselves.
+    """
+
+    lane: str | None = None
 
 
 def is_tracing() -> bool:

@@ -53,6 +53,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_g
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
+from moe_autograd._streams import use_here
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.join import (
@@ -439,6 +440,7 @@ def run_module_calls(
     calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
 
     def forward(i: int) -> None:
+        use_here(flats[i][0])
         if hooks is None:
             calls[i] = ModuleCall(modules[i], flats[i], aliases, cuts[i], shares_graph)
         else:

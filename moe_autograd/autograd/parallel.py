@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd._random import CallSeeds, own_streams, running
+from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import find_cuts
 from moe_autograd.autograd.deferred import DeferringModules
 from moe_autograd.autograd.emulated import check_is_function
@@ -126,7 +127,7 @@ def _map(
             )
         )
     title = f"map_with_parallel_backward({func.__name__})"
-    if len(args_per_call) == 1:
+    if len(args_per_call) == 1 and not _is_observed():
         alone = functools.partial(func.apply, *args_per_call[0])
         return (_run_alone(alone, f"call 0 ({func.__name__})", title),)
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
@@ -135,6 +136,7 @@ def _map(
     hooks = ordered_hooks(len(args_per_call))
 
     def forward(index: int) -> None:
+        use_here(args_per_call[index])
         if hooks is None:
             calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
             return
@@ -199,7 +201,8 @@ def parallel_apply(
             numbers and autocast (`torch.utils.checkpoint`, without its `use_reentrant`).
         defer_weight_grads: let the backward go on upstream as soon as the gradients of the inputs are there; idle
             workers compute those of the weights meanwhile, and all are there when the backward returns. Where a
-            backward cannot be in two parts (`deferred`, Rule 4) and with `recompute`, nothing is deferred.
+            backward cannot be in two parts (`deferred`, Rule 4), with `recompute` and on an accelerator, whose kernels
+            nobody waits for, nothing is deferred.
         names: for each call what errors and profiles are to call it; `None`: its place, and `expert_name` or class
             of its module.
 
@@ -264,6 +267,8 @@ def _apply(
             together, [_run_alone(together[0].run, together[0].name, "parallel_apply")], len(modules)
         )
     called = [unit.call for unit in together]
+    # On an accelerator nobody waits for the gradients of weights: their kernels are queued.
+    defers = defer_weight_grads and not recompute and accelerator_in_use() is None
     if recompute:
         called = [functools.partial(_recomputed, call) for call in called]
     returned = run_module_calls(
@@ -274,8 +279,10 @@ def _apply(
         max_concurrency=max_concurrency,
         title="parallel_apply",
         cuts=[() if unit.is_group else find_cuts(unit.call) for unit in together],
-        joined=DeferringModules if defer_weight_grads and not recompute else JoinedModules,
+        joined=DeferringModules if defers else JoinedModules,
     )
+    if accelerator_in_use() is not None:
+        use_here(tree_leaves(returned))
     return ungroup(together, returned, len(modules))
 
 

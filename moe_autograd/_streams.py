@@ -1,0 +1,190 @@
+"""Give every call of a map streams of its own on the accelerator, ordered with those of its caller.
+
+What torch does: a kernel is queued on the stream that is current on its thread and device, and a new thread begins with
+the default ones. In the way: calls on other threads would be queued apart from their caller, in no order with it. So
+
+        caller's stream   ──▶ ready ─┬────────────────────────────┬─▶ goes on
+        lane of call 0               ├─▶ kernels of call 0 ─▶ done ┤
+        lane of call 1               └─▶ kernels of call 1 ─▶ done ┘
+
+Rule 1. A call begins, on the device, after all that its caller had queued on any of its streams; the caller goes on
+        after all calls. Nobody waits on the host: these are events between streams.
+Rule 2. All devices that this process uses take part, as in torch's own engine (`stash_current_streams`): a call may
+        compute on another device than the current one.
+Rule 3. The allocator gives memory back to the stream that it was taken for, as soon as the host lets go of it. A
+        tensor that another stream uses is recorded there (`use_here`): what a call takes on its lanes, what it returns
+        on its caller's streams.
+Rule 4. A call has the lane of its number in every map and pass. Its backward finds the memory that its forward has
+        used, and the allocator keeps no more pools than there are calls.
+Rule 5. The engine hands kernels of a backward to a thread of the device, which runs the join and waits there for the
+        calls; so a backward within a call stays on the call's thread.
+Rule 6. A graph capture would record one stream, and memory that others give back. It is refused.
+
+Where no accelerator is in use, nothing of this happens. Written for any accelerator that torch knows, with what
+`torch.accelerator` offers; `Accelerator` is all that there is of it.
+
+Mutable state: `Accelerator._lanes` grows by single operations that the interpreter makes atomic; so does `_done`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_autograd.errors import UnsupportedTransformError
+
+MOST_LANES = 32  # of a device; torch hands out the same 32 streams again and again
+
+
+class Accelerator:
+    """The streams of the devices of one kind, by their index.
+
+    Args:
+        kind: such as "cuda".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._module = torch.get_device_module(kind)
+        self._has_context = getattr(torch._C, f"_{kind}_hasPrimaryContext", None)
+        self._lanes: dict[tuple[int, int], torch.Stream] = {}
+
+    def is_in_use(self) -> bool:
+        """Whether this process has used a device; asking does not count as use."""
+        return bool(self._module.is_initialized())
+
+    def devices(self) -> list[int]:
+        """Return the devices in use (Rule 2)."""
+        devices = range(torch.accelerator.device_count())
+        return [d for d in devices if self._has_context is None or self._has_context(d)]
+
+    def current_device(self) -> int:
+        """Return the device that this thread uses by default."""
+        return torch.accelerator.current_device_index()
+
+    def set_device(self, device: int) -> None:
+        """Let this thread use `device` by default."""
+        torch.accelerator.set_device_index(device)
+
+    def current_stream(self, device: int) -> torch.Stream:
+        """Return the stream that this thread queues kernels for `device` on."""
+        return torch.accelerator.current_stream(device)
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        """Let this thread queue kernels for the stream's device on it; that device is the current one then."""
+        torch.accelerator.set_stream(stream)
+
+    def lane(self, device: int, number: int) -> torch.Stream:
+        """Return the stream of call `number` on `device` (Rule 4)."""
+        key = (device, number % MOST_LANES)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes.setdefault(key, torch.Stream(torch.device(self.kind, device)))
+        return lane
+
+    def record(self, tensor: Tensor) -> None:
+        """Let the allocator know that this thread's stream uses `tensor` (Rule 3)."""
+        for part in _strided_parts(tensor):
+            if part.device.type == self.kind:
+                part.record_stream(self.current_stream(part.device.index))
+
+
+def _find() -> Accelerator | None:
+    """Return what torch was built for; some kinds have no streams to choose from."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not hasattr(torch.get_device_module(device.type), "Stream"):
+        return None
+    return Accelerator(device.type)
+
+
+_built_for = _find()
+
+
+def accelerator_in_use() -> Accelerator | None:
+    """Return the accelerator that this process uses; `None` where there is none, or none was used so far."""
+    return _built_for if _built_for is not None and _built_for.is_in_use() else None
+
+
+def use_here(values: Iterable[Any]) -> None:
+    """Record the tensors among `values` on the streams that this thread queues kernels on (Rule 3)."""
+    if _built_for is None or not _built_for.is_in_use():
+        return
+    for value in values:
+        if isinstance(value, Tensor):
+            _built_for.record(value)
+
+
+class Lanes:
+    """The streams of one pass of one map. Construct it on the calling thread, before the calls run.
+
+    Raises:
+        UnsupportedTransformError: a graph is being captured (Rule 6).
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._device = accelerator.current_device()
+        self._devices = accelerator.devices()
+        self._callers = [accelerator.current_stream(device) for device in self._devices]
+        if any(stream.is_capturing() for stream in self._callers):
+            raise UnsupportedTransformError(
+                "parallel map: expected no graph capture around it, got one. Its calls run on streams of their own. "
+                "Capture a plain loop over the functions, or each function by itself."
+            )
+        self._ready = [stream.record_event() for stream in self._callers]
+        self._done: list[torch.Event] = []
+
+    @contextlib.contextmanager
+    def of(self, number: int) -> Iterator[None]:
+        """Let this thread queue the kernels of call `number` on its lanes, and put the thread's own streams back."""
+        accelerator = self._accelerator
+        own_device = accelerator.current_device()
+        own_streams = [accelerator.current_stream(device) for device in self._devices]
+        lanes = [accelerator.lane(device, number) for device in self._devices]
+        try:
+            for lane in lanes:
+                for event in self._ready:
+                    lane.wait_event(event)
+                accelerator.set_stream(lane)
+            accelerator.set_device(self._device)
+            with torch.autograd.set_multithreading_enabled(False):  # Rule 5
+                yield
+        finally:
+            for lane in lanes:
+                self._done.append(lane.record_event())
+            for stream in own_streams:
+                accelerator.set_stream(stream)
+            accelerator.set_device(own_device)
+
+    def rejoin(self) -> None:
+        """Let the caller's streams go on after all calls that have ended. Call it on the calling thread."""
+        for event in tuple(self._done):
+            for stream in self._callers:
+                stream.wait_event(event)
+
+
+def lanes_from_here() -> Lanes | None:
+    """Return lanes for the calls of this thread; `None` where no accelerator is in use."""
+    accelerator = accelerator_in_use()
+    return None if accelerator is None else Lanes(accelerator)
+
+
+def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that hold the memory of `tensor`; none of one that a compiler traces with."""
+    if isinstance(tensor, torch._subclasses.FakeTensor) or torch._is_functional_tensor(tensor):
+        return ()
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.jagged:
+        return (tensor.values(),)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
