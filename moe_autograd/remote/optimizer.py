@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import overload
+from typing import Literal, overload
 
 import torch
 
+from moe_autograd.errors import RemoteError
 from moe_autograd.remote.connection import Connection
 from moe_autograd.remote.expert import RemoteExpert
 
@@ -20,15 +21,34 @@ class RemoteOptimizer:
 
     Args:
         experts: what `connect` returned, or some of its experts. Those that are not trained are left out.
+        on_failure: "raise" raises what goes wrong at a server. "drop" goes on without that server, as
+            `MixtureOfExperts` does with the same option: its experts miss the update. Gradients that a server
+            could not be told to forget are never applied: its experts wait for the next `zero_grad` that gets
+            through. What a server refuses (an invalid call, a missing permission) is raised all the same.
+
+    Attributes:
+        failures: with "drop", what went wrong in the last `zero_grad` or `step`; the messages name the servers.
 
     Raises:
-        ValueError: there is nothing to train.
+        ValueError: there is nothing to train; or another `on_failure`.
         TypeError: one of them is not a remote expert.
 
     Threads: one at a time, and not beside a backward of the same experts, as in `torch.optim`.
     """
 
-    def __init__(self, experts: Mapping[str, RemoteExpert] | Iterable[RemoteExpert]) -> None:
+    def __init__(
+        self,
+        experts: Mapping[str, RemoteExpert] | Iterable[RemoteExpert],
+        *,
+        on_failure: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        if on_failure not in ("raise", "drop"):
+            raise ValueError(
+                f'RemoteOptimizer: expected on_failure "raise" or "drop", got {on_failure!r}. "drop" goes on without '
+                "servers that fail."
+            )
+        self.failures: list[RemoteError] = []
+        self._may_drop = on_failure == "drop"
         modules = list(experts.values() if isinstance(experts, Mapping) else experts)
         for module in modules:
             if not isinstance(module, RemoteExpert):
@@ -90,5 +110,6 @@ class RemoteOptimizer:
         return loss
 
     def _update(self, rpc: str) -> None:
+        self.failures = []
         for connection, names in self._names.items():
-            connection.update(rpc, names)
+            connection.update(rpc, names, self.failures if self._may_drop else None)

@@ -29,14 +29,17 @@ def combine_survivors(
         lost_in_backward: have an output, and nothing flows through them.
         min_experts: a token with fewer that answered gets zeros.
     """
-    rows = []
-    for x_D, expert_index, weights_K in zip(x, routing.expert_index, routing.combine_weights, strict=True):
-        answered = [k for k, index in enumerate(expert_index.tolist()) if index not in lost_in_forward]
-        row = 0 * (x_D + weights_K.sum())  # so that there is a gradient, of zero, where nobody answers
-        for k in answered:
-            index = int(expert_index[k])
-            y = experts[index](x_D)
-            weight = weights_K[k] / weights_K[answered].sum() if len(answered) >= min_experts else 0.0
-            row = row + weight * (y.detach() if index in lost_in_backward else y)
-        rows.append(row)
-    return torch.stack(rows)
+    lost = torch.tensor([index in lost_in_forward for index in range(len(experts))])
+    is_answered_TK = ~lost[routing.expert_index]
+    kept_TK = routing.combine_weights.masked_fill(~is_answered_TK, 0.0)
+    has_enough_T = is_answered_TK.sum(dim=1) >= min_experts
+    sums_T = kept_TK.sum(dim=1) + (~is_answered_TK).all(dim=1)  # of nobody: not zero, to be divided by
+    weights_TK = kept_TK / sums_T.unsqueeze(1) * has_enough_T.unsqueeze(1)
+    y = 0 * (x + routing.combine_weights.sum())  # a gradient, of zero, also where nobody answers
+    for index, expert in enumerate(experts):
+        tokens, choice = ((routing.expert_index == index) & is_answered_TK).nonzero(as_tuple=True)
+        if len(tokens):
+            output = expert(x[tokens])
+            output = output.detach() if index in lost_in_backward else output
+            y = y.index_add(0, tokens, weights_TK[tokens, choice].unsqueeze(1) * output)
+    return y
