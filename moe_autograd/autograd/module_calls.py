@@ -53,7 +53,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_g
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
-from moe_autograd._streams import use_here
+from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.join import (
@@ -281,8 +281,9 @@ class ModuleCall:
 
     def _can_defer(self) -> bool:
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
-        is_alone = not (self._shares_graph or self._has_history or self.boxes)
-        return self.may_defer and is_alone and not self._is_spent and not is_tracing()
+        if not self.may_defer or self._is_spent or is_tracing() or accelerator_in_use() is not None:
+            return False
+        return not (self._shares_graph or self._has_history or self.boxes)
 
     def _differentiate_inputs(
         self, grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
