@@ -1,0 +1,166 @@
+"""A layer with a timeout for stragglers goes on without experts that take too long, and their servers let them be."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.moe.layer import MixtureOfExperts
+from moe_autograd.moe.routers import TopKRouter
+from moe_autograd.remote import RemoteExperts, connect
+from tests.support.servers import ServerProcess
+from tests.support.survivors import combine_survivors
+
+NUM_EXPERTS, D_MODEL = 4, 4
+LONG_S = 120.0
+
+
+class Held(nn.Module):
+    """A linear layer that can be held in its forward or backward until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D_MODEL, D_MODEL).double()
+        self.held_in = ""
+        self.is_reached, self.may_go = threading.Event(), threading.Event()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shapes.append(tuple(x.shape))
+        if self.held_in == "forward":
+            self._hold()
+        y = self.linear(x)
+        if self.held_in == "backward":
+            y.register_hook(lambda grad: self._hold())
+        return y
+
+    def _hold(self) -> None:
+        self.is_reached.set()
+        assert self.may_go.wait(LONG_S)
+
+
+@dataclass(frozen=True)
+class Hosted:
+    modules: list[Held]
+    experts: RemoteExperts
+    other: RemoteExperts  # another client of the same server
+    router: TopKRouter
+
+    def layer(self, **options) -> MixtureOfExperts:
+        return MixtureOfExperts(self.router, self.experts, on_failure="drop", **options)
+
+    def tokens(self) -> Tensor:
+        """Return tokens that go to expert 0 and one other each: none of the others can be given up before it."""
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(64, D_MODEL, dtype=torch.float64, generator=generator)
+        x = x[(self.router(x).expert_index == 0).any(dim=1)]
+        assert (self.router(x).tokens_per_expert > 0).all()
+        return x.requires_grad_()
+
+    def expected(self, x: Tensor, **lost) -> Tensor:
+        return combine_survivors(x, self.router(x), [module.linear for module in self.modules], **lost)
+
+
+@pytest.fixture
+def hosted() -> Iterator[Hosted]:
+    torch.manual_seed(0)
+    modules = [Held() for _ in range(NUM_EXPERTS)]
+    router = TopKRouter(D_MODEL, NUM_EXPERTS, top_k=2).double()
+    named = {f"ffn.{index}": module for index, module in enumerate(modules)}
+    with (
+        ExpertsServer(named) as server,
+        connect(server.address, timeout_s=LONG_S) as experts,
+        connect(server.address, timeout_s=LONG_S) as other,
+    ):
+        try:
+            yield Hosted(modules, experts, other, router)
+        finally:
+            for module in modules:
+                module.may_go.set()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_straggler_is_a_failure_with_a_reason(hosted, phase):
+    hosted.modules[0].held_in = phase
+    x = hosted.tokens()
+    y, routing = hosted.layer(timeout_after_min_s=0.05)(x, return_routing=True)
+    expected_y = hosted.expected(x, **{f"lost_in_{phase}": {0}})
+    actual = torch.autograd.grad(y.square().sum(), [x, hosted.router.weight])
+    expected = torch.autograd.grad(expected_y.square().sum(), [x, hosted.router.weight])
+    torch.testing.assert_close((y, *actual), (expected_y, *expected), rtol=1e-6, atol=1e-6)
+    (failure,) = routing.failures
+    assert (failure.expert, failure.phase) == ("ffn.0", phase)
+    assert failure.reason.startswith("StragglerError: expert 'ffn.0' at 127.0.0.1")
+    assert failure.reason.endswith(
+        "given up 0.05 s after every token had what it needs (min_experts=1, timeout_after_min_s=0.05)"
+    )
+
+
+def test_an_expert_that_some_token_needs_is_waited_for(hosted):
+    """With two of two needed, all others may have answered long ago: nobody is given up."""
+    hosted.modules[0].held_in = "forward"
+
+    def let_go() -> None:
+        assert hosted.modules[0].is_reached.wait(LONG_S)
+        for _ in range(20):  # whoever gives up does it meanwhile
+            hosted.other["ffn.1"](x.detach())
+        hosted.modules[0].may_go.set()
+
+    x = hosted.tokens()
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    y, routing = hosted.layer(min_experts=2, timeout_after_min_s=0.0)(x, return_routing=True)
+    thread.join()
+    assert routing.failures == []
+    torch.testing.assert_close(y, hosted.expected(x))
+
+
+def test_a_straggler_that_has_not_begun_never_does(hosted):
+    module, x = hosted.modules[0], hosted.tokens()
+    module.held_in = "forward"
+    one_row, three_rows = torch.ones(1, D_MODEL).double(), torch.ones(3, D_MODEL).double()
+    first = threading.Thread(target=lambda: hosted.other["ffn.0"](one_row))
+    first.start()
+    assert module.is_reached.wait(LONG_S)
+    _, routing = hosted.layer(timeout_after_min_s=0.05)(x, return_routing=True)
+    assert [failure.expert for failure in routing.failures] == ["ffn.0"]
+    for _ in range(20):  # behind the cancellation, on the same connection: the server has heard of it
+        hosted.experts["ffn.1"](one_row)
+    module.may_go.set()
+    hosted.experts["ffn.0"](three_rows)
+    first.join()
+    assert module.shapes == [(1, D_MODEL), (3, D_MODEL)]
+
+
+def test_a_frozen_server_is_not_waited_for():
+    torch.manual_seed(0)
+    serve = ("--expert", "ffn", "--num-experts", "1", "--d-model", str(D_MODEL))
+    here = FeedForwardExpert(D_MODEL)
+    with ServerProcess(*serve) as server, connect(server.address, timeout_s=LONG_S) as experts:
+        router = TopKRouter(D_MODEL, 2, top_k=2)
+        layer = MixtureOfExperts(
+            router, [here, experts["ffn.0"]], on_failure="drop", timeout_after_min_s=0.05
+        )
+        x = torch.randn(8, D_MODEL)
+        server.signal(signal.SIGSTOP)
+        y, routing = layer(x, return_routing=True)
+        server.signal(signal.SIGCONT)
+        assert [failure.expert for failure in routing.failures] == ["ffn.0"]
+        torch.testing.assert_close(y, here(x))
+
+
+def test_no_thread_is_left_behind(hosted):
+    layer = hosted.layer(timeout_after_min_s=LONG_S)
+    layer(hosted.tokens()).sum().backward()
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(LONG_S / 2)
+            assert not thread.is_alive()
