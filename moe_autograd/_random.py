@@ -12,7 +12,8 @@ thread runs calls of a map, random operators are handed the call's own generator
    generator is seeded from the base and the call's index. The caller's stream advances by that one draw when the
    first call draws, and not at all when none does. In a nested map the caller's stream is the outer call's own.
 3. *Reading and setting the state.* `torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` reach the
-   call's generator too: while maps run, `torch.random.default_generator` is a stand-in that asks who is calling.
+   call's generator too: while maps run, `torch.random.default_generator` is a stand-in that asks who is calling. So
+   are the generators of an accelerator's devices (`torch.cuda.default_generators`), once it is in use.
    Thereby `torch.utils.checkpoint`, which saves the state in the forward and sets it again in the backward, sees
    the same dropout masks among concurrent calls. From a state that was set, draws are not the caller's: a
    recomputation leaves its stream alone, as it does in plain PyTorch.
@@ -89,7 +90,8 @@ class CallSeeds:
         self._parent = (running.seeds, running.index)
         self._lock = threading.Lock()
         self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
-        self._put_aside: dict[int, torch.Tensor] = {}  # own states of the calls that have set another one
+        # own states of the calls that have set another one, by index and device
+        self._put_aside: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._base: int | None = None
         self._has_drawn = False
 
@@ -107,26 +109,26 @@ class CallSeeds:
         with self._lock:
             if self._base is None:
                 self._base = _next_draw(self._caller().clone_state())
-        made = torch.Generator(device)
+        made = _new_generator(device)
         made.manual_seed(_mix(self._base, index))
         return self._generators.setdefault(key, made)
 
     def draw(self, index: int, device: torch.device) -> torch.Generator:
         """Return the generator of call `index` for an operator that is about to draw from it."""
         generator = self.generator(index, device)
-        if not self._has_drawn and index not in self._put_aside:
+        if not self._has_drawn and (index, device) not in self._put_aside:
             with self._lock:
                 if not self._has_drawn:
                     self._has_drawn = True
                     self._advance_caller()
         return generator
 
-    def set_state(self, index: int, state: torch.Tensor) -> None:
-        """Continue the CPU stream of call `index` from `state`; from its own one if that is put back (rule 3)."""
-        generator = self.generator(index, _CPU)
-        own = self._put_aside.setdefault(index, generator.get_state())
+    def set_state(self, index: int, device: torch.device, state: torch.Tensor) -> None:
+        """Continue the stream of call `index` from `state`; from its own one if that is put back (rule 3)."""
+        generator = self.generator(index, device)
+        own = self._put_aside.setdefault((index, device), generator.get_state())
         if torch.equal(own, state):
-            del self._put_aside[index]
+            del self._put_aside[index, device]
         generator.set_state(state)
 
     def _caller(self) -> torch.Generator:
@@ -136,6 +138,10 @@ class CallSeeds:
     def _advance_caller(self) -> None:
         seeds, index = self._parent
         _next_draw(_PROCESS_GENERATOR if seeds is None else seeds.draw(index, _CPU))
+
+
+def _new_generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)
 
 
 def _next_draw(generator: torch.Generator) -> int:
@@ -214,9 +220,10 @@ def _is_composite(operator: OpOverload) -> bool:
 def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
     given = args[position] if position < len(args) else kwargs.get("generator")
     with _ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)):
-        if given is not None or running.seeds is None or _is_tracing():
+        device = _device_of(args, kwargs)
+        if given is not None or running.seeds is None or device.type == "meta" or _is_tracing():
             return operator(*args, **kwargs)
-        own = running.seeds.draw(running.index, _device_of(args, kwargs))
+        own = running.seeds.draw(running.index, device)
         if position < len(args):
             return operator(*args[:position], own, *args[position + 1 :], **kwargs)
         return operator(*args, **{**kwargs, "generator": own})
@@ -228,7 +235,14 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         if isinstance(argument, torch.Tensor):
             return argument.device
     device = kwargs.get("device")
-    return _CPU if device is None else torch.device(device)
+    return _CPU if device is None else _with_index(torch.device(device))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Say which device is meant by `cuda`: one device must not have two generators of one seed."""
+    if device.type in ("cpu", "meta") or cast("int | None", device.index) is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _is_tracing() -> bool:
@@ -237,53 +251,85 @@ def _is_tracing() -> bool:
 
 
 class _StandIn:
-    """Takes the place of `torch.random.default_generator` while maps run (rule 3)."""
+    """Takes the place of a device's own generator, the process's, while maps run (rule 3)."""
+
+    def __init__(self, device: torch.device, own: torch.Generator) -> None:
+        self._device = device
+        self._own = own
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_current_generator(_CPU) or _PROCESS_GENERATOR, name)
+        return getattr(_current_generator(self._device) or self._own, name)
 
     def set_state(self, state: torch.Tensor) -> None:
         if running.seeds is None:
-            _PROCESS_GENERATOR.set_state(state)
+            self._own.set_state(state)
         else:
-            running.seeds.set_state(running.index, state)
+            running.seeds.set_state(running.index, self._device, state)
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        generator = _current_generator(_CPU)
+        generator = _current_generator(self._device)
         if running.seeds is None or generator is None:
-            return _PROCESS_GENERATOR.manual_seed(seed)
-        running.seeds.set_state(running.index, torch.Generator().manual_seed(seed).get_state())
+            return self._own.manual_seed(seed)
+        state = _new_generator(self._device).manual_seed(seed).get_state()
+        running.seeds.set_state(running.index, self._device, state)
         return generator
 
 
 class _StandingIn:
-    """Puts the stand-in in place for the first thread that runs calls, and back for the last one to end."""
+    """Puts the stand-ins in place for the first thread that runs calls, and back for the last one to end."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._num_threads = 0
+        self._accelerator: Any = None  # whose generators are away, if any
+        self._away: tuple[torch.Generator, ...] = ()
 
     def begin(self) -> None:
         with self.lock:
             self._num_threads += 1
             if self._num_threads == 1:
-                torch.random.default_generator = cast(torch.Generator, _STAND_IN)
+                self._stand_in()
 
     def end(self) -> None:
         with self.lock:
             self._num_threads -= 1
             if self._num_threads == 0:
-                torch.random.default_generator = _PROCESS_GENERATOR
+                self._step_back()
 
     def forget(self) -> None:
         """In a forked child no other thread runs calls."""
         self._num_threads = 0 if running.seeds is None else 1
-        torch.random.default_generator = (
-            cast(torch.Generator, _STAND_IN) if self._num_threads else _PROCESS_GENERATOR
-        )
+        if self._num_threads == 0:
+            self._step_back()
+
+    def _stand_in(self) -> None:
+        torch.random.default_generator = cast(torch.Generator, _STAND_IN)
+        accelerator = _accelerator_in_use()
+        if accelerator is not None:
+            kind, self._accelerator = accelerator
+            self._away = self._accelerator.default_generators
+            self._accelerator.default_generators = tuple(
+                [_StandIn(torch.device(kind, index), own) for index, own in enumerate(self._away)]
+            )
+
+    def _step_back(self) -> None:
+        torch.random.default_generator = _PROCESS_GENERATOR
+        if self._accelerator is not None:
+            self._accelerator.default_generators = self._away
+            self._accelerator, self._away = None, ()
 
 
-_STAND_IN = _StandIn()
+def _accelerator_in_use() -> tuple[str, Any] | None:
+    """Return the kind and the module of the accelerator, if it has generators and was used."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None
+    module = torch.get_device_module(device.type)
+    has_generators = getattr(module, "default_generators", ()) and module.is_initialized()
+    return (device.type, module) if has_generators else None
+
+
+_STAND_IN = _StandIn(_CPU, _PROCESS_GENERATOR)
 _standing_in = _StandingIn()
 
 

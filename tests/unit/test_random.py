@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from moe_autograd import _random
 from moe_autograd._random import CallSeeds, operators_with_generator, own_streams, running
 
 
@@ -63,3 +66,67 @@ def test_after_the_calls_torch_has_its_own_generator_back() -> None:
     with own_streams(CallSeeds()):
         assert torch.random.default_generator is not before
     assert torch.random.default_generator is before
+
+
+def test_what_has_no_numbers_draws_none() -> None:
+    torch.manual_seed(5)
+    with own_streams(CallSeeds()):
+        assert torch.rand(3, device="meta").shape == (3,)
+        assert torch.nn.functional.dropout(torch.ones(3, device="meta")).device.type == "meta"
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+# ---- generators of devices; the device is a fake, its generators are real
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A module such as `torch.cuda`, whose one device computes on the CPU."""
+    module = SimpleNamespace(default_generators=(torch.Generator().manual_seed(1),))
+    monkeypatch.setattr(_random, "_accelerator_in_use", lambda: ("cuda", module))
+    monkeypatch.setattr(_random, "_new_generator", lambda device: torch.Generator())
+    return module
+
+
+def test_the_state_of_a_device_is_that_of_the_call_which_asks(device: SimpleNamespace) -> None:
+    own = device.default_generators
+    before = own[0].get_state()
+    states: list[torch.Tensor] = []
+    with own_streams(CallSeeds()):
+        for running.index in range(2):
+            states.append(device.default_generators[0].get_state())
+            assert device.default_generators[0].initial_seed() != own[0].initial_seed()
+    assert not torch.equal(states[0], states[1])
+    assert device.default_generators is own
+    assert torch.equal(own[0].get_state(), before)
+
+
+def test_a_call_that_sets_a_devices_state_sees_its_numbers_again_and_nobody_else_does(
+    device: SimpleNamespace,
+) -> None:
+    seeds, place = CallSeeds(), torch.device("cuda", 0)
+
+    def draw() -> list[float]:
+        return torch.rand(4, generator=seeds.draw(running.index, place)).tolist()
+
+    with own_streams(seeds):
+        running.index = 0
+        state = device.default_generators[0].get_state()
+        first, second = draw(), draw()
+        device.default_generators[0].set_state(state)
+        assert draw() == first
+        running.index = 1
+        assert draw() not in (first, second)
+        device.default_generators[0].manual_seed(3)
+        assert draw() == torch.rand(4, generator=torch.Generator().manual_seed(3)).tolist()
+    assert device.default_generators[0].initial_seed() == 1
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `cuda` and `cuda:1` would be two streams of the same numbers."""
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert _random._device_of((), {"device": "cuda"}) == torch.device("cuda", 1)
+    assert _random._device_of((), {"device": "cuda:0"}) == torch.device("cuda", 0)
+    assert _random._device_of((), {}) == torch.device("cpu")
