@@ -1,0 +1,258 @@
+"""On an accelerator the kernels of calls come after their caller's earlier ones and before its later ones.
+
+The device is one that only remembers (`tests.support.streams`); maps, threads and the engine are real. What a GPU
+makes of it is in `tests/device`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from moe_autograd import _streams, map_with_parallel_backward, parallel_apply
+from moe_autograd.errors import UnsupportedTransformError
+from tests.support.functions_waiting import PATIENCE_S, Calls
+from tests.support.streams import Kernel, RecordingAccelerator, Stream
+
+NUM_CALLS = 4
+
+
+@pytest.fixture(params=[1, 2])
+def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RecordingAccelerator:
+    accelerator = RecordingAccelerator(request.param)
+    monkeypatch.setattr(_streams, "_built_for", accelerator)
+    return accelerator
+
+
+def launch_everywhere(accelerator: RecordingAccelerator) -> list[Kernel]:
+    return [accelerator.launch(device) for device in accelerator.devices()]
+
+
+class Launches(Function):
+    """Queues a kernel on each device, in forward and in backward, once all calls have come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, launch: Callable[[str], None]) -> Tensor:
+        ctx.launch = launch
+        launch("forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.launch("backward")
+        return grad * 2, None
+
+
+class Log:
+    """The kernels of all calls, by pass."""
+
+    def __init__(self, accelerator: RecordingAccelerator, num_calls: int = NUM_CALLS) -> None:
+        self.kernels: dict[str, list[Kernel]] = {"forward": [], "backward": []}
+        self._accelerator = accelerator
+        self._barrier = threading.Barrier(num_calls)
+
+    def launch(self, where: str) -> None:
+        self._barrier.wait(PATIENCE_S)
+        self.kernels[where] += launch_everywhere(self._accelerator)
+
+
+def leaves() -> list[Tensor]:
+    return [torch.ones(2, requires_grad=True) for _ in range(NUM_CALLS)]
+
+
+def assert_between(earlier: list[Kernel], kernels: list[Kernel], later: list[Kernel]) -> None:
+    assert all(kernel.comes_after(other) for kernel in kernels for other in earlier)
+    assert all(other.comes_after(kernel) for kernel in kernels for other in later)
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_both_passes_come_after_what_was_queued_before_and_before_what_is_queued_after(
+    accelerator: RecordingAccelerator, is_module: bool
+) -> None:
+    log, xs = Log(accelerator), leaves()
+    before = launch_everywhere(accelerator)
+    if is_module:
+        outputs = parallel_apply([lambda x: Launches.apply(x, log.launch)] * NUM_CALLS, [(x,) for x in xs])
+    else:
+        outputs = map_with_parallel_backward(Launches, *[(x, log.launch) for x in xs])
+    between = launch_everywhere(accelerator)
+    torch.stack(list(outputs)).sum().backward()
+    after = launch_everywhere(accelerator)
+    assert len(log.kernels["forward"]) == len(log.kernels["backward"]) == NUM_CALLS * accelerator.num_devices
+    assert_between(before, log.kernels["forward"], between)
+    assert_between(between, log.kernels["backward"], after)
+
+
+def test_each_call_has_streams_of_its_own_the_same_in_both_passes(accelerator: RecordingAccelerator) -> None:
+    log = Log(accelerator)
+    torch.stack(map_with_parallel_backward(Launches, *[(x, log.launch) for x in leaves()])).sum().backward()
+    forward, backward = ({kernel.stream for kernel in kernels} for kernels in log.kernels.values())
+    assert forward == backward == set(accelerator.lanes.values())
+    assert len(forward) == NUM_CALLS * accelerator.num_devices
+    for kernel in log.kernels["forward"]:
+        for other in log.kernels["forward"]:
+            assert not kernel.comes_after(other), "calls do not wait for each other"
+
+
+def test_a_callers_own_stream_and_device_are_those_of_the_map(accelerator: RecordingAccelerator) -> None:
+    """Calls are ordered with the stream that is current when a pass begins, whatever is on the default ones."""
+    own = Stream(accelerator.num_devices - 1, "the caller's own")
+    accelerator.set_stream(own)
+    log, devices = Log(accelerator), []
+
+    def launch(where: str) -> None:
+        devices.append(accelerator.current_device())
+        log.launch(where)
+
+    before = launch_everywhere(accelerator)
+    map_with_parallel_backward(Launches, *[(x, launch) for x in leaves()])
+    after = launch_everywhere(accelerator)
+    assert before[-1].stream is after[-1].stream is own
+    assert_between(before, log.kernels["forward"], after)
+    assert devices == [own.device] * NUM_CALLS
+    assert accelerator.current_stream(own.device) is own
+    assert accelerator.current_device() == own.device
+
+
+def test_workers_get_their_own_streams_back(
+    accelerator: RecordingAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier, streams = threading.Barrier(NUM_CALLS), []
+
+    def note() -> None:
+        barrier.wait(PATIENCE_S)
+        streams.append(accelerator.current_stream(0))
+
+    calls = [(torch.ones(2), note)] * NUM_CALLS
+    map_with_parallel_backward(Calls, *calls)
+    assert set(streams) == {lane for (device, _), lane in accelerator.lanes.items() if device == 0}
+    streams.clear()
+    monkeypatch.setattr(_streams, "_built_for", None)  # the threads are still there, now without lanes
+    map_with_parallel_backward(Calls, *calls)
+    assert streams == [accelerator.defaults[0]] * NUM_CALLS
+
+
+def test_a_failing_call_is_waited_for_as_well(accelerator: RecordingAccelerator) -> None:
+    log = Log(accelerator)
+
+    def fail(where: str) -> None:
+        log.launch(where)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        map_with_parallel_backward(Launches, *[(x, fail) for x in leaves()])
+    assert_between([], log.kernels["forward"], launch_everywhere(accelerator))
+
+
+def test_nested_maps_are_ordered_with_the_call_that_they_are_in(accelerator: RecordingAccelerator) -> None:
+    inner = [Log(accelerator) for _ in range(2)]
+    around: list[tuple[list[Kernel], list[Kernel]]] = [([], []), ([], [])]
+
+    def run(index: int) -> None:
+        before = launch_everywhere(accelerator)
+        map_with_parallel_backward(Launches, *[(x, inner[index].launch) for x in leaves()])
+        around[index] = before, launch_everywhere(accelerator)
+
+    map_with_parallel_backward(
+        Calls, *[(torch.ones(2), lambda index=index: run(index)) for index in range(2)]
+    )
+    for log, (before, after) in zip(inner, around, strict=True):
+        assert_between(before, log.kernels["forward"], after)
+
+
+@pytest.mark.parametrize("alone", ["one call", "one at a time"])
+def test_calls_that_run_on_the_callers_thread_stay_on_its_stream(
+    accelerator: RecordingAccelerator, alone: str
+) -> None:
+    log = Log(accelerator, 1)
+    xs = leaves()[: 1 if alone == "one call" else None]
+    map_with_parallel_backward(Launches, *[(x, log.launch) for x in xs], max_concurrency=1)
+    assert {kernel.stream for kernel in log.kernels["forward"]} == set(accelerator.defaults)
+    assert accelerator.lanes == {}
+
+
+def test_tensors_are_recorded_where_they_are_used(accelerator: RecordingAccelerator) -> None:
+    class Saves(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x * 1)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    def uses() -> dict[bool, int]:
+        used = dict.fromkeys((False, True), 0)
+        for _, stream in accelerator.recorded:
+            used[stream.name.startswith("lane")] += 1
+        accelerator.recorded.clear()
+        return used
+
+    results = map_with_parallel_backward(Saves, *[(x,) for x in leaves()])
+    assert uses() == {True: NUM_CALLS, False: 2 * NUM_CALLS}, (
+        "arguments there; results and what is saved here"
+    )
+    torch.stack(results).sum().backward()
+    assert uses() == {True: 2 * NUM_CALLS, False: NUM_CALLS}, (
+        "saved tensors and gradients there; gradients here"
+    )
+
+
+def test_modules_arguments_and_returned_tensors_are_recorded(accelerator: RecordingAccelerator) -> None:
+    xs = leaves()
+    with torch.no_grad():
+        outputs = parallel_apply([lambda x: x.tanh()] * NUM_CALLS, [(x,) for x in xs])
+    recorded = {(id(tensor), stream.name.startswith("lane")) for tensor, stream in accelerator.recorded}
+    assert {(id(x), True) for x in xs} | {(id(y), False) for y in outputs} <= recorded
+
+
+def test_a_capture_is_refused_before_a_call_runs(accelerator: RecordingAccelerator) -> None:
+    accelerator.defaults[0].is_in_capture = True
+    log = Log(accelerator)
+    with pytest.raises(UnsupportedTransformError, match="expected no graph capture around it"):
+        map_with_parallel_backward(Launches, *[(x, log.launch) for x in leaves()])
+    assert log.kernels["forward"] == []
+
+
+def test_a_backward_within_a_call_stays_on_its_thread(accelerator: RecordingAccelerator) -> None:
+    """The engine would hand it to the device's thread, which waits for the calls."""
+    seen: list[bool] = []
+
+    def note() -> None:
+        seen.append(torch.autograd.is_multithreading_enabled())
+
+    outputs = map_with_parallel_backward(Calls, *[(x, note, note) for x in leaves()])
+    torch.stack(outputs).sum().backward()
+    assert seen == [False] * 2 * NUM_CALLS
+    assert torch.autograd.is_multithreading_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to_sparse_csc(),
+        lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    ],
+    ids=["strided", "coo", "csr", "csc", "jagged"],
+)
+def test_a_tensors_memory_is_found_in_every_layout(make: Callable[[Tensor], Tensor]) -> None:
+    parts = _streams._strided_parts(make(torch.eye(3)))
+    assert parts
+    assert all(part.layout is torch.strided and part.untyped_storage().nbytes() > 0 for part in parts)
+
+
+def test_without_an_accelerator_there_are_no_lanes() -> None:
+    if torch.accelerator.current_accelerator() is None:
+        assert _streams.lanes_from_here() is None
+        _streams.use_here([torch.ones(2)])
