@@ -45,6 +45,8 @@ class MixtureOfExperts(nn.Module):
             (``layer.experts``), so `parameters()`, `state_dict()` and `to()` cover the local ones.
         max_concurrency: how many experts run at once at most; `None` lets the library choose.
         recompute: keep only each expert's input and run its forward again in the backward, to save memory.
+        defer_weight_grads: in a backward, go on upstream as soon as the gradients of the experts' inputs are there;
+            see `parallel_apply`. Not with "drop".
         on_failure: what to do if an expert cannot be reached or fails on its server. "raise" raises its error.
             "drop" goes on without it: weights are renormalised over the token's experts that answered; an expert
             that is lost between forward and backward leaves out its part of the gradient. `routing.failures` says
@@ -89,6 +91,7 @@ class MixtureOfExperts(nn.Module):
         *,
         max_concurrency: int | None = None,
         recompute: bool = False,
+        defer_weight_grads: bool = False,
         zero_grads_for_idle_experts: bool = False,
         on_failure: Literal["raise", "drop"] = "raise",
         min_experts: int = 1,
@@ -100,11 +103,17 @@ class MixtureOfExperts(nn.Module):
         self.experts = _as_module_list(experts)
         self.max_concurrency = max_concurrency
         self.recompute = recompute
+        self.defer_weight_grads = defer_weight_grads
         self.zero_grads_for_idle_experts = zero_grads_for_idle_experts
         self.on_failure = on_failure
         self.tolerance = Tolerance(min_experts, allow_zero_outputs, timeout_after_min_s)
         self._rests = Rests()
         _check_tolerance(on_failure, self.tolerance)
+        if defer_weight_grads and on_failure == "drop":
+            raise ValueError(
+                "MixtureOfExperts: expected defer_weight_grads=False with on_failure='drop', got True: gradients that "
+                "come later are not left out. Choose one of them."
+            )
         _check_min_experts(min_experts, getattr(router, "top_k", min_experts))
         if len(self.experts) != router.num_experts:
             raise ValueError(
@@ -141,8 +150,10 @@ class MixtureOfExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the options that differ from their defaults in the module's `repr`."""
-        defaults = {"max_concurrency": None, "recompute": False, "zero_grads_for_idle_experts": False}
-        defaults |= {"on_failure": "raise"} | dataclasses.asdict(_STRICT)
+        defaults: dict[str, Any] = {"max_concurrency": None, "recompute": False, "defer_weight_grads": False}
+        defaults |= {"zero_grads_for_idle_experts": False, "on_failure": "raise"} | dataclasses.asdict(
+            _STRICT
+        )
         chosen = {name: getattr(self, name, None) for name in defaults} | dataclasses.asdict(self.tolerance)
         return ", ".join(
             f"{name}={chosen[name]!r}" for name, default in defaults.items() if chosen[name] != default
@@ -155,6 +166,7 @@ class MixtureOfExperts(nn.Module):
             [(tokens,) for tokens in slices],
             max_concurrency=self.max_concurrency,
             recompute=self.recompute,
+            defer_weight_grads=self.defer_weight_grads,
             names=[f"expert {index}" for index in active],
         )
         for index, tokens, output in zip(active, slices, outputs, strict=True):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import parallel_apply, split_backward
+from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply, split_backward
 from tests.equivalence.test_parallel_apply import ORDER, assert_same_modules_program, name_of
 from tests.support.comparison import MapFunction, assert_same, loss_of, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
@@ -303,3 +303,9 @@ def test_many_threads_may_go_backward_at_once() -> None:
     expected = gradients(one_after_another, sets[8])
     for one in found:
         assert_same(expected, one, tolerance=ORDER)
+
+
+def test_a_layer_does_not_defer_what_it_may_have_to_leave_out() -> None:
+    experts = [nn.Linear(4, 4) for _ in range(2)]
+    with pytest.raises(ValueError, match="expected defer_weight_grads=False with on_failure='drop'"):
+        MixtureOfExperts(TopKRouter(4, 2, top_k=1), experts, defer_weight_grads=True, on_failure="drop")

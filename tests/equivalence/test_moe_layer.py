@@ -80,7 +80,7 @@ def test_values_and_all_gradients_are_those_of_a_plain_loop(shape: tuple[int, ..
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_concurrency": 1}, {"max_concurrency": 2}, {"recompute": True}],
+    [{"max_concurrency": 1}, {"max_concurrency": 2}, {"recompute": True}, {"defer_weight_grads": True}],
     ids=lambda o: next(iter(o)),
 )
 @pytest.mark.parametrize(
