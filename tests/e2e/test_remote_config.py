@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,23 @@ def test_every_key_means_the_argument_of_its_name(tmp_path):
         "hedge": HedgePolicy(quantile=0.9, first_after_s=0.5),
         "tls": TLS(ca_file=tmp_path / "certificates/ca.pem", server_name="localhost"),
         "retry": RetryPolicy(patience_s=60.0, max_retries=3),
+    }
+
+
+def test_the_documented_file_has_every_key(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/remote.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "token").write_text(TOKEN)
+    settings = load_config(write(tmp_path, text))
+    arguments = inspect.signature(connect).parameters
+    assert settings.keys() == arguments.keys()
+    assert settings["retry"] == RetryPolicy()
+    assert all(
+        f"{field.name} = " in text for made in (RetryPolicy, HedgePolicy, TLS) for field in fields(made)
+    )
+    unchanged = ("timeout_s", "allow_missing", "max_tensor_bytes", "hedge")
+    assert {name: settings[name] for name in unchanged} == {
+        name: arguments[name].default for name in unchanged
     }
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from moe_autograd.errors import DeadlineExceededError
-from moe_autograd.remote import RemoteOptimizer, connect
+from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 from tests.support.servers import ROOT, wait_until_inside
 from tests.support.subprocesses import assert_prints
 
@@ -122,6 +122,47 @@ def test_a_forked_child_gets_a_clear_error_and_can_connect_anew(server):
     )
 
 
+def test_a_child_forked_in_the_middle_of_a_call_is_refused_and_ends():
+    """Another thread of the parent is inside gRPC then, with whatever locks it holds."""
+    program = """
+        import os, sys, threading, torch
+        from moe_autograd.remote import connect
+        with connect(sys.argv[1], timeout_s=1000) as experts:
+            call = threading.Thread(target=experts["gated"], args=(torch.ones(1, 4),))
+            call.start()
+            sys.stdin.readline()
+            child = os.fork()
+            if child == 0:
+                try:
+                    experts["gated"](torch.ones(1, 4))
+                except RuntimeError as error:
+                    print("refused", flush=True)
+                experts.close()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            print("parent", flush=True)
+            call.join()
+    """
+    gated = Gated()
+    with ExpertsServer({"gated": gated}) as server:
+        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), server.address]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+            try:
+                assert gated.begun.wait(120)
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write("fork\n")
+                process.stdin.flush()
+                assert [process.stdout.readline() for _ in range(2)] == ["refused\n", "parent\n"]
+                gated.gate.set()
+                process.communicate(timeout=120)
+            finally:
+                gated.gate.set()
+                process.kill()
+        assert process.returncode == 0
+
+
 def test_a_spawned_child_connects_by_itself(server):
     assert_prints(
         f"""
@@ -159,6 +200,37 @@ def test_an_event_loop_goes_on_while_an_expert_is_called_in_a_thread(server):
             return ticks
 
     assert asyncio.run(main()) > 0
+
+
+def test_an_event_loop_goes_on_through_whole_steps_and_a_server_that_hangs(server):
+    """Connecting, forwards, backwards, updates and closing, all in threads; the loop is asked nothing."""
+    gated = Gated()
+
+    def forward_and_backward(experts: RemoteExperts) -> None:
+        experts["ffn.1"](experts["ffn.0"](torch.ones(2, 4))).sum().backward()
+
+    async def main() -> None:
+        experts = await asyncio.to_thread(connect, server.address)
+        optimizer = RemoteOptimizer(experts)
+        slow = await asyncio.to_thread(connect, gated_server.address, timeout_s=1000.0)
+        hanging = asyncio.ensure_future(asyncio.to_thread(slow["gated"], torch.ones(1, 4)))
+        try:
+            while not gated.begun.is_set():
+                await asyncio.sleep(0)
+            await asyncio.gather(*(asyncio.to_thread(forward_and_backward, experts) for _ in range(4)))
+            await asyncio.to_thread(optimizer.step)
+            assert not hanging.done()
+        finally:
+            slow.close()
+        with pytest.raises(ServerUnavailableError):
+            await hanging
+        experts.close()
+
+    with ExpertsServer({"gated": gated}) as gated_server:
+        try:
+            asyncio.run(main())
+        finally:
+            gated.gate.set()
 
 
 def test_many_threads_train_at_once(server):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from moe_autograd.errors import GradientsLostError
+from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
@@ -35,62 +37,121 @@ def start(index: int, folder: Path, address: str = "127.0.0.1:0") -> ServerProce
     return ServerProcess("--config", str(file), "--listen", address).start()
 
 
-def make_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_batch(generator: torch.Generator, num_points: int = 64) -> tuple[Tensor, Tensor]:
     """Points around one centre a class."""
     centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(9))
-    labels = torch.randint(CLASSES, (64,), generator=generator)
-    return centres[labels] + 0.5 * torch.randn(64, WIDTH, generator=generator), labels
+    labels = torch.randint(CLASSES, (num_points,), generator=generator)
+    return centres[labels] + 0.5 * torch.randn(num_points, WIDTH, generator=generator), labels
 
 
-def test_killing_and_restarting_each_server_in_turn_loses_no_step(tmp_path):
+def make_model(experts) -> nn.Module:
     torch.manual_seed(0)
-    servers = [start(index, tmp_path) for index in range(NUM_SERVERS)]
-    addresses = [server.address for server in servers]
-    all_restarted = threading.Event()
+    router = TopKRouter(WIDTH, num_experts=len(experts), top_k=2)
+    return nn.Sequential(MixtureOfExperts(router, experts), nn.Linear(WIDTH, CLASSES))
 
-    def kill_each_in_turn() -> None:
+
+def accuracy_of(model: nn.Module) -> float:
+    points, labels = make_batch(torch.Generator().manual_seed(2), num_points=4096)
+    with torch.no_grad():
+        return (model(points).argmax(dim=1) == labels).float().mean().item()
+
+
+class Killer(threading.Thread):
+    """Kills the servers in turn, as a power cut would, and starts each again where it was.
+
+    Args:
+        servers: by index; replaced as they are started again.
+        folder: of their files.
+        num_kills: in all.
+        every_s: from one to the next, at least.
+    """
+
+    def __init__(self, servers: list[ServerProcess], folder: Path, num_kills: int, every_s: float) -> None:
+        super().__init__()
+        self.servers = servers
+        self.folder = folder
+        self.num_kills = num_kills
+        self.every_s = every_s
+        self.all_restarted = threading.Event()
+        self.given_up = threading.Event()
+
+    def run(self) -> None:
         try:
-            for index, address in enumerate(addresses):
-                servers[index].kill()
-                servers[index] = start(index, tmp_path, address)
+            for kill in range(self.num_kills):
+                index = kill % len(self.servers)
+                address = self.servers[index].address
+                self.servers[index].kill()
+                self.servers[index] = start(index, self.folder, address)
+                if self.given_up.wait(self.every_s):
+                    return
         finally:
-            all_restarted.set()
+            self.all_restarted.set()
 
-    killer = threading.Thread(target=kill_each_in_turn)
+
+def train_among_kills(folder: Path, num_kills: int, every_s: float) -> tuple[int, float]:
+    """Train over three servers, from before the first kill until after the last; return the steps and the accuracy."""
+    servers = [start(index, folder) for index in range(NUM_SERVERS)]
+    killer = Killer(servers, folder, num_kills, every_s)
     try:
+        addresses = [server.address for server in servers]
         with connect(addresses, timeout_s=120.0, retry=RetryPolicy(patience_s=100.0)) as experts:
-            router = TopKRouter(WIDTH, num_experts=len(experts), top_k=2)
-            model = nn.Sequential(MixtureOfExperts(router, experts), nn.Linear(WIDTH, CLASSES))
-            optimizers = local, remote = (
-                torch.optim.Adam(model.parameters(), lr=1e-2),
-                RemoteOptimizer(experts),
-            )
+            model, remote = make_model(experts), RemoteOptimizer(experts)
+            local = torch.optim.Adam(model.parameters(), lr=1e-2)
             generator = torch.Generator().manual_seed(1)
             num_steps = num_steps_after = 0
             while num_steps_after < STEPS_AFTER:
-                num_steps_after += all_restarted.is_set()
+                num_steps_after += killer.all_restarted.is_set()
                 num_steps += 1
                 points, labels = make_batch(generator)
                 is_done = False
                 while not is_done:
-                    for optimizer in optimizers:
-                        optimizer.zero_grad()
+                    local.zero_grad()
+                    remote.zero_grad()
                     nn.functional.cross_entropy(model(points), labels).backward()
                     try:
                         remote.step()
                         is_done = True
                     except GradientsLostError:
-                        assert killer.is_alive() or all_restarted.is_set()
+                        assert killer.ident is not None, "only a server that was killed loses gradients"
                 local.step()
                 if num_steps == 5:
                     killer.start()
-            points, labels = make_batch(generator)
-            with torch.no_grad():
-                accuracy = (model(points).argmax(dim=1) == labels).float().mean().item()
+            return num_steps, accuracy_of(model)
     finally:
-        killer.join(200)
+        killer.given_up.set()
+        if killer.ident is not None:
+            killer.join()
         for server in servers:
             if server.process.returncode is None:
                 server.kill()
+
+
+def train_undisturbed(num_steps: int) -> float:
+    """Train the same experts here, on the same batches; return the accuracy."""
+    model = make_model([FeedForwardExpert(WIDTH) for _ in range(NUM_SERVERS * EXPERTS_EACH)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        points, labels = make_batch(generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(points), labels).backward()
+        optimizer.step()
+    return accuracy_of(model)
+
+
+def test_killing_and_restarting_each_server_in_turn_loses_no_step(tmp_path):
+    num_steps, accuracy = train_among_kills(tmp_path, num_kills=NUM_SERVERS, every_s=0.0)
     assert num_steps > STEPS_AFTER + 5
     assert accuracy > 0.9
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_a_kill_every_five_seconds_costs_no_accuracy(tmp_path, request, capsys):
+    """Both learn it all but wholly; of 4,096 points one in fifty more or less is taken for noise."""
+    num_kills = round(60 * request.config.getoption("--soak-minutes") / 5)
+    num_steps, accuracy = train_among_kills(tmp_path, num_kills, every_s=5.0)
+    undisturbed = train_undisturbed(min(num_steps, 1000))  # more steps no longer change it
+    with capsys.disabled():
+        print(f"{num_kills} kills, {num_steps} steps: accuracy {accuracy:.4f}, undisturbed {undisturbed:.4f}")
+    assert accuracy > undisturbed - 0.02

@@ -1,0 +1,236 @@
+"""The same experts, hosted and called by hivemind and by us, on one machine, in turns.
+
+hivemind wants versions of its own, so it runs in an interpreter of its own, which has to be told::
+
+    python3.11 -m venv hivemind-venv && hivemind-venv/bin/pip install hivemind==1.1.12
+    python -m benchmarks.against_hivemind.main --hivemind hivemind-venv/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from benchmarks.against_hivemind.workloads import WORKLOADS, Workload
+from benchmarks.measure import Times, print_table, stopwatch, take_turns
+from experts_server import ExpertsServer
+from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
+
+VARIABLE = "HIVEMIND_PYTHON"
+
+
+# ---- experts
+
+
+class FeedForward(nn.Module):
+    """What hivemind calls "ffn": with a residual connection and a layer norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.norm(x + self.down(0.5 * h * (1 + torch.tanh(h * 0.7978845608 * (1 + 0.044715 * h * h)))))
+
+
+def make_experts(workload: Workload) -> dict[str, nn.Module]:
+    names = [f"expert.{index}" for index in range(workload.num_experts)]
+    return {name: nn.Identity() if workload.kind == "echo" else FeedForward(workload.width) for name in names}
+
+
+def adam(parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def serve(name: str) -> None:
+    workload = WORKLOADS[name]
+    update = "on_step" if workload.kind == "layer" else "on_backward"
+    optimizer = None if workload.kind == "echo" else adam
+    with ExpertsServer(make_experts(workload), optimizer=optimizer, update=update) as server:
+        print(server.address, flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def serving(name: str) -> Iterator[RemoteExperts]:
+    """Run our server in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.against_hivemind.main", "--serve", name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            with connect(process.stdout.readline().strip(), timeout_s=120.0) as experts:
+                yield experts
+        finally:
+            process.communicate("")
+
+
+# ---- turns
+
+
+def layer_turn(workload: Workload, experts: RemoteExperts | dict[str, nn.Module]) -> Callable[[], object]:
+    """One training step of a layer, over a server or in this process."""
+    layer = MixtureOfExperts(TopKRouter(workload.width, workload.num_experts, workload.top_k), experts)
+    optimizers: list[torch.optim.Optimizer | RemoteOptimizer] = [adam(layer.parameters())]
+    if isinstance(experts, RemoteExperts):
+        optimizers.append(RemoteOptimizer(experts))
+    x = torch.randn(workload.num_rows, workload.width)
+
+    def turn() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return turn
+
+
+def experts_turn(workload: Workload, experts: RemoteExperts | dict[str, nn.Module]) -> Callable[[], object]:
+    """Forward and backward of every expert; the weights are updated by each backward, here by Adam."""
+    modules = list(experts.values())
+    x = torch.randn(workload.num_rows, workload.width)
+    optimizer = None if isinstance(experts, RemoteExperts) else adam(nn.ModuleList(modules).parameters())
+
+    def turn() -> None:
+        inputs = [(x.clone().requires_grad_(),) for _ in modules]
+        outputs = parallel_apply(modules, inputs)
+        torch.autograd.backward([output.sum() for output in outputs])
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return turn
+
+
+def echo_turn(workload: Workload, experts: RemoteExperts | dict[str, nn.Module]) -> Callable[[], object]:
+    (expert,) = experts.values()
+    x = torch.randn(workload.num_rows, workload.width)
+
+    def turn() -> None:
+        with torch.no_grad():
+            expert(x)
+
+    return turn
+
+
+TURNS = {"layer": layer_turn, "experts": experts_turn, "echo": echo_turn}
+
+
+class Peer:
+    """hivemind, in the other interpreter; a turn is a line there and a line back."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        told = self._answer()
+        print(f"hivemind {told['hivemind']} with torch {told['torch']}; ours with torch {torch.__version__}")
+
+    @property
+    def num_processes(self) -> int:
+        """Of its server and its client, without the one that measures."""
+        return len(psutil.Process(self._process.pid).children(recursive=True))
+
+    def turn(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("turn\n")
+        self._process.stdin.flush()
+        return {"s": float(self._answer()["s"])}
+
+    def _answer(self) -> dict[str, object]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):  # its libraries print too
+                answer: dict[str, object] = json.loads(line)
+                return answer
+        raise SystemExit(
+            f"hivemind: expected an answer, got the end of its process ({self._process.wait()})."
+        )
+
+
+@contextmanager
+def peer(python: str, name: str) -> Iterator[Peer]:
+    command = [python, "-W", "ignore", str(Path(__file__).with_name("peer.py")), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Peer(process)
+        finally:
+            process.communicate()
+
+
+def compare(name: str, python: str, rounds: int) -> list[object]:
+    """Return a row of the table."""
+    workload = WORKLOADS[name]
+    make_turn = TURNS[workload.kind]
+    with peer(python, name) as hivemind, serving(name) as experts:
+        remote, local = make_turn(workload, experts), make_turn(workload, make_experts(workload))
+        times = take_turns(
+            {
+                "ours": lambda: {"s": stopwatch(remote)},
+                "hivemind": hivemind.turn,
+                "in one process": lambda: {"s": stopwatch(local)},
+            },
+            rounds=rounds,
+            warmup=3,
+        )
+        num_processes = hivemind.num_processes
+    ours, theirs, here = (times[who]["s"] for who in ("ours", "hivemind", "in one process"))
+    return [
+        name,
+        ours.median_ms,
+        theirs.median_ms,
+        here.median_ms,
+        *ratios(ours, theirs, here),
+        num_processes,
+    ]
+
+
+def ratios(ours: Times, theirs: Times, here: Times) -> tuple[float, float]:
+    return theirs.ratio_to(ours), ours.ratio_to(here)
+
+
+def main(python: str, rounds: int, names: list[str]) -> None:
+    rows = [compare(name, python, rounds) for name in names]
+    heads = (
+        "workload",
+        "ours, ms",
+        "hivemind, ms",
+        "in one process, ms",
+        "hivemind / ours",
+        "ours / in one process",
+        "hivemind's processes",
+    )
+    print_table(heads, rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hivemind", default=os.environ.get(VARIABLE), help="its interpreter's path")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", choices=WORKLOADS, action="append", help="may be given several times")
+    parser.add_argument("--serve", choices=WORKLOADS, help="be our server")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+    elif arguments.hivemind is None:
+        print(
+            f"against_hivemind: NOT RUN: expected --hivemind PYTHON or {VARIABLE}, the path of an interpreter with "
+            "hivemind 1.1.12, got neither.\nMake one: "
+            "python3.11 -m venv hivemind-venv && hivemind-venv/bin/pip install hivemind==1.1.12"
+        )
+    else:
+        main(arguments.hivemind, arguments.rounds, arguments.only or list(WORKLOADS))
