@@ -46,6 +46,7 @@ from torch.autograd.graph import Node
 from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._threads import start_soon
+from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import is_wanted, run_calls, split
 from moe_autograd.autograd.module_calls import JoinedModules, ModuleCall, on_this_thread
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
@@ -100,7 +101,8 @@ class DeferringModules(JoinedModules):
             of_leaves.append(own[num_cuts:])
         pending = {i: one for i, call in enumerate(self.calls) if (one := call.take_pending()) is not None}
         carrier = torch.empty(0, dtype=torch.float32, device="cpu")
-        carrier.promise = work = _Work(self, pending, of_leaves)  # type: ignore[attr-defined]
+        with nested_backwards():  # what is asked for in a second part waits for the end, too
+            carrier.promise = work = _Work(self, pending, of_leaves)  # type: ignore[attr-defined]
         if pending:
             _cancel_with_this_backward(work)
             _backlog.add(work)

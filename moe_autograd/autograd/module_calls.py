@@ -56,6 +56,7 @@ from moe_autograd._ambient import refuse_tangents
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import (
     ACCUMULATE_GRAD,
     Joined,
@@ -389,6 +390,16 @@ class JoinedModules(Joined):
         keep_graph: bool,
     ) -> list[Tensor | None]:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
+        with nested_backwards():
+            return self._backward_of_calls(saved_of, grad_outputs, wanted, keep_graph)
+
+    def _backward_of_calls(
+        self,
+        saved_of: list[Sequence[Any]],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        keep_graph: bool,
+    ) -> list[Tensor | None]:
         for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
             call.has_hooks = let_hooks_sleep([*call.leaves, *[tensor for _, tensor in call.cuts]])
             if has_any(grads):

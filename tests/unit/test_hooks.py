@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_autograd import parallel_apply
 from moe_autograd.autograd.hooks import at_end_of_backward, before_backward, nested_backwards
 
 
@@ -231,3 +232,30 @@ def test_nested_backwards_outside_of_a_backward_do_nothing(events: list[str]) ->
     with nested_backwards():
         y.sum().backward()
     assert events == ["end"]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+def test_what_a_mapped_module_asks_for_waits_for_the_end_of_the_whole_backward(
+    options: dict[str, Any], events: list[str]
+) -> None:
+    """Of each call once, from worker threads, after the layer below; also from the gradient of a weight."""
+    both_ask = threading.Barrier(2, timeout=60)
+
+    def ask() -> None:
+        both_ask.wait()  # so that one of them is on another thread
+        at_end_of_backward(lambda: events.append("end"))
+
+    class Asks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight * 1
+            weight.register_hook(lambda _: ask())
+            return x * weight
+
+    x = torch.ones(3, requires_grad=True)
+    h = Traced.apply(x, "layer below", events)
+    sum(parallel_apply([Asks(), Asks()], [(h,), (h,)], **options)).sum().backward()
+    assert events == ["layer below", "end", "end"]
