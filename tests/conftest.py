@@ -25,6 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-minutes", type=float, default=1.0, help="how long the soak tests run")
 
 
+@pytest.fixture
+def is_full_size(request: pytest.FixtureRequest) -> bool:
+    """Whether a test of the soak has the time for its full size; `make soak` says so."""
+    minutes: float = request.config.getoption("--soak-minutes")
+    return minutes >= 10
+
+
 def pytest_configure() -> None:
     """Hear Ctrl-C, which a shell tells its background jobs to ignore: our children would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

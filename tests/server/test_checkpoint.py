@@ -10,7 +10,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +291,69 @@ def test_on_a_full_disk_the_old_generation_stays_and_no_stray_file(
         assert saved == (2 if fails_at == 7 else 1), "only the last flush comes after the rename"
         assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"generation", "lock"}
         folder.write([_snapshot("e", 3)])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"needs a mounted tmpfs, for which one has to be root ({mounted.stderr.strip()})")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_on_a_disk_that_is_full_a_save_fails_clearly_and_one_with_room_again_succeeds(
+    small_disk: Path,
+) -> None:
+    """A generation takes 1.6 MB: there is room for two, and with something else of one megabyte for one."""
+    big = nn.Linear(1, 200_000)
+    folder = small_disk / "saved"
+    config = ServingConfig(checkpoint_dir=folder, keep_checkpoints=1)
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    def left() -> list[str]:
+        return sorted(path.name for path in folder.iterdir())
+
+    with (
+        ExpertsServer({"big": big}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        assert client.save() == "generation-00000001"
+        (small_disk / "filler").write_bytes(bytes(1 << 20))
+        for attempt in range(3):
+            with pytest.raises(grpc.RpcError) as refused:
+                client.save()
+            assert (
+                "expected room for generation-00000002, got 'No space left on device'"
+                in refused.value.details()
+            )
+            assert left() == ["generation-00000001", "lock"]
+            assert client.forward("big", torch.ones(1, 1), call_id=attempt).code == "OK", "it serves on"
+        with CheckpointFolder(_linked(folder, small_disk.parent / "read")) as opened:
+            newest = opened.read_newest()
+        assert newest is not None
+        torch.testing.assert_close(newest[1]["big"].tensors["weights.weight"], big.weight.detach())
+        (small_disk / "filler").unlink()
+        assert client.save() == "generation-00000002"
+        assert left() == ["generation-00000002", "lock"]
+
+
+def _linked(folder: Path, beside: Path) -> Path:
+    """Return a folder with links to the generations of one that a server still holds."""
+    beside.mkdir()
+    for generation in folder.glob("generation-*"):
+        (beside / generation.name).symlink_to(generation)
+    return beside
 
 
 def test_save_export_and_import_commands(tmp_path: Path) -> None:

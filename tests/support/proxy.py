@@ -32,8 +32,9 @@ class Proxy:
         bytes_per_s: of each direction of each connection; None: as fast as it goes.
         flip_chance: for each chunk, that one bit of what it carries (see `_Frames`) is flipped.
         cut_chance: for each chunk, that its connection is cut before it, or in the middle of it.
+        repeat_chance: for each chunk, that a message in it (a whole DATA frame; under TLS all of it) comes twice.
         is_black_hole: everything is read and nothing forwarded.
-        num_flipped, num_cut: how often that has happened.
+        num_flipped, num_cut, num_repeated: how often that has happened.
     """
 
     def __init__(self, target: str, seed: int = 0, *, is_encrypted: bool = False) -> None:
@@ -43,9 +44,11 @@ class Proxy:
         self.bytes_per_s: float | None = None
         self.flip_chance = 0.0
         self.cut_chance = 0.0
+        self.repeat_chance = 0.0
         self.is_black_hole = False
         self.num_flipped = 0
         self.num_cut = 0
+        self.num_repeated = 0
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -105,14 +108,18 @@ class Proxy:
                 if self.is_black_hole:
                     continue
                 carried = [range(len(chunk))] if frames is None else frames.carried(chunk)
-                sink.sendall(self._through(bytearray(chunk), carried))
+                whole = carried if frames is None else frames.messages
+                sink.sendall(self._through(bytearray(chunk), carried, whole))
         _close(source)
         _close(sink)
         with self._lock:
             self._sockets -= {source, sink}
 
-    def _through(self, chunk: bytearray, carried: list[range]) -> bytearray:
-        """Apply the faults, damage only to the bytes at `carried`; raises `ConnectionAbortedError` to cut."""
+    def _through(self, chunk: bytearray, carried: list[range], whole: list[range]) -> bytearray:
+        """Apply the faults, damage only to the bytes at `carried`; raises `ConnectionAbortedError` to cut.
+
+        One of `whole` may come twice: each is the place of a message that is complete within this chunk.
+        """
         if self.delay_s:
             time.sleep(self.delay_s)
         if self.bytes_per_s:
@@ -120,10 +127,15 @@ class Proxy:
         with self._lock:
             flips = self._random.random() < self.flip_chance and len(carried) > 0
             cuts = self._random.random() < self.cut_chance
+            repeats = self._random.random() < self.repeat_chance and len(whole) > 0
             self.num_flipped += flips
             self.num_cut += cuts
+            self.num_repeated += repeats
             if flips:
                 chunk[self._random.choice([*chain(*carried)])] ^= 1 << self._random.randrange(8)
+            if repeats:
+                again = self._random.choice(whole)
+                chunk[again.stop : again.stop] = chunk[again.start : again.stop]
         if cuts:
             raise ConnectionAbortedError
         return chunk
@@ -144,19 +156,25 @@ class _Frames:
     def __init__(self) -> None:
         self._head = b""
         self._num_left = 0  # bytes of the current frame's payload
-        self._is_carrier = False
+        self._is_carrier = self._is_message = False
+        self.messages: list[range] = []  # the DATA frames that began and ended within the last chunk
 
     def carried(self, chunk: bytes) -> list[range]:
         """The positions in `chunk`, the next bytes of the connection, of bytes that may be damaged."""
         positions: list[range] = []
+        self.messages = []
         at = 0
+        began: int | None = None  # where the current frame has begun, if that was in this chunk
         while at < len(chunk):
             if self._num_left:
                 end = min(len(chunk), at + self._num_left)
                 positions += [range(at, end)] if self._is_carrier else []
                 self._num_left -= end - at
+                if self._is_message and began is not None and self._num_left == 0:
+                    self.messages.append(range(began, end))
             else:
                 end = min(len(chunk), at + self._HEAD - len(self._head))
+                began = None if self._head else at
                 self._read_head(chunk[at:end])
             at = end
         return positions
@@ -166,10 +184,11 @@ class _Frames:
         if len(self._head) < self._HEAD:
             return
         if self._PREFACE.startswith(self._head):
-            self._num_left, self._is_carrier = len(self._PREFACE) - self._HEAD, False
+            self._num_left, self._is_carrier, self._is_message = len(self._PREFACE) - self._HEAD, False, False
         else:
             self._num_left = int.from_bytes(self._head[:3], "big")
             self._is_carrier = self._head[3] in self._CARRIERS
+            self._is_message = self._head[3] == self._CARRIERS[0]
         self._head = b""
 
 
