@@ -304,7 +304,9 @@ class Connection:
                             self._gathered[name].pop(channel.address, None)
 
             with self._delivery.operation() as operation:
-                self._delivery.at_each(gathered_at, once, operation, self._move_gathered, failures)
+                self._delivery.at_each(
+                    gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
+                )
         if rpc == "ZeroGrad":
             with self._lock:
                 for name in names:
@@ -366,6 +368,11 @@ class Connection:
 
             with self._delivery.operation() as operation:
                 self._delivery.at_each(states_at, once, operation, lambda address, own: {})
+
+
+def _has_news(own: Mapping[str, _Gathered]) -> bool:
+    """Tell whether a server is asked for the first time; one that could not be told before will be asked again."""
+    return not all(gathered.is_stale for gathered in own.values())
 
 
 def _only_if_moved(call: Call) -> Callable[[tuple[str, ...]], str | None]:

@@ -288,6 +288,7 @@ class Delivery:
         operation: Operation,
         moved: Callable[[str, T], Mapping[str, T]],
         failures: list[RemoteError] | None = None,
+        is_patient: Callable[[T], bool] = lambda own: True,
     ) -> list[R]:
         """Call `once`, which is short and may be repeated, at each address until it succeeds or fails for good.
 
@@ -297,6 +298,7 @@ class Delivery:
             operation: that it is a part of.
             moved: given an address that is lost and its work, returns where parts of it go now; empty to stay.
             failures: takes those that another attempt may mend, instead of raising them.
+            is_patient: tells whether work is worth more than one attempt.
 
         Returns:
             What each returned; the first failure is raised, after all have come to rest.
@@ -310,7 +312,7 @@ class Delivery:
                 except RemoteError as error:
                     is_worth = is_worth_retrying(error, was_answered=False)
                     is_worth = is_worth or isinstance(error, DeadlineExceededError)  # of this attempt only
-                    pause_s = attempts.pause_before_next([error]) if is_worth else None
+                    pause_s = attempts.pause_before_next([error]) if is_worth and is_patient(own) else None
                     if pause_s is None or operation.cancellation.wait(pause_s):
                         raise
                     is_lost = isinstance(error, ServerUnavailableError)
