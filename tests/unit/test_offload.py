@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.offload import OffloadedExperts, read_ahead
 from moe_autograd.autograd.offload.flat import Layout
-from moe_autograd.autograd.offload.residency import Part, Residency
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import CheckpointError

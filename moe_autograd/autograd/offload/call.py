@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.offload.held import HeldExpert
-from moe_autograd.autograd.offload.residency import Part
+from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
 
 

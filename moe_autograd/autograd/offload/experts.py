@@ -29,7 +29,8 @@ from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
 from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
 from moe_autograd.autograd.offload.held import HeldExpert
-from moe_autograd.autograd.offload.residency import Part, Residency
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
 from moe_autograd.errors import CheckpointError
 

@@ -21,7 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
 from moe_autograd.autograd.offload.flat import Layout
-from moe_autograd.autograd.offload.residency import Part, Residency
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore
 from moe_autograd.errors import CheckpointError
 

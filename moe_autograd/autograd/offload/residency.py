@@ -21,8 +21,8 @@ Rules:
 4. When not everything fits, a changed part is written as soon as it is let go, so that room is made without
    waiting.
 
-State (`_lock` guards all of it, and the fields of all parts): `_used_bytes`, `_spare`, `_resident` in the order of
-use, `_wishes`, `_error`, `_holding`, `_waiting`. Reading and writing happen with the lock released, on parts that are
+State (`_lock` guards all of it, and the fields of all parts): `_buffers`, `_resident` in the order of use, `_wishes`,
+`_error`, `_holding`, `_waiting`. Reading and writing happen with the lock released, on parts that are
 marked busy.
 """
 
@@ -38,37 +38,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.parts import Buffers, Part
 from moe_autograd.autograd.offload.stores import Store
-
-
-class Part:
-    """A run of bytes that is resident or not.
-
-    Args:
-        name: in the store.
-        layout: which tensors it consists of.
-        attach: called with the buffer when it becomes resident.
-        detach: called before its buffer is taken away.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        layout: Layout,
-        attach: Callable[[torch.Tensor], None] = lambda _: None,
-        detach: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.name, self.layout, self.attach, self.detach = name, layout, attach, detach
-        self.buffer: torch.Tensor | None = None  # (num_bytes,) of uint8
-        self.num_holders = 0
-        self.is_busy = False  # being read or written
-        self.is_stored = False  # the store has it, perhaps not the newest
-        self.is_changed = False  # since it was stored
-        self.is_wished = False  # resident, and wished for since it was used last
-
-    def __repr__(self) -> str:
-        state = "busy" if self.is_busy else "absent" if self.buffer is None else "resident"
-        return f"Part({self.name!r}, {self.layout.num_bytes} bytes, {state}, held by {self.num_holders})"
 
 
 class Residency:
@@ -84,11 +55,9 @@ class Residency:
 
     def __init__(self, limit_bytes: int, store: Store, device: torch.device) -> None:
         self.limit_bytes, self.store, self.device = limit_bytes, store, device
-        self.peak_bytes = 0
         self.known_bytes = 0  # of all parts, resident or not
         self._lock = threading.Condition()
-        self._used_bytes = 0
-        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._buffers = Buffers(limit_bytes, device)
         self._resident: OrderedDict[Part, None] = OrderedDict()  # least recently used first
         self._wishes: OrderedDict[Part, None] = OrderedDict()
         self._holding: Counter[int] = Counter()  # how often each thread holds something
@@ -102,7 +71,8 @@ class Residency:
 
     def __repr__(self) -> str:
         with self._lock:
-            return f"Residency({self._used_bytes} of {self.limit_bytes} bytes, {len(self._resident)} parts resident)"
+            used = f"{self._buffers.used_bytes} of {self.limit_bytes} bytes"
+            return f"Residency({used}, {len(self._resident)} parts resident)"
 
     def add(self, part: Part) -> Part:
         """Count a part among those that want room."""
@@ -114,7 +84,12 @@ class Residency:
     def resident_bytes(self) -> int:
         """What all buffers take, the spare ones included."""
         with self._lock:
-            return self._used_bytes + self._spare_bytes()
+            return self._buffers.taken_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that all buffers have taken so far."""
+        return self._buffers.peak_bytes
 
     @contextlib.contextmanager
     def hold(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -304,7 +279,7 @@ class Residency:
 
     def _make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
         """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
-        missing = self._used_bytes + num_bytes - self.limit_bytes
+        missing = self._buffers.lacking_bytes(num_bytes)
         if missing <= 0:
             return True
         for part in sorted(
@@ -319,38 +294,19 @@ class Residency:
                 self._start_writing(part)  # makes room later
             else:
                 self._free(part)
-        return self._used_bytes + num_bytes <= self.limit_bytes
+        return self._buffers.lacking_bytes(num_bytes) <= 0
 
     def _allocate(self, part: Part) -> None:
-        """Rule 1: a spare buffer of its size, or a new one in place of other spare ones."""
-        num_bytes = part.layout.num_bytes
-        spare = self._spare.get(num_bytes)
-        self._used_bytes += num_bytes
-        if spare:
-            part.buffer = spare.pop()
-        else:
-            self._drop_spare(self._used_bytes + self._spare_bytes() - self.limit_bytes)
-            part.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        part.buffer = self._buffers.take(part.layout.num_bytes)
         self._resident[part] = None
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes + self._spare_bytes())
 
     def _free(self, part: Part) -> None:
         assert part.buffer is not None
         part.detach()
-        self._spare.setdefault(part.layout.num_bytes, []).append(part.buffer)
-        self._used_bytes -= part.layout.num_bytes
+        self._buffers.give_back(part.buffer)
         part.buffer = None
         part.is_wished = False
         del self._resident[part]
-
-    def _spare_bytes(self) -> int:
-        return sum(num_bytes * len(buffers) for num_bytes, buffers in self._spare.items())
-
-    def _drop_spare(self, num_bytes: int) -> None:
-        for size, buffers in self._spare.items():
-            while buffers and num_bytes > 0:
-                buffers.pop()
-                num_bytes -= size
 
     def _read(self, part: Part) -> None:
         """Fill a busy part, with the lock released. If that fails it is absent again."""

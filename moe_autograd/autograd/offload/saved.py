@@ -23,7 +23,8 @@ from torch import Tensor
 
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.held import HeldExpert
-from moe_autograd.autograd.offload.residency import Part, Residency
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
 
 
 class _Saved(Protocol):
