@@ -21,6 +21,9 @@ class Call:
         deadline: on `time.monotonic`'s clock, or `None`.
         arrived_at: on the same clock.
         tag: the asker's own.
+        num_tokens: rows of its inputs, or of the gradients of its outputs.
+        num_bytes: of its tensors.
+        reply_encoding: how the tensors of the answer will travel (`Encoding` of experts.proto; 0: as they are).
     """
 
     client_id: bytes
@@ -32,6 +35,7 @@ class Call:
     tag: Any = field(default=None, kw_only=True)
     num_tokens: int = field(default=0, kw_only=True)
     num_bytes: int = field(default=0, kw_only=True)
+    reply_encoding: int = field(default=0, kw_only=True)
 
 
 @dataclass(slots=True)

@@ -15,13 +15,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from torch import Tensor
 
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs
 from moe_autograd.errors import ConfigError
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.compression import encoded_bytes, is_applicable
 
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 KINDS = ("forward", "backward", "update")
+ENCODINGS: dict[int, str] = {number: name.lower() for name, number in pb.Encoding.items()}
 
 
 class Histogram:
@@ -64,6 +68,7 @@ class ExpertStats:
 
     def __init__(self) -> None:
         self.kinds = {kind: _Kind() for kind in KINDS}
+        self.sent_bytes = dict.fromkeys(ENCODINGS, 0)  # as they travel, by encoding
 
     def computed(
         self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
@@ -83,8 +88,15 @@ class ExpertStats:
                 for tensor in result:
                     if tensor is not None:
                         kind.bytes_out += tensor.nbytes
+                        self._note_sent(tensor, call.reply_encoding)
             elif isinstance(result, BaseException):
                 kind.num_failed += 1
+
+    def _note_sent(self, tensor: Tensor, encoding: int) -> None:
+        if encoding == pb.RAW or not is_applicable(tensor.dtype, encoding):
+            self.sent_bytes[pb.RAW] += tensor.nbytes
+        else:
+            self.sent_bytes[encoding] += encoded_bytes(tensor.dtype, tensor.numel(), encoding)
 
 
 def _kind_of(call: Call) -> str:
@@ -134,6 +146,7 @@ class ServerCollector(Collector):
             updates.add_metric((watched.name,), watched.num_updates())
         yield waiting
         yield updates
+        yield self._sent()
         for name, (help_text, read) in self._gauges.items():
             yield GaugeMetricFamily(name, help_text, value=read())
 
@@ -149,6 +162,17 @@ class ServerCollector(Collector):
             for labels, kind in self._kinds():
                 family.add_metric(labels, getattr(kind, attribute))
             yield family
+
+    def _sent(self) -> Metric:
+        family = CounterMetricFamily(
+            "experts_sent_encoded_bytes",
+            "bytes of the results' tensors as they travel",
+            labels=("expert", "encoding"),
+        )
+        for watched in self._experts:
+            for encoding, num_bytes in watched.stats.sent_bytes.items():
+                family.add_metric((watched.name, ENCODINGS[encoding]), num_bytes)
+        return family
 
     def _histograms(self) -> Iterator[Metric]:
         for name, help_text, attribute in (

@@ -153,6 +153,7 @@ class PassStream:
             self._answer(parcel.number, refusal, None)
             return None
         call.tag = parcel.number, encoding
+        call.reply_encoding = encoding
         call.arrived_at = time.monotonic()
         call.deadline = self._deadline
         call.num_bytes = sum(t.nbytes for t in parcel.tensors if t is not None)

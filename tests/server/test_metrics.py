@@ -17,6 +17,7 @@ from experts_server.config import ServingConfig
 from experts_server.metrics import Histogram
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire import experts_pb2 as pb
 from tests.support.servers import WireClient, tokens
 
 D = 8
@@ -57,6 +58,28 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     assert shown[("experts_server_ready",)] == 1
     assert shown[("experts_server_gathered_gradient_bytes",)] > 0
     assert (top.exit_code, "ffn.1" in top.output) == (0, True), top.output
+
+
+def test_bytes_that_are_sent_are_counted_as_they_travel_by_encoding() -> None:
+    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    with (
+        ExpertsServer({"e": FeedForwardExpert(D)}, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        assert server.metrics_address is not None
+        for encoding in (pb.RAW, pb.AS_BFLOAT16, pb.AS_FLOAT16, pb.AS_INT8_BLOCKS):
+            assert client.forward("e", tokens(64, D), reply_encoding=encoding).code == "OK"
+        shown = samples(server.metrics_address)
+    values = 64 * D
+    assert {
+        key[1]: value for key, value in shown.items() if key[0] == "experts_sent_encoded_bytes_total"
+    } == {
+        "raw": 4 * values,
+        "as_bfloat16": 2 * values,
+        "as_float16": 2 * values,
+        "as_int8_blocks": values + 4 * (values // 256),
+    }
+    assert shown["experts_sent_bytes_total", "e", "forward"] == 4 * 4 * values
 
 
 def test_a_histogram_counts_up_to_each_bound() -> None:
