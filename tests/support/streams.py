@@ -8,7 +8,6 @@ stream has come at least when its next kernel runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +73,7 @@ class RecordingAccelerator:
     def is_in_use(self) -> bool:
         return True
 
-    def devices(self) -> Iterable[int]:
+    def devices(self) -> range:
         return range(self.num_devices)
 
     def current_device(self) -> int:

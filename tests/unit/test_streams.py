@@ -100,9 +100,12 @@ def test_each_call_has_streams_of_its_own_the_same_in_both_passes(accelerator: R
             assert not kernel.comes_after(other), "calls do not wait for each other"
 
 
-def test_a_callers_own_stream_and_device_are_those_of_the_map(accelerator: RecordingAccelerator) -> None:
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_callers_own_stream_and_device_are_those_of_the_map(
+    accelerator: RecordingAccelerator, which: int
+) -> None:
     """Calls are ordered with the stream that is current when a pass begins, whatever is on the default ones."""
-    own = Stream(accelerator.num_devices - 1, "the caller's own")
+    own = Stream(accelerator.devices()[which], "the caller's own")
     accelerator.set_stream(own)
     log, devices = Log(accelerator), []
 
@@ -113,7 +116,7 @@ def test_a_callers_own_stream_and_device_are_those_of_the_map(accelerator: Recor
     before = launch_everywhere(accelerator)
     map_with_parallel_backward(Launches, *[(x, launch) for x in leaves()])
     after = launch_everywhere(accelerator)
-    assert before[-1].stream is after[-1].stream is own
+    assert before[which].stream is after[which].stream is own
     assert_between(before, log.kernels["forward"], after)
     assert devices == [own.device] * NUM_CALLS
     assert accelerator.current_stream(own.device) is own
