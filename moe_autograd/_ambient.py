@@ -14,7 +14,7 @@ saved-tensor hooks              the innermost pair (the only one PyTorch calls),
 torch function modes            the stack; `set_default_device` and `with device:` are such modes
 torch dispatch modes            the stack
 `DisableTorchFunction`          the state that says for whom torch functions are off
-current CUDA device             only where CUDA is in use; the streams are the caller's business
+current CUDA device             only where CUDA is in use; the streams are `_streams`' business
 multithreaded backward          `torch.autograd.set_multithreading_enabled`
 view replay                     `torch.autograd._force_original_view_tracking`
 flush-denormal                  a processor flag; read by trying, since torch offers no getter
