@@ -9,8 +9,10 @@ hivemind wants versions of its own, so it runs in an interpreter of its own, whi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 
 VARIABLE = "HIVEMIND_PYTHON"
+SHUTDOWN_S = 20.0
 
 
 # ---- experts
@@ -163,11 +166,18 @@ class Peer:
 @contextmanager
 def peer(python: str, name: str) -> Iterator[Peer]:
     command = [python, "-W", "ignore", str(Path(__file__).with_name("peer.py")), name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             yield Peer(process)
         finally:
-            process.communicate()
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SHUTDOWN_S)
+            with contextlib.suppress(ProcessLookupError):  # some of its processes now and then do not end
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def compare(name: str, python: str, rounds: int) -> list[object]:
@@ -202,7 +212,10 @@ def ratios(ours: Times, theirs: Times, here: Times) -> tuple[float, float]:
 
 
 def main(python: str, rounds: int, names: list[str]) -> None:
-    rows = [compare(name, python, rounds) for name in names]
+    rows = []
+    for name in names:
+        rows.append(compare(name, python, rounds))
+        print(f"{name}: {rows[-1][1]:.1f} ms, hivemind {rows[-1][2]:.1f} ms", flush=True)
     heads = (
         "workload",
         "ours, ms",

@@ -3,9 +3,9 @@
 This is the one edge of the client where gRPC's exceptions are translated. Every RPC has a deadline, which gRPC
 carries to the server. A channel reconnects by itself.
 
-A server that does not answer a ping for a second counts as frozen. But on a slow link the ping waits behind
-megabytes in the system's buffers: from here both look alike. So each time this happens the next connection waits four
-times as long, up to 16 s, and after `_CALM_S` without it we are quick again.
+A server that does not answer a ping for 0.9 s counts as frozen. But on a slow link the ping waits behind
+megabytes in the system's buffers: from here both look alike. So each time this happens the next connection waits some
+four times as long, up to 16 s, and after `_CALM_S` without it we are quick again.
 
 Mutable state: `_stubs` and what goes with it, replaced under `_lock`; an RPC keeps those it began with.
 
@@ -42,7 +42,7 @@ PHASES = {
     "SetState": "load_state_dict",
 }
 
-_PING_TIMEOUTS_MS = (1_000, 4_000, 16_000)
+_PING_TIMEOUTS_MS = (900, 4_000, 16_000)
 _CALM_S = 60.0
 _TELL_TIMEOUT_S = 5.0
 

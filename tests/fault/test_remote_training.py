@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,36 +63,39 @@ class Killer(threading.Thread):
     Args:
         servers: by index; replaced as they are started again.
         folder: of their files.
-        num_kills: in all.
         every_s: from one to the next, at least.
+        for_s: how long; each is killed once at least.
     """
 
-    def __init__(self, servers: list[ServerProcess], folder: Path, num_kills: int, every_s: float) -> None:
+    def __init__(self, servers: list[ServerProcess], folder: Path, every_s: float, for_s: float) -> None:
         super().__init__()
         self.servers = servers
         self.folder = folder
-        self.num_kills = num_kills
         self.every_s = every_s
+        self.for_s = for_s
+        self.num_kills = 0
         self.all_restarted = threading.Event()
         self.given_up = threading.Event()
 
     def run(self) -> None:
         try:
-            for kill in range(self.num_kills):
-                index = kill % len(self.servers)
+            until = time.monotonic() + self.for_s
+            while self.num_kills < len(self.servers) or time.monotonic() < until:
+                index = self.num_kills % len(self.servers)
                 address = self.servers[index].address
                 self.servers[index].kill()
                 self.servers[index] = start(index, self.folder, address)
+                self.num_kills += 1
                 if self.given_up.wait(self.every_s):
                     return
         finally:
             self.all_restarted.set()
 
 
-def train_among_kills(folder: Path, num_kills: int, every_s: float) -> tuple[int, float]:
-    """Train over three servers, from before the first kill until after the last; return the steps and the accuracy."""
+def train_among_kills(folder: Path, every_s: float, for_s: float) -> tuple[int, int, float]:
+    """Train over three servers, from before the first kill until after the last; return kills, steps and accuracy."""
     servers = [start(index, folder) for index in range(NUM_SERVERS)]
-    killer = Killer(servers, folder, num_kills, every_s)
+    killer = Killer(servers, folder, every_s, for_s)
     try:
         addresses = [server.address for server in servers]
         with connect(addresses, timeout_s=120.0, retry=RetryPolicy(patience_s=100.0)) as experts:
@@ -116,7 +120,7 @@ def train_among_kills(folder: Path, num_kills: int, every_s: float) -> tuple[int
                 local.step()
                 if num_steps == 5:
                     killer.start()
-            return num_steps, accuracy_of(model)
+            return killer.num_kills, num_steps, accuracy_of(model)
     finally:
         killer.given_up.set()
         if killer.ident is not None:
@@ -140,7 +144,8 @@ def train_undisturbed(num_steps: int) -> float:
 
 
 def test_killing_and_restarting_each_server_in_turn_loses_no_step(tmp_path):
-    num_steps, accuracy = train_among_kills(tmp_path, num_kills=NUM_SERVERS, every_s=0.0)
+    num_kills, num_steps, accuracy = train_among_kills(tmp_path, every_s=0.0, for_s=0.0)
+    assert num_kills == NUM_SERVERS
     assert num_steps > STEPS_AFTER + 5
     assert accuracy > 0.9
 
@@ -149,8 +154,8 @@ def test_killing_and_restarting_each_server_in_turn_loses_no_step(tmp_path):
 @pytest.mark.timeout(0)
 def test_a_kill_every_five_seconds_costs_no_accuracy(tmp_path, request, capsys):
     """Both learn it all but wholly; of 4,096 points one in fifty more or less is taken for noise."""
-    num_kills = round(60 * request.config.getoption("--soak-minutes") / 5)
-    num_steps, accuracy = train_among_kills(tmp_path, num_kills, every_s=5.0)
+    for_s = 60 * request.config.getoption("--soak-minutes")
+    num_kills, num_steps, accuracy = train_among_kills(tmp_path, every_s=5.0, for_s=for_s)
     undisturbed = train_undisturbed(min(num_steps, 1000))  # more steps no longer change it
     with capsys.disabled():
         print(f"{num_kills} kills, {num_steps} steps: accuracy {accuracy:.4f}, undisturbed {undisturbed:.4f}")
