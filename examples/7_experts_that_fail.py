@@ -71,9 +71,8 @@ def main() -> None:
             while train(1):
                 num_steps += 1
             print(f"started again:        back after {num_steps} steps; missing {dict(train(5))}")
-            print(
-                f"updates of each:      { ({name: info.num_updates for name, info in experts.info().items()}) }"
-            )
+            num_updates = {name: hosted.num_updates for name, hosted in experts.info().items()}
+            print(f"updates of each:      {num_updates}")
     finally:
         far.kill()
 

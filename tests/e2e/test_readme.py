@@ -14,7 +14,7 @@ from experts_server.config import load_config
 from tests.support.servers import ServerProcess
 
 ROOT = Path(__file__).parents[2]
-PATHS = ("README.md", "docs/index.md", "docs/server.md", "docs/remote.md")
+PATHS = ("README.md", "docs/index.md", "docs/server.md", "docs/remote.md", "docs/failures.md")
 PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in PATHS}
 README = PAGES["README.md"]
 PORT_IN_README = "127.0.0.1:31415"

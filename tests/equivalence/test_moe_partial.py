@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from moe_autograd.errors import (
     ServerUnavailableError,
     TooFewExpertsError,
 )
-from moe_autograd.moe import failures
+from moe_autograd.moe import failures, stragglers
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.moe.routing import Routing
@@ -347,6 +350,38 @@ def test_where_zeros_will_do_nobody_has_to_stand_in():
     for _ in range(3):
         layer(x)
     assert layer.experts[0].num_calls == 1
+
+
+# ---- stragglers
+
+
+def test_an_expert_here_that_has_not_begun_when_the_time_is_over_is_left_out(monkeypatch):
+    class Timer:
+        made: list[Timer] = []
+
+        def __init__(self, interval_s: float, ring: Callable[[], None]) -> None:
+            self.ring = ring
+            self.made.append(self)
+
+        def start(self) -> None:
+            pass
+
+        cancel = start
+
+    class Ringing(Unreliable):
+        def forward(self, x: Tensor) -> Tensor:
+            Timer.made[0].ring()
+            return super().forward(x)
+
+    monkeypatch.setattr(stragglers, "threading", SimpleNamespace(Timer=Timer, Lock=threading.Lock))
+    layer = layer_of(NUM_EXPERTS, timeout_after_min_s=0.1, max_concurrency=1)
+    layer.experts[1] = Ringing().double()
+    x = tokens()
+    y, routing = layer(x, return_routing=True)
+    assert [failure.expert_index for failure in routing.failures] == [2, 3, 4]
+    assert all(failure.reason.startswith("StragglerError: ") for failure in routing.failures)
+    assert [expert.num_calls for expert in layer.experts] == [1, 1, 0, 0, 0]
+    torch.testing.assert_close(y, expected_of(layer, x, lost_in_forward={2, 3, 4}))
 
 
 # ---- the module

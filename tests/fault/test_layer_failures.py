@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from moe_autograd.errors import InvalidCallError, TooFewExpertsError
+from experts_server.config import SecurityConfig, ServingConfig
+from moe_autograd.errors import InvalidCallError, PermissionDeniedError, TooFewExpertsError
 from moe_autograd.moe import failures
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.proxy import Proxy
 from tests.support.servers import ServerProcess
 from tests.support.survivors import combine_survivors
 
@@ -266,3 +268,60 @@ def test_training_goes_on_while_one_of_two_servers_is_gone_and_with_it_when_it_i
         assert step() == set()
         assert num_updates()[:4] == [num_steps + 1] * 4
         assert min(num_updates()[4:]) >= 1
+
+
+# ---- updates
+
+
+def test_gradients_that_a_server_could_not_be_told_to_forget_are_never_applied():
+    torch.manual_seed(0)
+    module = nn.Linear(D_MODEL, D_MODEL, bias=False)
+    initial = module.weight.detach().clone()
+    retry = RetryPolicy(patience_s=60.0, max_retries=0, update_attempt_s=0.3)
+    with (
+        ExpertsServer({"linear": module}, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, retry=retry) as experts,
+    ):
+        optimizer = RemoteOptimizer(experts, on_failure="drop")
+
+        def differentiate(value: float) -> None:
+            experts["linear"](torch.full((1, D_MODEL), value)).sum().backward()
+
+        differentiate(1.0)
+        proxy.is_black_hole = True
+        optimizer.zero_grad()
+        assert len(optimizer.failures) == 1
+        assert proxy.address in str(optimizer.failures[0])
+        proxy.is_black_hole = False
+        proxy.cut()
+        differentiate(2.0)
+        optimizer.step()
+        assert torch.equal(module.weight, initial)
+        optimizer.zero_grad()
+        assert optimizer.failures == []
+        differentiate(0.5)
+        optimizer.step()
+        torch.testing.assert_close(module.weight, initial - 0.5)
+
+
+def test_another_on_failure_is_refused(experts):
+    with pytest.raises(ValueError, match='expected on_failure "raise" or "drop", got \'ignore\''):
+        RemoteOptimizer(experts, on_failure="ignore")
+
+
+def test_what_a_server_does_not_permit_is_raised_by_those_who_drop(tmp_path, modules, router):
+    for module in modules:
+        module.fails_in = ""
+    (tmp_path / "tokens").write_text("read read-token-0123456789\n")
+    config = ServingConfig(security=SecurityConfig(tokens_file=tmp_path / "tokens"))
+    named = {f"ffn.{index}": module for index, module in enumerate(modules)}
+    with (
+        ExpertsServer(named, optimizer=sgd, config=config) as server,
+        connect(server.address, token="read-token-0123456789") as experts,
+    ):
+        layer = MixtureOfExperts(router, experts, on_failure="drop", allow_zero_outputs=True)
+        y, routing = layer(tokens(), return_routing=True)
+        assert routing.failures == []
+        with pytest.raises(PermissionDeniedError):
+            y.sum().backward()
