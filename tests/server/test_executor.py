@@ -1,0 +1,92 @@
+"""Turns on workers: short ones get theirs whatever else runs, and a crowd makes no expert look long."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import experts_server.batching as batching
+from experts_server.batching import ExpertQueue, QueueLimits
+from experts_server.budget import Budget
+from experts_server.calls import ForwardCall
+from experts_server.executor import SHORT_S, WorkerPool
+from experts_server.hosted import HostedExpert, SharedMemory
+from experts_server.kept import KeptForwards
+from tests.support.servers import START_S
+
+
+class Spinning:
+    """Computes until it is told to end."""
+
+    def __init__(self, expected_s: float) -> None:
+        self.expected_s = expected_s
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        self.has_begun.set()
+        while not self.may_end.is_set():
+            sum(range(1000))
+
+
+def test_a_short_turn_begins_while_more_long_ones_run_than_may_compute() -> None:
+    """One came through the short lane and is not short; another long one waits."""
+    pool = WorkerPool(num_computing=1)
+    long, mistaken, waiting, short = Spinning(1.0), Spinning(0.0), Spinning(1.0), Spinning(0.0)
+    pool.put([long, mistaken, waiting])
+    assert long.has_begun.wait(START_S)
+    assert mistaken.has_begun.wait(START_S)
+    while [worker.lane for worker in pool._workers].count("long") < 2:  # the watcher has found out
+        threading.Event().wait(0.001)
+    pool.put([short])
+    assert short.has_begun.wait(START_S), repr(pool)
+    for turn in (long, mistaken, waiting, short):
+        turn.may_end.set()
+    assert pool.close(START_S)
+
+
+class Taking(nn.Module):
+    """Takes as much of the fake clocks' time as its input says: wall and processor."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        wall_ms, cpu_ms = x[0].tolist()
+        self.clock.wall += wall_ms / 1000
+        self.clock.cpu += cpu_ms / 1000
+        return x
+
+
+@pytest.mark.parametrize(
+    ("turns", "is_long"),
+    [
+        ([(0.5, 0.5)] * 20, False),
+        ([(0.5, 0.5)] * 10 + [(150.0, 0.5)] + [(0.5, 0.5)], False),
+        ([(8.0, 0.5)] * 200, False),
+        ([(0.5, 0.5)] * 10 + [(150.0, 150.0)], True),
+        ([(5.0, 5.0)] * 20, True),
+        ([(50.0, 0.1)] * 20, True),
+        ([(50.0, 50.0)] * 20 + [(0.5, 0.5)] * 10, False),
+    ],
+    ids=["short", "crowded once", "crowded always", "once long", "long", "waits", "short again"],
+)
+def test_an_expert_is_long_by_what_it_computes_and_waits_for_not_by_the_crowd(
+    turns: list[tuple[float, float]], is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(wall=1000.0, cpu=0.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.wall, thread_time=lambda: clock.cpu)
+    monkeypatch.setattr(batching, "time", fake)
+    memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
+    pool: Any = SimpleNamespace(put=lambda turns: None)
+    limits = QueueLimits(Budget(10, "calls"), Budget(1 << 20, "bytes"))
+    queue = ExpertQueue(HostedExpert("e", Taking(clock), None, memory), pool, limits)
+    for wall_ms, cpu_ms in turns:
+        queue.put([ForwardCall(b"", lambda call, result: None, 1, (torch.tensor([[wall_ms, cpu_ms]]),))])
+        queue.run()
+    assert (queue.expected_s >= SHORT_S) is is_long, queue.expected_s
