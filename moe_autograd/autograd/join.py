@@ -297,12 +297,11 @@ def run_calls(
         chosen = _profiled(chosen, names, title)
     if is_recording():
         chosen = _on_timeline(chosen, names, "backward" if ", backward" in title else "forward")
-    try:
-        failures = run_all(chosen, len(names), max_concurrency=max_concurrency, scope=scope)
+    try:  # this frame is in the traceback of what is raised: it must not hold the failures
+        _raise_lowest(run_all(chosen, len(names), max_concurrency=max_concurrency, scope=scope), names, title)
     finally:
         if lanes is not None:
             lanes.rejoin()
-    _raise_lowest(failures, names, title)
 
 
 def _on_lanes(run: Callable[[int], None], lanes: Lanes) -> Callable[[int], None]:
