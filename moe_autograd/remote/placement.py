@@ -103,6 +103,8 @@ class Placement:
             favourite = self._favourites.get(name)
             if favourite not in hosts:
                 favourite = self._favourites[name] = hosts[self._seed % len(hosts)]
+            if len(hosts) == 1:
+                return (favourite,)
             now = time.monotonic()
             first = hosts.index(favourite)
             return tuple(

@@ -69,10 +69,8 @@ class ParcelWriter:
             return None
         message = _Message(self._part_bytes)
         unfinished: list[_Outgoing] = []
-        while self._outgoing and message.has_room_for(self._outgoing[0]):
-            parcel = self._outgoing.popleft()
-            parcel.write_to(message)
-            message.alive.append(parcel)
+        while self._outgoing and message.take(parcel := self._outgoing[0]):
+            self._outgoing.popleft()
             if parcel.parts:
                 unfinished.append(parcel)
         self._outgoing.extend(unfinished)
@@ -89,8 +87,8 @@ class ParcelWriter:
 class _Outgoing:
     """A parcel on its way out: what is still to be said of it.
 
-    `parts` holds `(tensor index, offset, bytes)`, in order, each at most `part_bytes` when written. A memoryview
-    of a tensor does not keep it alive: `_alive` does.
+    `parts` holds `(tensor index, offset, bytes)`, in order. A memoryview of a tensor does not keep it alive: `_alive`
+    does.
     """
 
     __slots__ = ("_alive", "announcement", "number", "parts")
@@ -99,7 +97,7 @@ class _Outgoing:
         self, number: int, head: Head, tensors: Sequence[torch.Tensor | None], encoding: pb.Encoding
     ) -> None:
         self.number = number
-        self.parts: deque[tuple[int, int, memoryview]] = deque()
+        self.parts: list[tuple[int, int, memoryview]] = []
         self._alive: list[torch.Tensor] = []
         pieces = [_PARCEL, varint(number)] if number else []
         for index, tensor in enumerate(tensors):
@@ -110,51 +108,50 @@ class _Outgoing:
                 self._alive.append(form)
         written = head.SerializeToString()
         pieces += (_TAG_OF_HEAD[type(head)], varint(len(written)), written)
-        self.announcement = b"".join(pieces)
-
-    def first_bytes(self, part_bytes: int) -> int:
-        """Return how many bytes of a message the next piece of this parcel takes."""
-        payload = min(len(self.parts[0][2]), part_bytes) if self.parts else 0
-        return payload + len(self.announcement)
-
-    def write_to(self, message: _Message) -> None:
-        """Move to `message` the announcement and as many tensors as fit, or one part of a large one."""
-        if self.announcement:
-            message.announce(self.announcement)
-            self.announcement = b""
-        wrote = False
-        while self.parts and (not wrote or len(self.parts[0][2]) <= message.room):
-            index, offset, view = self.parts.popleft()
-            part = view if len(view) <= message.part_bytes else view[: message.part_bytes]
-            message.write(self.number, index, offset, part)
-            wrote = True
-            if part is not view:
-                self.parts.appendleft((index, offset + len(part), view[len(part) :]))
-                return
+        announcement = b"".join(pieces)
+        self.announcement = _ANNOUNCEMENTS + varint(len(announcement)) + announcement
 
 
 class _Message:
-    """A message being filled; `alive` holds what it shows, until it is framed."""
+    """A message being filled."""
 
     def __init__(self, part_bytes: int) -> None:
-        self.alive: list[_Outgoing] = []
-        self.part_bytes = self.room = part_bytes
+        self._part_bytes = self._room = part_bytes
+        self._alive: list[_Outgoing] = []  # whose memory is shown
         self._announcements: list[bytes] = []
         self._parts = pb.Contents()
         self._payload: list[bytes | memoryview] = []
         self._payload_bytes = 0
-        self._is_empty = True
 
-    def has_room_for(self, parcel: _Outgoing) -> bool:
-        """Tell whether the next piece of `parcel` fits; anything fits in an empty message."""
-        return self._is_empty or parcel.first_bytes(self.part_bytes) <= self.room
+    def take(self, parcel: _Outgoing) -> bool:
+        """Take of `parcel` its announcement and as many tensors as fit, or one part of a large one.
 
-    def announce(self, announcement: bytes) -> None:
-        self._announcements += (_ANNOUNCEMENTS, varint(len(announcement)), announcement)
-        self.room -= len(announcement)
-        self._is_empty = False
+        Returns:
+            Whether there was room for any of it, as there always is in an empty message.
+        """
+        parts, part_bytes = parcel.parts, self._part_bytes
+        num_first = min(len(parts[0][2]), part_bytes) if parts else 0
+        if self._alive and len(parcel.announcement) + num_first > self._room:
+            return False
+        self._alive.append(parcel)
+        if parcel.announcement:
+            self._announcements.append(parcel.announcement)
+            self._room -= len(parcel.announcement)
+            parcel.announcement = b""
+        num_taken = 0
+        for index, offset, view in parts:
+            if num_taken and len(view) > self._room:
+                break
+            if len(view) > part_bytes:
+                self._write(parcel.number, index, offset, view[:part_bytes])
+                parts[0] = (index, offset + part_bytes, view[part_bytes:])
+                break
+            self._write(parcel.number, index, offset, view)
+            num_taken += 1
+        del parts[:num_taken]
+        return True
 
-    def write(self, parcel: int, tensor: int, offset: int, part: memoryview) -> None:
+    def _write(self, parcel: int, tensor: int, offset: int, part: memoryview) -> None:
         num_bytes = len(part)
         gap = -self._payload_bytes % ALIGNMENT
         if gap:
@@ -162,8 +159,7 @@ class _Message:
         self._payload.append(part)
         self._parts.parts.add(parcel=parcel, tensor=tensor, offset=offset, num_bytes=num_bytes)
         self._payload_bytes += gap + num_bytes
-        self.room -= gap + num_bytes
-        self._is_empty = False
+        self._room -= gap + num_bytes
 
     def framed(self) -> bytes:
         contents = b"".join([*self._announcements, self._parts.SerializeToString()])
