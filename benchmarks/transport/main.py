@@ -19,6 +19,7 @@ from torch import nn
 
 from benchmarks.measure import print_table, stopwatch, take_turns
 from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
 from moe_autograd.remote import connect
 from moe_autograd.wire.options import CHANNEL_OPTIONS, PART_BYTES, SERVER_OPTIONS
 
@@ -62,15 +63,8 @@ def serve_bare() -> None:
 @contextmanager
 def serving(kind: str, latency_ms: float = 0.0) -> Iterator[str]:
     """Run one of the servers above; yields its address."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.transport.main",
-        "--serve",
-        kind,
-        "--latency-ms",
-        str(latency_ms),
-    ]
+    program = [sys.executable, "-m", "benchmarks.transport.main"]
+    command = [*program, "--serve", kind, "--latency-ms", str(latency_ms)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -107,6 +101,27 @@ def alone(what: str, ours: Callable[[], object], rounds: int) -> list[object]:
     return [what, times.median_ms, "", "", ""]
 
 
+def passes(modules: list[nn.Module], rounds: int) -> list[list[object]]:
+    """Return rows for the forward and the backward of a layer's pass over small inputs, gradients included."""
+    xs = [torch.randn(16, 64, requires_grad=True) for _ in modules]
+    grad_outputs = [torch.randn(16, 64) for _ in modules]
+    outputs: list[torch.Tensor] = []
+
+    def forward() -> None:
+        outputs[:] = parallel_apply(modules, [(x,) for x in xs])
+
+    def run() -> dict[str, float]:
+        for x in xs:
+            x.grad = None
+        return {
+            "forward": stopwatch(forward),
+            "backward": stopwatch(lambda: torch.autograd.backward(outputs, grad_outputs)),
+        }
+
+    times = take_turns({"ours": run}, rounds=rounds, warmup=10)["ours"]
+    return [[f"64 calls of 4 KiB, {part}", times[part].median_ms, "", "", ""] for part in times]
+
+
 def main(rounds: int) -> None:
     rows = []
     with (
@@ -118,17 +133,18 @@ def main(rounds: int) -> None:
         one = experts["echo.0"]
         empty = torch.empty(0)
         bare_one = channel.unary_unary("/Bare/One")
-        group, modules = one.call_group, list(experts.values())
+        modules = list(experts.values())
         small = [(torch.randn(16, 64),) for _ in modules]
         small_bytes = [b"x" * (64 * 4096)]
+        rows += passes(modules, 20 * rounds)
         with torch.no_grad():
             rows.append(
                 compare("empty call", lambda: one(empty), lambda: bare_one(b"", timeout=9), 20 * rounds)
             )
             rows.append(
                 compare(
-                    "64 calls of 4 KiB, a pass",
-                    lambda: group.call_together(modules, small, [{}] * 64),
+                    "64 calls of 4 KiB, forward without gradients",
+                    lambda: parallel_apply(modules, small),
                     lambda: bare_echo(channel, small_bytes),
                     5 * rounds,
                     2 * 64 * 4096,
@@ -144,7 +160,7 @@ def main(rounds: int) -> None:
         inputs = [(torch.randn(16, 64, requires_grad=True),) for _ in modules]
 
         def forward_and_backward() -> None:
-            outputs = modules[0].call_group.call_together(modules, inputs, [{}] * 64)
+            outputs = parallel_apply(modules, inputs)
             torch.autograd.backward(outputs, outputs)
 
         rows.append(alone("64 experts 20 ms away, forward and backward", forward_and_backward, rounds))
