@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from moe_autograd import map_with_parallel_backward
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from tests.support.catalogue import GivenLeaves
 from tests.support.comparison import MapFunction, Raised, aliases, assert_same_program, loss_of, tensors_in
 from tests.support.functions import CATALOGUE, Case, Leaves
@@ -174,3 +175,32 @@ def test_gradients_agree_with_numerical_differentiation(case: Case) -> None:
 def test_second_derivatives_agree_with_numerical_differentiation(case: Case) -> None:
     compute, leaves = numerically(case)
     assert torch.autograd.gradgradcheck(compute, leaves)
+
+
+class Square(Function):
+    """Its gradient depends on its input, so a second derivative has two parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_the_second_derivative_of_a_fourth_power_is_twelve_and_not_six(is_module: bool) -> None:
+    """Half of it is missing where a backward forgets that what it has saved depends on the input."""
+    xs = [torch.ones((), requires_grad=True) for _ in range(NUM_CALLS)]
+    calls = [(x,) for x in xs]
+    if is_module:
+        squares = tuple(parallel_apply([Square.apply] * NUM_CALLS, calls))
+    else:
+        squares = map_with_parallel_backward(Square, *calls)
+    first = torch.autograd.grad(torch.stack(squares).square().sum(), xs, create_graph=True)
+    assert [grad.item() for grad in first] == [4.0] * NUM_CALLS
+    second = torch.autograd.grad(torch.stack(first).sum(), xs, create_graph=True)
+    assert [grad.item() for grad in second] == [12.0] * NUM_CALLS
+    assert [grad.item() for grad in torch.autograd.grad(torch.stack(second).sum(), xs)] == [24.0] * NUM_CALLS

@@ -219,6 +219,8 @@ def test_anomaly_detection_shows_where_a_failing_backward_came_from() -> None:
 def test_the_profiler_shows_a_range_for_each_call_of_both_passes() -> None:
     """On whatever thread it ran: the switch to see them all is in the profiler's experimental config."""
     modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+    for index, module in enumerate(modules):
+        module.expert_name = f"ffn.{index}"  # type: ignore[assignment]  # what names an expert is a str
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config
@@ -231,6 +233,8 @@ def test_the_profiler_shows_a_range_for_each_call_of_both_passes() -> None:
             ranges = [name for name in names if title in name and f", {where}: call" in name]
             assert len(ranges) == NUM_CALLS, (title, where, names)
             assert len(set(ranges)) == NUM_CALLS
+            if title == "parallel_apply":
+                assert all(any(f"'ffn.{i}'" in name for name in ranges) for i in range(NUM_CALLS)), ranges
 
 
 @pytest.mark.parametrize("fullgraph_inside", [False, True])
