@@ -9,7 +9,8 @@ Rules:
 4. A server tells its identity, new at every start. Two addresses with one identity are one server, and the first
    of them counts: a machine with two networks is not two replicas.
 
-Mutable state: `_channels`, which only grows, and `_behind`, replaced as wholes under `_lock`.
+Mutable state: `_channels`, which only grows, and `_behind`, replaced as wholes under `_lock`; `_resolved`, by one
+assignment an address.
 
 Threads: any.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote.addresses import is_name, resolve
@@ -48,7 +49,7 @@ class Servers:
         self._resolved: dict[str, frozenset[str]] = {}
         self._is_open = True
         for address in given:
-            self._set_behind(address, () if address in self._names else (address,))
+            self._change_behind(address, () if address in self._names else (address,))
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ class Servers:
                 errors[name] = found
             else:
                 self._resolved[name] = frozenset(found)
-                self._set_behind(name, (*self._behind[name], *found))
+                self._change_behind(name, found)
         return errors
 
     def settle(self, replies: Mapping[str, pb.InfoReply]) -> dict[str, pb.InfoReply]:
@@ -94,7 +95,7 @@ class Servers:
         """
         for name in self._names:
             keeps = self._resolved.get(name, frozenset()) | replies.keys()
-            self._set_behind(name, tuple(address for address in self._behind[name] if address in keeps))
+            self._change_behind(name, (), keeps)
         first_of: dict[str, str] = {}
         for address in self.addresses:
             if address in replies:
@@ -121,13 +122,19 @@ class Servers:
             for channel in self._channels.values():
                 channel.close()
 
-    def _set_behind(self, given: str, addresses: Sequence[str]) -> None:
-        unique = tuple(dict.fromkeys(addresses))
+    def _change_behind(self, given: str, added: Sequence[str], keeps: Collection[str] | None = None) -> None:
+        """Add servers behind a given address, or keep only some of them."""
         with self._lock:
-            for address in unique:
+            for address in added:
                 if address not in self._channels and self._is_open:
                     self._channels = {**self._channels, address: self._open_channel(address, given)}
-            self._behind = {**self._behind, given: tuple(a for a in unique if a in self._channels)}
+            behind = dict.fromkeys((*self._behind.get(given, ()), *added))
+            kept = tuple(
+                address
+                for address in behind
+                if address in self._channels and (keeps is None or address in keeps)
+            )
+            self._behind = {**self._behind, given: kept}
 
     def __repr__(self) -> str:
         return f"Servers({', '.join(self.given)}: {', '.join(self.addresses)})"
