@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import experts_server.batching as batching
+import experts_server.executor as executor
 from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.budget import Budget
 from experts_server.calls import ForwardCall
@@ -20,8 +21,8 @@ from experts_server.kept import KeptForwards
 from tests.support.servers import START_S
 
 
-class Spinning:
-    """Computes until it is told to end."""
+class Lasting:
+    """Lasts until it is told to end."""
 
     def __init__(self, expected_s: float) -> None:
         self.expected_s = expected_s
@@ -29,14 +30,16 @@ class Spinning:
 
     def run(self) -> None:
         self.has_begun.set()
-        while not self.may_end.is_set():
-            sum(range(1000))
+        assert self.may_end.wait(START_S)
 
 
-def test_a_short_turn_begins_while_more_long_ones_run_than_may_compute() -> None:
+def test_a_short_turn_begins_while_more_long_ones_run_than_may_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One came through the short lane and is not short; another long one waits."""
+    monkeypatch.setattr(executor, "WAITING_SHARE", -1.0)  # nobody waits: all are taken to compute
     pool = WorkerPool(num_computing=1)
-    long, mistaken, waiting, short = Spinning(1.0), Spinning(0.0), Spinning(1.0), Spinning(0.0)
+    long, mistaken, waiting, short = Lasting(1.0), Lasting(0.0), Lasting(1.0), Lasting(0.0)
     pool.put([long, mistaken, waiting])
     assert long.has_begun.wait(START_S)
     assert mistaken.has_begun.wait(START_S)
