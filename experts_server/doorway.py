@@ -43,13 +43,15 @@ class Doorway:
 
     @contextlib.asynccontextmanager
     async def passing(self, context: Context) -> AsyncIterator[None]:
-        """Around the handling of one RPC; an error within ends it with the status that says so."""
+        """Around the handling of one RPC; an error within ends it with the status that says so.
+
+        It has left when its answer is written, which is after its handling: who waits for the last one to leave, to
+        close the connections behind it, cuts off no answer.
+        """
         try:
             self._enter()
-            try:
-                yield
-            finally:
-                self._leave()
+            context.add_done_callback(self._leave)
+            yield
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except BaseException as error:
@@ -74,7 +76,7 @@ class Doorway:
             )
         self._inside.take(1)
 
-    def _leave(self) -> None:
+    def _leave(self, ctx: Context) -> None:
         self._inside.give_back(1)
         if self._is_closed and self._inside.in_use == 0:
             self._is_empty.set()

@@ -39,17 +39,18 @@ class Run:
         self.num_saved = self.num_acknowledged = self.num_interrupted = 0
 
     def go_on(self, address: str, pid: int, alive_s: float) -> None:
-        """Train and save, until the server is killed at the end of `alive_s`."""
+        """Train and save, and kill the server `alive_s` after a save began; the first time, after one was done."""
         self.num_acknowledged = self.num_saved
-        saving, killed = threading.Event(), threading.Event()
+        saving, saved, killed = threading.Event(), threading.Event(), threading.Event()
         with WireClient(address) as client, WireClient(address, client_id=b"operator") as operator:
             self.check(client)
             work = [
                 threading.Thread(target=_until_killed, args=(killed, function))
-                for function in (lambda: self._update(client), lambda: self._save(operator, saving))
+                for function in (lambda: self._update(client), lambda: self._save(operator, saving, saved))
             ]
             for thread in work:
                 thread.start()
+            assert (saving if self.num_saved else saved).wait(START_S)
             threading.Event().wait(alive_s)  # the fault's random moment
             self.num_interrupted += saving.is_set()
             killed.set()
@@ -74,12 +75,14 @@ class Run:
         client.step("e", sequence=sequence + 2)
         self.num_acknowledged = number
 
-    def _save(self, operator: WireClient, saving: threading.Event) -> None:
+    def _save(self, operator: WireClient, saving: threading.Event, saved: threading.Event) -> None:
         acknowledged = self.num_acknowledged
         saving.set()
         operator.save()
         saving.clear()
         self.num_saved = acknowledged
+        if acknowledged:
+            saved.set()
 
 
 def _until_killed(killed: threading.Event, work: Callable[[], None]) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.budget import Budget
-from experts_server.calls import BackwardCall, ForwardCall, UpdateCall
-from experts_server.config import BatchingConfig, ServingConfig
+from experts_server.calls import BackwardCall, ForwardCall, InspectCall, UpdateCall
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.training import Training, UpdateMode
@@ -305,12 +304,11 @@ class Dropping(nn.Module):
 def test_an_expert_that_draws_random_numbers_is_found_out_and_backwards_see_the_masks_of_their_forwards() -> (
     None
 ):
-    config = ServingConfig(batching=BatchingConfig(max_batch_tokens=40, max_wait_ms=10_000))
-    with ExpertsServer({"e": Dropping()}, config=config) as server:
+    with ExpertsServer({"e": Dropping()}) as server:
         clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
         for attempt in range(2):
             forwards = at_once(
-                [lambda c=c, a=attempt: c.forward("e", torch.ones(20, D), call_id=a) for c in clients]
+                server, [lambda c=c, a=attempt: c.forward("e", torch.ones(20, D), call_id=a) for c in clients]
             )
             masks = [answer.tensors[0] for answer in forwards]
             assert all(0 < int((mask == 0).sum()) < mask.numel() for mask in masks)
@@ -325,14 +323,27 @@ def test_an_expert_that_draws_random_numbers_is_found_out_and_backwards_see_the_
 # ---- through a server
 
 
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    results: dict[int, Any] = {}
+def at_once(server: ExpertsServer, calls: list[Callable[[], Any]]) -> list[Any]:
+    """Make these calls of the expert called e while it is held, and then let it go on: it finds all of them."""
+    assert server._server is not None
+    registry, results = server._server.registry, {}
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold(_: HostedExpert) -> None:
+        is_held.set()
+        assert may_go.wait(START_S)
+
+    registry.submit([("e", InspectCall(b"", _ignore, hold))])
+    assert is_held.wait(START_S)
     threads = [
         threading.Thread(target=lambda n=n, call=call: results.update({n: call()}))
         for n, call in enumerate(calls)
     ]
     for thread in threads:
         thread.start()
+    while len(registry["e"]) < len(calls):
+        threading.Event().wait(0.001)
+    may_go.set()
     for thread in threads:
         thread.join(START_S)
     return [results[n] for n in range(len(calls))]
@@ -342,18 +353,15 @@ def test_clients_that_train_one_expert_together_are_joined_both_ways_and_each_st
     module = FeedForwardExpert(D)
     local = copy.deepcopy(module)
     num_rows = [2, 3, 4]
-    config = ServingConfig(batching=BatchingConfig(max_batch_tokens=sum(num_rows), max_wait_ms=10_000))
     optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
-    with ExpertsServer(
-        {"e": module}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), config=config
-    ) as server:
+    with ExpertsServer({"e": module}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as server:
         clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
         for turn in range(3):
             xs = [tokens(num, D, seed=turn) for num in num_rows]
             grads = [tokens(num, D, seed=20 + num) for num in num_rows]
-            at_once([lambda c=c, x=x: c.forward("e", x) for c, x in zip(clients, xs, strict=True)])
+            at_once(server, [lambda c=c, x=x: c.forward("e", x) for c, x in zip(clients, xs, strict=True)])
             backwards = at_once(
-                [lambda c=c, g=g: c.backward("e", g) for c, g in zip(clients, grads, strict=True)]
+                server, [lambda c=c, g=g: c.backward("e", g) for c, g in zip(clients, grads, strict=True)]
             )
             by_client = []
             for x, grad, backward in zip(xs, grads, backwards, strict=True):
