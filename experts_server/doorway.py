@@ -50,7 +50,7 @@ class Doorway:
         """
         try:
             self._enter()
-            context.add_done_callback(self._leave)
+            context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
             yield
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
@@ -76,7 +76,7 @@ class Doorway:
             )
         self._inside.take(1)
 
-    def _leave(self, ctx: Context) -> None:
+    def _leave(self, context: Context) -> None:
         self._inside.give_back(1)
         if self._is_closed and self._inside.in_use == 0:
             self._is_empty.set()
