@@ -22,7 +22,7 @@ from moe_autograd.errors import ConfigError, GradientsLostError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb
-from tests.support.servers import START_S, WireClient, tokens
+from tests.support.servers import START_S, WireClient, tokens, wait_until
 
 D, NUM_EXPERTS = 8, 4
 ALL_FOUR = MemoryConfig(recompute=True, split_backward=True, offload=True)
@@ -382,6 +382,7 @@ def test_each_layer_is_announced_once_and_the_last_ones_chain_ends_with_its_back
             h = torch.randn(3, D)
             h = sum(parallel_apply([there["a.0"], there["a.1"]], [(h,), (h,)]))
             there["c.0"](there["b.0"](h)).sum().backward()
+        wait_until(lambda: len(hinted) == 4)  # nobody else waits for a hint
     assert sorted(hinted) == sorted([["b.0"], ["a.0", "a.1"]] * 2)
 
 
