@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExperts, connect
-from tests.support.servers import ServerProcess
+from tests.support.proxy import Proxy
 from tests.support.survivors import combine_survivors
 
 NUM_EXPERTS, D_MODEL = 4, 4
@@ -140,19 +139,23 @@ def test_a_straggler_that_has_not_begun_never_does(hosted):
     assert module.shapes == [(1, D_MODEL), (3, D_MODEL)]
 
 
-def test_a_frozen_server_is_not_waited_for():
+def test_a_server_that_falls_silent_is_not_waited_for():
     torch.manual_seed(0)
-    serve = ("--expert", "ffn", "--num-experts", "1", "--d-model", str(D_MODEL))
-    here = FeedForwardExpert(D_MODEL)
-    with ServerProcess(*serve) as server, connect(server.address, timeout_s=LONG_S) as experts:
-        router = TopKRouter(D_MODEL, 2, top_k=2)
+    here, there = FeedForwardExpert(D_MODEL), FeedForwardExpert(D_MODEL)
+    with (
+        ExpertsServer({"ffn.0": there}) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=LONG_S) as experts,
+    ):
         layer = MixtureOfExperts(
-            router, [here, experts["ffn.0"]], on_failure="drop", timeout_after_min_s=0.05
+            TopKRouter(D_MODEL, 2, top_k=2),
+            [here, experts["ffn.0"]],
+            on_failure="drop",
+            timeout_after_min_s=0.05,
         )
         x = torch.randn(8, D_MODEL)
-        server.signal(signal.SIGSTOP)
+        proxy.is_black_hole = True
         y, routing = layer(x, return_routing=True)
-        server.signal(signal.SIGCONT)
         assert [failure.expert for failure in routing.failures] == ["ffn.0"]
         torch.testing.assert_close(y, here(x))
 
