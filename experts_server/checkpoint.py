@@ -42,6 +42,13 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PLAIN_KEY = "experts_server"
+_DAMAGES = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    SafetensorError,
+)  # what reading a damaged file may raise
 _GENERATION = re.compile(r"generation-(\d{8,})")
 
 
@@ -137,6 +144,15 @@ class CheckpointFolder:
         found = (_GENERATION.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
+    def read_newest_of(self, expert: str) -> tuple[str, Snapshot] | None:
+        """Return the newest whole state of one expert, and the generation that holds it; `None` if there is none."""
+        for number in reversed(self.generations()):
+            folder = self.folder / f"generation-{number:08}"
+            with contextlib.suppress(*_DAMAGES):
+                entry = _read_manifest(folder / MANIFEST)["experts"][expert]
+                return folder.name, _read_expert(folder, expert, entry)
+        return None
+
     def read_newest(self) -> tuple[str, dict[str, Snapshot]] | None:
         """Return the newest whole generation, its name and the experts' snapshots; `None` if nothing was saved yet.
 
@@ -189,7 +205,7 @@ def _read_generation(folder: Path) -> dict[str, Snapshot]:
     try:
         manifest = _read_manifest(folder / MANIFEST)
         return {name: _read_expert(folder, name, entry) for name, entry in manifest["experts"].items()}
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except _DAMAGES as error:
         raise CheckpointError(
             f"checkpoint {str(folder)!r}: expected a whole generation, got {type(error).__name__}: {error}"
         ) from error

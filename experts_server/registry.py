@@ -63,8 +63,13 @@ class Registry(Mapping[str, ExpertQueue]):
         if turns:
             self._pool.put(turns)
 
-    async def ask(self, names: Sequence[str], make_call: Callable[[Any], Any]) -> list[Any]:
-        """Put one call to each of the named experts; return results and exceptions in their order."""
+    async def ask(
+        self, names: Sequence[str], make_call: Callable[[Any], Any], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Put one call to each of the named experts; return results and exceptions in their order.
+
+        What has not come after `timeout_s` is a `TimeoutError`, and is not begun any more.
+        """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in names]
         calls = []
@@ -74,14 +79,18 @@ class Registry(Mapping[str, ExpertQueue]):
             calls.append((name, call))
         self.submit(calls)
         try:
-            return await asyncio.gather(*futures)
+            if futures:
+                await asyncio.wait(futures, timeout=timeout_s)
+            return [future.result() if future.done() else TimeoutError() for future in futures]
         finally:
             for _, call in calls:
                 call.is_cancelled = True
 
-    async def inspect(self, names: Sequence[str], function: Callable[[HostedExpert], Any]) -> list[Any]:
-        """Run a function on each of the named experts, between their other calls."""
-        return await self.ask(names, lambda reply: InspectCall(b"", reply, function))
+    async def inspect(
+        self, names: Sequence[str], function: Callable[[HostedExpert], Any], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Run a function on each of the named experts, between their other calls; see `ask`."""
+        return await self.ask(names, lambda reply: InspectCall(b"", reply, function), timeout_s)
 
     def _some_names(self) -> str:
         names = list(self._queues)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from experts_server.checkpoint import CheckpointFolder
 from experts_server.config import ServingConfig
 from experts_server.registry import Registry
-from experts_server.snapshot import restore, take
+from experts_server.snapshot import Snapshot, restore, take
 from moe_autograd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 60.0
+HANGING_TIMEOUT_S = 10.0
 
 
 class Saver:
@@ -84,42 +85,68 @@ class Saver:
             raise CheckpointError(
                 "server: expected a checkpoint_dir to save to, got none. Start it with --checkpoint-dir."
             )
-        # A caller that goes away must not stop it half way: the thread would go on writing without the lock.
-        return await asyncio.shield(asyncio.ensure_future(self._save(self._folder)))
+        return await self._save(self._folder, SNAPSHOT_TIMEOUT_S)
 
-    async def save_last(self) -> None:
-        """Save, if there is a folder for it."""
+    async def save_last(self, *, is_at_rest: bool = True) -> None:
+        """Save, if there is a folder for it; an expert that hangs keeps the state that was saved before.
+
+        Args:
+            is_at_rest: whether all calls have come to their end; otherwise experts that still compute probably hang.
+        """
         if self._folder is not None:
-            await self.save()
+            await self._save(
+                self._folder, SNAPSHOT_TIMEOUT_S if is_at_rest else HANGING_TIMEOUT_S, goes_on=True
+            )
 
     async def save_when_due(self) -> None:
-        """Save if the interval has passed; a failure is logged, and tried again after the next interval."""
+        """Save if the interval has passed; a failure is logged, and tried again after the next interval.
+
+        An expert that hangs keeps the state that was saved before, and holds up no other's.
+        """
         if self._folder is None or self.age_s < self._config.checkpoint_interval_s:
             return
         try:
-            await self.save()
+            await self._save(self._folder, SNAPSHOT_TIMEOUT_S, goes_on=True)
         except CheckpointError as error:
             self._saved_at = self._clock()
             logger.error("%s", error)
 
-    async def _save(self, folder: CheckpointFolder) -> str:
+    async def _save(self, folder: CheckpointFolder, timeout_s: float, *, goes_on: bool = False) -> str:
+        """Write a generation; where an expert does not come to rest, fail, or go on with what was saved of it."""
+        # A caller that goes away must not stop it half way: the thread would go on writing without the lock.
+        return await asyncio.shield(asyncio.ensure_future(self._save_whole(folder, timeout_s, goes_on)))
+
+    async def _save_whole(self, folder: CheckpointFolder, timeout_s: float, goes_on: bool) -> str:
         async with self._is_saving:
-            try:
-                async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
-                    taken = await self._registry.inspect(list(self._registry), take)
-            except TimeoutError as error:
-                busy = [name for name, queue in self._registry.items() if queue.computing_since is not None]
-                raise CheckpointError(
-                    f"server: expected every expert to be at rest within {SNAPSHOT_TIMEOUT_S:g} s, got {busy} "
-                    "still computing. The checkpoint before is untouched; save again when they are done."
-                ) from error
-            for result in taken:
-                if isinstance(result, BaseException):
+            names = list(self._registry)
+            taken = dict(zip(names, await self._registry.inspect(names, take, timeout_s), strict=True))
+            for expert, result in taken.items():
+                if isinstance(result, TimeoutError):
+                    taken[expert] = await asyncio.to_thread(_saved_before, folder, expert, timeout_s, goes_on)
+                elif isinstance(result, BaseException):
                     raise CheckpointError(f"server: expected a copy of each expert, got {result}") from result
-            name = await asyncio.to_thread(folder.write, taken)
+            name = await asyncio.to_thread(folder.write, list(taken.values()))
             self._saved_at = self._clock()
             logger.info("saved %s", name)
             return name
+
+
+def _saved_before(folder: CheckpointFolder, expert: str, timeout_s: float, goes_on: bool) -> Snapshot:
+    """Return what the newest whole generation holds of an expert that does not come to rest."""
+    found = folder.read_newest_of(expert) if goes_on else None
+    if found is None:
+        raise CheckpointError(
+            f"server: expected every expert to be at rest within {timeout_s:g} s, got {expert!r} still computing. "
+            "The checkpoint before is untouched; save again when it is done."
+        )
+    generation, snapshot = found
+    logger.error(
+        "expert %r still computes after %g s: its state of %s goes on into the next one",
+        expert,
+        timeout_s,
+        generation,
+    )
+    return snapshot
 
 
 def _some(names: Iterable[str]) -> str:

@@ -196,14 +196,15 @@ class ExpertServer:
         self.state = "draining"
         logger.info("draining: at most %g s", self.config.drain_timeout_s)
         await self.health.set_draining()
-        if not await self.service.drain(self.config.drain_timeout_s):
+        is_at_rest = await self.service.drain(self.config.drain_timeout_s)
+        if not is_at_rest:
             logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
         await self._grpc.stop(CLOSE_S)
         self._is_stopping.set()
         if self._upkeep is not None:
             await self._upkeep
         try:
-            await self.saver.save_last()
+            await self.saver.save_last(is_at_rest=is_at_rest)
         finally:
             if not await asyncio.to_thread(self.pool.close, 1.0):
                 logger.warning("stopped while an expert still hangs: %s", self.pool)

@@ -36,6 +36,9 @@ FLAGS = (
 ENVIRONMENT = {
     "GRPC_VERBOSITY": "NONE",  # what grpc itself says of connections that are cut is no complaint of ours
     "EXPERTS_SERVER_CHECKPOINT_INTERVAL_S": "2",
+    # What is held for clients that went away reaches its limits within the first minutes.
+    "EXPERTS_SERVER_LIMITS__MAX_CLIENTS": "32",
+    "EXPERTS_SERVER_LIMITS__GATHERED_GRADIENT_S": "30",
     "EXPERTS_SERVER_LIMITS__KEPT_FORWARD_BYTES": str(4 * MIB),
     "EXPERTS_SERVER_LIMITS__LEDGER_REPLY_BYTES": str(4 * MIB),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent import futures
@@ -16,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
+import experts_server.saving as saving_module
 import experts_server.server as server_module
 from experts_server import ExpertsServer
 from experts_server.checkpoint import CheckpointFolder
@@ -215,6 +217,59 @@ def test_all_experts_of_a_checkpoint_are_on_the_same_side_of_a_step(tmp_path: Pa
         saved = {name: s.plain["num_updates"] for name, s in generation_in(tmp_path, saving.result()).items()}
     expected = 1 if first == "step" else 0
     assert saved == {"busy": expected, "idle": expected}
+
+
+@pytest.mark.parametrize("when", ["by itself", "at the end"])
+def test_an_expert_that_hangs_keeps_no_other_from_being_saved(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on with what was saved of it before."""
+    monkeypatch.setattr(saving_module, "HANGING_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
+    interval_s = 1000.0 if when == "at the end" else 0.1
+    hanging, well = Gated(), nn.Linear(D, D)
+    config = ServingConfig(
+        checkpoint_dir=tmp_path, checkpoint_interval_s=interval_s, drain_timeout_s=0.05, keep_checkpoints=5
+    )
+
+    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    server = ExpertsServer({"hanging": hanging, "well": well}, optimizer=sgd, config=config).start()
+    with WireClient(server.address) as client, WireClient(server.address, client_id=b"other") as other:
+        client.save()
+        if when == "by itself":
+            monkeypatch.setattr(saving_module, "SNAPSHOT_TIMEOUT_S", 0.5)
+        calling = threading.Thread(target=_until_cut_off, args=(other,))
+        calling.start()
+        assert hanging.started.acquire(timeout=START_S)
+        client.forward("well", tokens(2, D))
+        client.backward("well", torch.ones(2, D))
+        client.step("well")
+        if when == "by itself":
+            with pytest.raises(grpc.RpcError, match="got 'hanging' still computing"):
+                client.save()  # who asks for all of it is not given less
+            wait_for(lambda: _saved_updates(tmp_path) == {"hanging": 0, "well": 1})
+        server.stop()
+        calling.join(START_S)
+    hanging.let_go()
+    assert _saved_updates(tmp_path) == {"hanging": 0, "well": 1}
+    assert "expert 'hanging' still computes" in caplog.text
+
+
+def _until_cut_off(client: WireClient) -> None:
+    with pytest.raises(grpc.RpcError):
+        client.forward("hanging", tokens(1, D))
+
+
+def _saved_updates(folder: Path) -> dict[str, int]:
+    beside = Path(tempfile.mkdtemp(dir=folder.parent))
+    for generation in folder.glob("generation-*"):
+        (beside / generation.name).symlink_to(generation)
+    with CheckpointFolder(beside) as opened:
+        newest = opened.read_newest()
+    assert newest is not None
+    return {name: snapshot.plain["num_updates"] for name, snapshot in newest[1].items()}
 
 
 # ---- forwards that wait
