@@ -1,7 +1,8 @@
 """Hand back the gradients of the inputs at once, and compute those of the weights while nobody waits.
 
-A worker runs one stage of a pipeline. What is upstream waits for the stage's input gradients only, so the worker
-sends them first. The result is that of one backward.
+First by hand: a worker runs one stage of a pipeline. What is upstream waits for the stage's input gradients only, so
+the worker sends them first. Then by an option: layers whose backward goes on upstream while idle workers compute the
+gradients of the weights. The results are those of one backward.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import torch
 from torch import Tensor, nn
 
+from moe_autograd import parallel_apply
 from moe_autograd.autograd.split_backward import split_backward
 
 D_MODEL, NUM_TOKENS = 512, 512
@@ -33,8 +35,8 @@ def serve(
         parameter.grad = grad
 
 
-def main() -> None:
-    torch.manual_seed(0)
+def pipeline_stage() -> None:
+    """Split a backward by hand."""
     module = stage()
     twin = copy.deepcopy(module)
     for round_ in range(3):
@@ -61,6 +63,29 @@ def main() -> None:
         print(
             f"round {round_ + 1}: reply after {replied * 1e3:.1f} ms, weight gradients after {done * 1e3:.1f} ms"
         )
+
+
+def gradients(layers: list[list[nn.Sequential]], x: Tensor, *, defers: bool) -> list[Tensor]:
+    h = x
+    for experts in layers:
+        outputs = parallel_apply(experts, [(h,)] * len(experts), defer_weight_grads=defers)
+        h = torch.stack(outputs).mean(0)
+    weights = [parameter for experts in layers for expert in experts for parameter in expert.parameters()]
+    return list(torch.autograd.grad(h.square().mean(), weights))
+
+
+def stack_of_layers() -> None:
+    """Let the library do it."""
+    layers = [[stage() for _ in range(2)] for _ in range(3)]
+    x = torch.randn(NUM_TOKENS, D_MODEL)
+    torch.testing.assert_close(gradients(layers, x, defers=True), gradients(layers, x, defers=False))
+    print("three layers of two experts: deferred, and all there when the backward returned")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    pipeline_stage()
+    stack_of_layers()
 
 
 if __name__ == "__main__":
