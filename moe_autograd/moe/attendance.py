@@ -43,7 +43,8 @@ class Attendance:
         rests: Rests,
         tolerance: Tolerance,
     ) -> None:
-        self.lost: dict[int, Exception] = {}  # in the forward, by position
+        self.lost: set[int] = set()  # positions, in the forward
+        self._first_error: Exception | None = None
         self._experts = experts
         self._plan = plan
         self._failures = failures
@@ -100,11 +101,17 @@ class Attendance:
         if not may_be_left_out(error):
             raise error
         if phase == "forward":
-            self.lost[position] = error
+            self.lost.add(position)
+            self._first_error = self._first_error or error
         index = self._plan.active[position]
         reason = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         self._failures.append(ExpertFailure(index, name_of(self._experts[position], index), phase, reason))
         self._rests.note_failure(index, reason)
+
+    def take_first_error(self) -> Exception | None:
+        """Return what the forward lost an expert by, and forget it: its traceback leads back to this pass."""
+        error, self._first_error = self._first_error, None
+        return error
 
 
 def _is_lenient(expert: nn.Module) -> bool:

@@ -75,8 +75,7 @@ def compute_with_those_that_answer(
         lost = {plan.active[position] for position in attendance.lost}
         outputs = [output for position, output in enumerate(outputs) if position not in attendance.lost]
         plan, _ = select(plan, _all_but(lost, routing)[routing.expert_index])
-    cause = next(iter(attendance.lost.values()), None)
-    y = _combine(x, outputs, routing, plan, tolerance, cause)
+    y = _combine(x, outputs, routing, plan, tolerance, attendance.take_first_error())
     attendance.follow_backwards_of(y)
     return y, plan.active
 

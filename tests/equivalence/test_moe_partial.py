@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -350,6 +352,40 @@ def test_where_zeros_will_do_nobody_has_to_stand_in():
     for _ in range(3):
         layer(x)
     assert layer.experts[0].num_calls == 1
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_pass_that_lost_an_expert_goes_with_its_graph(phase):
+    class Fresh(Unreliable):
+        def _fail(self, grad: Tensor) -> None:
+            raise ServerUnavailableError("gone")
+
+        def forward(self, x: Tensor) -> Tensor:
+            if phase == "forward":
+                raise ServerUnavailableError("gone")
+            return super().forward(x)
+
+    layer = layer_of(fails={0: phase}, timeout_after_min_s=60.0)
+    layer.experts[0] = Fresh().double()
+    layer.experts[0].fails_in = phase
+    x = tokens()
+    gone = weakref.ref(x)
+    gc.collect()
+    gc.disable()
+    try:
+        y, routing = layer(x, return_routing=True)
+        y.sum().backward()
+        noted = routing.failures
+        del x, y, routing
+        assert gone() is None
+        assert [(failure.phase, failure.reason) for failure in noted] == [
+            (phase, "ServerUnavailableError: gone")
+        ]
+    finally:
+        gc.enable()
 
 
 # ---- stragglers
