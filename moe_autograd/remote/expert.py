@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import Failures
+from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.placement import HostedExpert
 
@@ -256,7 +257,10 @@ class _RemoteCalls(torch.autograd.Function):
         calls: list[Call] = ctx.calls
         (anchor_node, _), *edges = ctx.next_functions
         saved = iter(ctx.saved_tensors)  # raises if the graph is gone, or if one was changed in place
-        wanted = _split([_is_wanted(node) for node, _ in edges], [call.num_inputs for call in calls])
+        wants_all = is_in_first_part()  # what is left out there, nobody asks for again
+        wanted = _split(
+            [wants_all or _is_wanted(node) for node, _ in edges], [call.num_inputs for call in calls]
+        )
         given = _split(flat_grad_outputs, [call.num_outputs for call in calls])
         parts = [
             BackwardPart(call, [next(saved) for _ in range(call.num_inputs)], grads, wants)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.config import LimitsConfig, ServingConfig
+from moe_autograd import split_backward
 from moe_autograd.errors import MoeAutogradError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 
@@ -100,6 +101,17 @@ class TestValuesAndGradients:
         expected.backward(upstream)
         got.backward(upstream)
         torch.testing.assert_close(twin.grad, x.grad)
+
+    def test_a_split_backward_gives_weights_behind_another_input_their_gradient(self, local, remote):
+        """In its first part nobody asks for that input's gradient, nor ever again."""
+        x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+        found = []
+        for expert in (local["two"], remote["two"]):
+            y = expert(x, weight.sin())[0].sum()
+            (x_grad,), pending = split_backward(y, None, x, weight)
+            found.append((x_grad, *pending.run()))
+        torch.testing.assert_close(found[1], found[0])
+        assert not weights_change(remote, "two")
 
     def test_several_inputs_and_outputs(self, local, remote):
         inputs = [torch.randn(5, 4, requires_grad=True), torch.tensor(3.0, requires_grad=True)]
