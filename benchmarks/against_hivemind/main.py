@@ -193,7 +193,7 @@ def compare(name: str, python: str, rounds: int) -> list[object]:
                 "in one process": lambda: {"s": stopwatch(local)},
             },
             rounds=rounds,
-            warmup=3,
+            warmup=1,
         )
         num_processes = hivemind.num_processes
     ours, theirs, here = (times[who]["s"] for who in ("ours", "hivemind", "in one process"))
@@ -212,10 +212,6 @@ def ratios(ours: Times, theirs: Times, here: Times) -> tuple[float, float]:
 
 
 def main(python: str, rounds: int, names: list[str]) -> None:
-    rows = []
-    for name in names:
-        rows.append(compare(name, python, rounds))
-        print(f"{name}: {rows[-1][1]:.1f} ms, hivemind {rows[-1][2]:.1f} ms", flush=True)
     heads = (
         "workload",
         "ours, ms",
@@ -225,6 +221,10 @@ def main(python: str, rounds: int, names: list[str]) -> None:
         "ours / in one process",
         "hivemind's processes",
     )
+    rows = []
+    for name in names:
+        rows.append(compare(name, python, rounds))
+        print_table(heads, rows[-1:])
     print_table(heads, rows)
 
 
