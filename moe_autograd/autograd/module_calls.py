@@ -38,7 +38,6 @@ Rule 9. A tensor with history that leaves a call by another way than its result 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import weakref
@@ -47,12 +46,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import Function
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from moe_autograd._ambient import refuse_tangents
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
@@ -67,6 +64,7 @@ from moe_autograd.autograd.join import (
     run_calls,
     split,
 )
+from moe_autograd.autograd.module_results import CallResults, edge_of
 from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part, split_backward
@@ -106,7 +104,7 @@ class _Gate(Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-class ModuleCall:
+class ModuleCall(CallResults):
     """One call of `module`; see `join.Call`. Constructing it runs the forward, in the current grad mode.
 
     Args:
@@ -118,8 +116,6 @@ class ModuleCall:
     """
 
     non_differentiable: tuple[Tensor, ...] = ()
-    _changed_views: Sequence[Tensor] = ()
-    _dirty: Sequence[Tensor] = ()
     has_hooks = False  # whether hooks are to sleep in its backward
     boxes: Sequence[weakref.ref[Box]] = ()  # what it saved, where the caller has saved-tensor hooks
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
@@ -149,7 +145,6 @@ class ModuleCall:
         returned = module(*inner_args, **inner_kwargs)
 
         self._take_results(returned, {id(aliases[id(tensor)]): tensor for tensor in entered})
-        self.dirty: tuple[Tensor, ...] = ()
         if versions != [tensor._version for tensor in entered]:
             changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
             self._take_changed(changed, [aliases[id(tensor)] for tensor in changed])
@@ -182,83 +177,6 @@ class ModuleCall:
         self._ends = ends
         self.inputs += tuple(self.leaves)
 
-    def _take_results(self, returned: Any, outer_of: dict[int, Tensor]) -> None:
-        """Find the results that the join is to tie (Rule 8); `outer_of` maps an alias's id to its outer tensor."""
-        values: list[Any] = [returned]
-        self._spec: TreeSpec | None = None
-        self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
-        if self._is_list:
-            values = list(returned)
-        elif not isinstance(returned, Tensor):
-            values, self._spec = tree_flatten(returned)
-        if forward_ad._current_level >= 0:
-            refuse_tangents(value for value in values if isinstance(value, Tensor))
-        self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
-        inner: list[Tensor] = []
-        for i, value in enumerate(values):
-            if not isinstance(value, Tensor) or not value.requires_grad:
-                continue
-            if id(value) in outer_of:
-                values[i] = outer_of[id(value)]
-                continue
-            if id(value) not in self._places:
-                inner.append(value)
-            self._places.setdefault(id(value), []).append(i)
-            values[i] = None
-        self._values = values
-        self._edges = [edge_of(value) for value in inner]
-        self._detach(inner, outer_of)
-
-    def _detach(self, inner: list[Tensor], outer_of: dict[int, Tensor]) -> None:
-        if len(inner) == 1 and not inner[0]._is_view():
-            self.results: tuple[Tensor, ...] = (inner[0].detach(),)
-            self.to_save: tuple[Tensor | None, ...] = ()
-            return
-        owners = [id(value._base) if value._is_view() else id(value) for value in inner]
-        num_owned = collections.Counter(owners)
-        results, shared = [], []
-        for value, owner in zip(inner, owners, strict=True):
-            result = value.detach()
-            if owner in outer_of or num_owned[owner] > 1:
-                result = result.view_as(result)
-                shared.append(result)
-            results.append(result)
-        self.results = tuple(results)
-        self.to_save = tuple(shared)
-
-    def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
-        """Rule 7."""
-        self._edges += [edge_of(alias) for alias in aliases]
-        self._changed_views = [tensor for tensor in changed if tensor._is_view()]
-        self.dirty = tuple([tensor for tensor in changed if not tensor._is_view()])
-        self.results += tuple([t.detach().clone() if t._is_view() else t for t in changed])
-
-    def forget_results(self) -> None:
-        """See `join.Call`."""
-        self._dirty = self.dirty
-        self.results = self.dirty = self.inputs = self.to_save = ()
-
-    def take_returned(self, tied: Sequence[Tensor]) -> Any:
-        """Return what the module returned, with the tied tensors in their places."""
-        values, self._values = self._values, []
-        for places, tensor in zip(self._places.values(), tied, strict=False):
-            for place in places:
-                values[place] = tensor
-        if self._changed_views:
-            self._give_history_to_views(tied[len(self._places) :])
-        if self._is_list:
-            return values
-        return values[0] if self._spec is None else tree_unflatten(values, self._spec)
-
-    def _give_history_to_views(self, changed: Sequence[Tensor]) -> None:
-        """Rule 7, for inputs that are views: a copy of each was tied, and is copied into it."""
-        copies = [tensor for tensor in changed if not any(tensor is dirty for dirty in self._dirty)]
-        views, self._changed_views, self._dirty = self._changed_views, (), ()
-        for view, copy in zip(views, copies, strict=True):
-            # The inner graph has saved tensors that know of the real change: this one is not to count.
-            with torch.autograd._unsafe_preserve_version_counter(view), torch.enable_grad():
-                view.copy_(copy)
-
     def backward(
         self,
         saved: Sequence[Tensor | None],
@@ -282,7 +200,13 @@ class ModuleCall:
 
     def _can_defer(self) -> bool:
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
-        if not self.may_defer or self._is_spent or is_tracing() or accelerator_in_use() is not None:
+        if (
+            not self.may_defer
+            or self._is_spent
+            or self._leaves_out
+            or is_tracing()
+            or accelerator_in_use() is not None
+        ):
             return False
         return not (self._shares_graph or self._has_history or self.boxes)
 
@@ -478,12 +402,6 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
     if not kwargs and all(type(value) is Tensor for value in args):
         return list(args), None
     return tree_flatten((args, kwargs))
-
-
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """Return where the gradient of `tensor` goes; torch's own function also holds on to it."""
-    node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
 def enter(values: Sequence[Any]) -> dict[int, Tensor]:

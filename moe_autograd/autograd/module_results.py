@@ -1,0 +1,111 @@
+"""What a module call returned, on its way through a join and back into the structure that the module gave it.
+
+Rules 7 and 8 of `module_calls`: which results are tied, how those that share memory are, and how inputs that the call
+changed get their history.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from moe_autograd._ambient import refuse_tangents
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Return where the gradient of `tensor` goes; torch's own function also holds on to it."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+class CallResults:
+    """The part of a call that is about its results; see `join.Call`."""
+
+    inputs: tuple[Tensor, ...] = ()
+    dirty: tuple[Tensor, ...] = ()
+    _changed_views: Sequence[Tensor] = ()
+    _dirty: Sequence[Tensor] = ()
+
+    def _take_results(self, returned: Any, outer_of: dict[int, Tensor]) -> None:
+        """Find the results that the join is to tie (Rule 8); `outer_of` maps an alias's id to its outer tensor."""
+        values: list[Any] = [returned]
+        self._spec: TreeSpec | None = None
+        self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
+        if self._is_list:
+            values = list(returned)
+        elif not isinstance(returned, Tensor):
+            values, self._spec = tree_flatten(returned)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(value for value in values if isinstance(value, Tensor))
+        self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
+        inner: list[Tensor] = []
+        for i, value in enumerate(values):
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                continue
+            if id(value) in outer_of:
+                values[i] = outer_of[id(value)]
+                continue
+            if id(value) not in self._places:
+                inner.append(value)
+            self._places.setdefault(id(value), []).append(i)
+            values[i] = None
+        self._values = values
+        self._edges = [edge_of(value) for value in inner]
+        self._detach(inner, outer_of)
+
+    def _detach(self, inner: list[Tensor], outer_of: dict[int, Tensor]) -> None:
+        if len(inner) == 1 and not inner[0]._is_view():
+            self.results: tuple[Tensor, ...] = (inner[0].detach(),)
+            self.to_save: tuple[Tensor | None, ...] = ()
+            return
+        owners = [id(value._base) if value._is_view() else id(value) for value in inner]
+        num_owned = collections.Counter(owners)
+        results, shared = [], []
+        for value, owner in zip(inner, owners, strict=True):
+            result = value.detach()
+            if owner in outer_of or num_owned[owner] > 1:
+                result = result.view_as(result)
+                shared.append(result)
+            results.append(result)
+        self.results = tuple(results)
+        self.to_save = tuple(shared)
+
+    def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
+        """Rule 7."""
+        self._edges += [edge_of(alias) for alias in aliases]
+        self._changed_views = [tensor for tensor in changed if tensor._is_view()]
+        self.dirty = tuple([tensor for tensor in changed if not tensor._is_view()])
+        self.results += tuple([t.detach().clone() if t._is_view() else t for t in changed])
+
+    def forget_results(self) -> None:
+        """See `join.Call`."""
+        self._dirty = self.dirty
+        self.results = self.dirty = self.inputs = self.to_save = ()
+
+    def take_returned(self, tied: Sequence[Tensor]) -> Any:
+        """Return what the module returned, with the tied tensors in their places."""
+        values, self._values = self._values, []
+        for places, tensor in zip(self._places.values(), tied, strict=False):
+            for place in places:
+                values[place] = tensor
+        if self._changed_views:
+            self._give_history_to_views(tied[len(self._places) :])
+        if self._is_list:
+            return values
+        return values[0] if self._spec is None else tree_unflatten(values, self._spec)
+
+    def _give_history_to_views(self, changed: Sequence[Tensor]) -> None:
+        """Rule 7, for inputs that are views: a copy of each was tied, and is copied into it."""
+        copies = [tensor for tensor in changed if not any(tensor is dirty for dirty in self._dirty)]
+        views, self._changed_views, self._dirty = self._changed_views, (), ()
+        for view, copy in zip(views, copies, strict=True):
+            # The inner graph has saved tensors that know of the real change: this one is not to count.
+            with torch.autograd._unsafe_preserve_version_counter(view), torch.enable_grad():
+                view.copy_(copy)
