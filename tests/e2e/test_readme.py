@@ -72,7 +72,15 @@ def test_what_a_page_links_to_exists(page: str) -> None:
     prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("http")]
     assert links
-    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+    assert [link for link in links if not _exists(page, *link.split("#"))] == []
+
+
+def _exists(page: str, file: str, heading: str = "") -> bool:
+    target = (ROOT / page).parent / file if file else ROOT / page
+    if not heading:
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return heading in {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
 
 
 def test_the_index_links_every_page_and_every_benchmark() -> None:
