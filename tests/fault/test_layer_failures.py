@@ -185,6 +185,7 @@ def local_copies(experts: RemoteExperts) -> list[nn.Module]:
     return copies
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_server_that_is_killed_is_gone_on_without(stays, start_server, phase):
     torch.manual_seed(0)
@@ -229,6 +230,7 @@ class Clock:
         return self.now_s
 
 
+@pytest.mark.timeout(600)
 def test_training_goes_on_while_one_of_two_servers_is_gone_and_with_it_when_it_is_back(
     stays, start_server, monkeypatch
 ):
