@@ -26,7 +26,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def run(code: str, folder: Path) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=folder)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=250, cwd=folder)
 
 
 def shell_lines(command: str) -> list[str]:
