@@ -168,7 +168,16 @@ class _Payload:
 class _Incoming:
     """A parcel on its way in: its tensors so far, and those in the making."""
 
-    __slots__ = ("_assemblies", "_forms", "_received", "head", "num_bytes", "num_missing", "number", "tensors")
+    __slots__ = (
+        "_assemblies",
+        "_forms",
+        "_received",
+        "head",
+        "num_bytes",
+        "num_missing",
+        "number",
+        "tensors",
+    )
 
     def __init__(self, number: int, head: Head, forms: list[TensorForm]) -> None:
         self.number = number

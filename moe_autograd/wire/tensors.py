@@ -141,7 +141,8 @@ def check_header(header: bytes, limits: TensorLimits) -> TensorForm:
     return _checked_form(header, limits.max_tensor_bytes)
 
 
-@functools.lru_cache(maxsize=1024)  # the same few headers come again and again; to parse one costs more than its tensor
+# The same few headers come again and again, and to parse one costs more than its tensor.
+@functools.lru_cache(maxsize=1024)
 def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
     header = pb.TensorHeader.FromString(serialized)
     shape, encoding, num_bytes = tuple(header.shape), header.encoding, header.num_bytes
