@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -36,6 +37,11 @@ async def run(config: ServerConfig) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = from_config(config)
     await server.start()
+    # Whole collections come when a quarter of all objects is new. Beside torch's that takes hundreds of thousands, and
+    # the errors of damaged streams, each a cycle with its traceback, pile up: so what is here by now is left out.
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # counts what is left
     for number in SIGNALS:
         loop.add_signal_handler(number, take_signal, number)
     if server.metrics is not None:

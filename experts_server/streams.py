@@ -95,6 +95,9 @@ class PassStream:
             await self._send()
         finally:
             receiver.cancel()
+            self._failure = (
+                None  # its traceback leads back here, and the cycle collector rarely comes by beside torch
+            )
             self._hold(0)
             for call in self._outstanding.values():
                 call.is_cancelled = True
