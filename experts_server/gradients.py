@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,26 @@ def is_finite(tensors: Gradients) -> bool:
 def first_not_finite(tensors: Gradients) -> int | None:
     """Return the index of the first tensor with a value that is not finite."""
     return next((index for index, tensor in enumerate(tensors) if not is_finite([tensor])), None)
+
+
+def differentiate(
+    roots: Sequence[Tensor], root_grads: Sequence[Tensor], targets: Sequence[Tensor], *, retain_graph: bool
+) -> Gradients:
+    """Return the gradients of `targets`, as `torch.autograd.grad` does with `allow_unused`.
+
+    Without its checks, which take as long as a small backward: what comes here has been checked.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    grads: Gradients = engine.run_backward(
+        tuple(roots),
+        tuple(root_grads),
+        retain_graph,
+        False,  # create_graph
+        tuple(targets),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return grads
 
 
 def added(old: Gradients, new: Gradients) -> Gradients:

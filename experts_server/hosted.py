@@ -33,7 +33,7 @@ from experts_server.calling import ModuleCaller
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.checks import check_finite, check_grad_outputs, check_inputs
 from experts_server.config import SAVING_NOTHING, MemoryConfig
-from experts_server.gradients import Gradients
+from experts_server.gradients import Gradients, differentiate
 from experts_server.joining import Joiner
 from experts_server.kept import KeptForward, KeptForwards, OwnForwards
 from experts_server.later import LaterGradients, Left
@@ -298,9 +298,7 @@ class HostedExpert:
         if not roots or not targets:
             return (None,) * len(kept.inputs), [None] * len(parameters)
         try:
-            found = torch.autograd.grad(
-                roots, targets, root_grads, retain_graph=call.keep_graph, allow_unused=True
-            )
+            found = differentiate(roots, root_grads, targets, retain_graph=call.keep_graph)
         except Exception as error:
             raise self.caller.failure("backward", error) from error
         return _in_place_of(wanted, found, len(kept.inputs)), found[len(wanted) :]

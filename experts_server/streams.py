@@ -9,8 +9,9 @@ What is guaranteed: each parcel that arrives whole is answered once, whatever be
 message ends the stream with DATA_LOSS; when the client goes away, or its deadline passes, calls that have not
 begun are never begun.
 
-Small results are gathered: the loop is woken when all calls that have come are done, or `GATHER_S` after the calls
-came or after the first result since, not for each one: each time it wakes it takes the interpreter from the workers.
+Small results are gathered: they leave when all calls that have come are done, when for `GATHER_S` none was added, or
+when the first has waited for `LONGEST_GATHER_S`, and not one by one: a message costs the loop more than ten results,
+and each time it wakes it takes the interpreter from the workers. Large ones leave at the first look.
 Threads: everything runs on the event loop, except `take_result`, which workers call.
 """
 
@@ -37,6 +38,8 @@ from moe_autograd.wire.tensors import TensorLimits
 logger = logging.getLogger(__name__)
 
 GATHER_S = 0.002
+LONGEST_GATHER_S = 0.01
+LARGE_BYTES = 1 << 20
 
 
 class PassSettings(Protocol):
@@ -80,7 +83,9 @@ class PassStream:
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
         self._results: deque[tuple[Call, Any]] = deque()
-        self._is_flush_due = False  # guarded by the GIL: somebody will look for results
+        self._is_look_due = False  # guarded by the GIL: somebody will look for results
+        self._num_seen = 0  # results at the last look
+        self._gathers_since = 0.0
         remaining_s = context.time_remaining()
         self._deadline = None if remaining_s is None else time.monotonic() + remaining_s
 
@@ -128,16 +133,9 @@ class PassStream:
             self._submit(calls)
 
     def _submit(self, calls: list[tuple[str, Call]]) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_later(GATHER_S, self._look_for_results)
+        if not self._is_look_due:
+            self._look_later()
         self._settings.registry.submit(calls)
-
-    def _look_for_results(self) -> None:
-        """Send what has come; if nothing has, the next result wakes the loop."""
-        self._is_flush_due = False  # before the look: a worker adds its result, and looks here afterwards
-        if self._results:
-            self._wake.set()
 
     def _hold(self, num_bytes: int) -> None:
         """Count what has come of parcels that are not whole yet against what all streams may hold of it."""
@@ -159,7 +157,7 @@ class PassStream:
         call.reply_encoding = encoding
         call.arrived_at = time.monotonic()
         call.deadline = self._deadline
-        call.num_bytes = sum(t.nbytes for t in parcel.tensors if t is not None)
+        call.num_bytes = sum([t.nbytes for t in parcel.tensors if t is not None])
         self._outstanding[parcel.number] = call
         return name, call
 
@@ -182,24 +180,44 @@ class PassStream:
     def take_result(self, call: Call, result: Any) -> None:
         """Take the result of a call, or its exception; on a worker, or on the loop itself."""
         self._results.append((call, result))
-        if not self._is_flush_due or len(self._results) >= len(self._outstanding):
-            self._is_flush_due = True
+        if not self._is_look_due or len(self._results) >= len(self._outstanding):
+            self._is_look_due = True
             try:
-                self._loop.call_soon_threadsafe(self._flush_soon)
+                self._loop.call_soon_threadsafe(self._look_for_results)
             except RuntimeError:  # the loop is closed: the server has stopped, and nobody waits for this
                 logger.debug("a result came after its server had stopped")
 
-    def _flush_soon(self) -> None:
-        if len(self._results) >= len(self._outstanding):
+    def _look_later(self) -> None:
+        self._is_look_due = True
+        self._loop.call_later(GATHER_S, self._look_for_results)
+
+    def _look_for_results(self) -> None:
+        """Send what has come, unless more is just coming; if nothing has, the next result calls for a look."""
+        self._is_look_due = False  # before the look: a worker adds its result, and looks here afterwards
+        if not self._results:
+            return
+        if self._num_seen == 0:
+            self._gathers_since = time.monotonic()
+        if self._are_enough():
+            self._num_seen = 0
             self._wake.set()
         else:
-            self._loop.call_later(GATHER_S, self._wake.set)
+            self._num_seen = len(self._results)
+            self._look_later()
+
+    def _are_enough(self) -> bool:
+        results = list(self._results)  # in one go: workers add to them
+        return (
+            len(results) >= len(self._outstanding)
+            or len(results) == self._num_seen
+            or time.monotonic() - self._gathers_since > LONGEST_GATHER_S
+            or sum([call.num_bytes for call, _ in results]) > LARGE_BYTES
+        )
 
     async def _send(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._is_flush_due = False
             while self._results:
                 self._answer_call(*self._results.popleft())
             while (message := self._writer.next_message()) is not None:
