@@ -10,7 +10,7 @@ Both maps have the same three steps, drawn here for three calls; the numbers are
       call 2 ──▶ y2 ─┘                           └─▶ grads of call 2
 
 `map_with_parallel_backward` calls an autograd function (`function_calls`), `parallel_apply` calls modules or any
-callables (`module_calls`), and those too small for a thread in turn (`small_calls`). Threads are `_workers`' business,
+callables (`module_calls`), and in turn where threads would gain nothing (`in_turn`). Threads are `_workers`' business,
 random numbers `_random`'s, the node is `join`'s.
 """
 
@@ -36,10 +36,10 @@ from moe_autograd.autograd.deferred import DeferringModules
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall
 from moe_autograd.autograd.grouping import group_calls, ungroup
+from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import Joined, join, run_calls
 from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
-from moe_autograd.autograd.small_calls import call_in_turn
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)

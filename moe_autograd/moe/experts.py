@@ -50,7 +50,7 @@ class FeedForwardExpert(nn.Module):
         self.down = nn.Linear(d_ff, d_model, device=device, dtype=dtype)
 
     def only_computes(self) -> bool:
-        """Tell a map whether it may call this expert without a thread (`autograd.small_calls`)."""
+        """Tell a map whether it may call this expert without a thread (`autograd.in_turn`)."""
         return isinstance(self.activation, nn.Module) or self.activation in _ELEMENTWISE
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class SwiGLUExpert(nn.Module):
         self.down = nn.Linear(d_ff, d_model, bias=False, device=device, dtype=dtype)
 
     def only_computes(self) -> bool:
-        """Tell a map that it may call this expert without a thread (`autograd.small_calls`)."""
+        """Tell a map that it may call this expert without a thread (`autograd.in_turn`)."""
         return True
 
     def forward(self, x: Tensor) -> Tensor:

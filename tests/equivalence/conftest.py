@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_autograd.autograd import small_calls
+from moe_autograd.autograd import in_turn
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_calls, "MOST_WORK", -1)
+    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd import small_calls
+from moe_autograd.autograd import in_turn
 from tests.support.module_programs import seeded
 
 NUM_EXPERTS = 4
-small_calls.MOST_WORK = -1  # the map's own machinery is what is tested
+in_turn.MOST_SMALL = -1  # the map's own machinery is what is tested
 
 
 class Layer(nn.Module):

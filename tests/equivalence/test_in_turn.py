@@ -1,9 +1,9 @@
-"""Small calls of modules that only compute are the plain loop; whatever could wait, or be seen, is not one of them."""
+"""Small and large calls of modules that only compute are the plain loop; what could wait, or be seen, never is."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from moe_autograd import FeedForwardExpert, SwiGLUExpert, parallel_apply
-from moe_autograd.autograd import small_calls
+from moe_autograd.autograd import in_turn
 from moe_autograd.timeline import record_timeline
 from tests.support.comparison import assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
@@ -25,16 +25,16 @@ SMALL_ENOUGH = 1 << 20
 
 @pytest.fixture(autouse=True)
 def some_are_small(nothing_is_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_calls, "MOST_WORK", SMALL_ENOUGH)
+    monkeypatch.setattr(in_turn, "MOST_SMALL", SMALL_ENOUGH)
 
 
 def expert() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
 
-def is_small(module: Callable[..., Any], x: Any = None) -> bool:
+def is_made_in_turn(module: Callable[..., Any], x: Any = None) -> bool:
     x = torch.randn(3, 4, requires_grad=True) if x is None else x
-    return small_calls.call_in_turn([module], [(x,)], [{}]) is not None
+    return in_turn.call_in_turn([module], [(x,)], [{}]) is not None
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -60,21 +60,40 @@ def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph
 
 def test_a_call_with_more_work_gets_a_thread() -> None:
     module = nn.Linear(64, 64, bias=False)
-    most_rows = small_calls.most_work() // 64**2
-    assert is_small(module, torch.randn(most_rows, 64))
-    assert not is_small(module, torch.randn(most_rows + 1, 64))
-    assert not is_small(nn.GELU(), torch.randn(small_calls.most_work() + 1))
+    most_rows = in_turn.limits()[0] // 64**2
+    assert is_made_in_turn(module, torch.randn(most_rows, 64))
+    assert not is_made_in_turn(module, torch.randn(most_rows + 1, 64))
+    assert not is_made_in_turn(nn.GELU(), torch.randn(in_turn.limits()[0] + 1))
 
 
-def test_where_a_loop_keeps_no_other_core_busy_less_work_is_worth_a_thread() -> None:
+@pytest.fixture
+def num_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = small_calls.most_work()
-        torch.set_num_threads(2)
-        assert small_calls.most_work() > alone
-    finally:
-        torch.set_num_threads(before)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_where_a_loop_keeps_no_other_core_busy_less_work_is_worth_a_thread(
+    num_threads: Callable[[int], None],
+) -> None:
+    num_threads(1)
+    alone = in_turn.limits()[0]
+    num_threads(2)
+    assert in_turn.limits()[0] > alone
+
+
+def test_a_large_call_gets_no_thread_where_its_operators_keep_all_cores_busy(
+    num_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_turn, "MOST_SMALL", 64)
+    monkeypatch.setattr(in_turn, "LEAST_LARGE", 1 << 14)
+    monkeypatch.setattr(in_turn, "num_cores", lambda: 2)
+    module, large = nn.Linear(64, 64, bias=False), torch.randn(8, 64)
+    num_threads(2)
+    assert is_made_in_turn(module, large)
+    assert not is_made_in_turn(module, large[1:])
+    num_threads(1)
+    assert not is_made_in_turn(module, large)
 
 
 class Waits(nn.Linear):
@@ -127,14 +146,14 @@ def with_forward_of_its_own() -> nn.Module:
     ],
 )
 def test_what_may_do_more_than_compute_gets_a_thread(make: Callable[[], Any]) -> None:
-    assert not is_small(make())
+    assert not is_made_in_turn(make())
 
 
 def test_hooks_on_all_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_small(expert())
+    assert is_made_in_turn(expert())
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert not is_small(expert())
+        assert not is_made_in_turn(expert())
     finally:
         handle.remove()
 
@@ -143,10 +162,10 @@ def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     class Special(Tensor):
         pass
 
-    assert not is_small(expert(), torch.randn(3, 4).as_subclass(Special))
-    assert not is_small(expert(), "no tensor")
-    assert small_calls.call_in_turn([expert()], [(torch.randn(3, 4),)], [{"more": 1}]) is None
-    assert small_calls.call_in_turn([nn.Bilinear(4, 4, 4)], [(torch.randn(3, 4),) * 2], [{}]) is None
+    assert not is_made_in_turn(expert(), torch.randn(3, 4).as_subclass(Special))
+    assert not is_made_in_turn(expert(), "no tensor")
+    assert in_turn.call_in_turn([expert()], [(torch.randn(3, 4),)], [{"more": 1}]) is None
+    assert in_turn.call_in_turn([nn.Bilinear(4, 4, 4)], [(torch.randn(3, 4),) * 2], [{}]) is None
 
 
 def test_one_call_that_may_wait_makes_all_of_them_concurrent() -> None:

@@ -1,19 +1,26 @@
-"""Calls too small for a thread, of modules that only compute: for them the plain loop is the map.
+"""Calls of modules that only compute, where threads would gain nothing: for them the plain loop is the map.
 
-A thread, and a graph of its own, cost a call some 120 us. A call that waits for nothing and takes less than that is
-better made in turn, in the caller's own graph; and since it can neither wait nor be waited for, nobody can tell, but
-by the clock. So a map of which every call is such a call is made as the loop that it means, if
+A call that can neither wait nor be waited for may as well be made in turn, in the caller's own graph: nobody can
+tell, but by the clock. And the clock is for it where a call is
+
+- *small*: a thread, and a graph of its own, cost a call some 120 us;
+- *large*: each of its operators keeps all cores busy with a team of intra-op threads. Calls side by side are no faster
+  then, and each holds intermediate results: a quarter more memory with two.
+
+So a map is made as the loop that it means, if each of its calls is small or large, and
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its input: one of
    `ONLY_COMPUTE`, or one with a method `only_computes()` of its own (not inherited) that returns `True`;
-2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes;
-3. no call takes more than `most_work()` multiply-adds.
+2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes.
 
 If any call raises, the map is made the other way, which names the call: these calls leave no trace.
+
+Work is counted in multiply-adds of the forward; one core makes 2^20 of them in about 50 us, and their backward in 100.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
 
-MOST_WORK = 1 << 20  # multiply-adds of a forward: one core takes 50 us for it and 100 for its backward
-_TEAM_SHARE = 8  # where intra-op threads keep the cores busy in a loop as well, there is less to gain
+from moe_autograd._intraop import num_cores
+
+MOST_SMALL = 1 << 20
+TEAM_SHARE = (
+    16  # where intra-op threads keep the cores busy in a loop as well, a small call may be so much larger
+)
+LEAST_LARGE = 1 << 30  # for each intra-op thread
 
 ONLY_COMPUTE = frozenset(
     [
@@ -57,20 +69,18 @@ _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def most_work() -> int:
-    """Return how many multiply-adds the forward of a small call takes at most."""
-    return MOST_WORK * (1 if torch.get_num_threads() == 1 else _TEAM_SHARE)
-
-
 def call_in_turn(
     modules: Sequence[Callable[..., Any]], args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
 ) -> list[Any] | None:
-    """Return what the modules return, called in turn in the caller's graph; `None` where that will not do."""
+    """Return what the modules return, called in turn in the caller's graph; `None` where threads may gain something."""
     if any(_HOOKS_OF_ALL):
         return None
-    most = most_work()
+    most, least = limits()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
-        if own_kwargs or len(own_args) != 1 or not _is_small(module, own_args[0], most):
+        if own_kwargs or len(own_args) != 1:
+            return None
+        work = _work_of(module, own_args[0])
+        if work is None or most < work < least:
             return None
     try:
         return [module(own_args[0]) for module, own_args in zip(modules, args, strict=True)]
@@ -78,24 +88,31 @@ def call_in_turn(
         return None
 
 
-def _is_small(module: Any, x: Any, most: int) -> bool:
-    """Whether the call is one of those above."""
+def limits() -> tuple[int, float]:
+    """Return how much work a small call is at most, and a large one at least."""
+    num_threads = torch.get_num_threads()
+    least = LEAST_LARGE * num_threads if num_threads >= num_cores() else math.inf
+    return MOST_SMALL * (1 if num_threads == 1 else TEAM_SHARE), least
+
+
+def _work_of(module: Any, x: Any) -> int | None:
+    """Return the work of a call that only computes; `None` if it may do more than that."""
     if type(x) is not Tensor and type(x) is not nn.Parameter:
-        return False
-    width = x.shape[-1] if x.dim() else 1
-    num_rows, num_parameters = x.numel() // max(1, width), 0
+        return None
+    num_parameters = 0
     parts = [module]
     for part in parts:  # which grows
         if not _is_known(part):
-            return False
+            return None
         own = part.__dict__
         for parameter in own["_parameters"].values():
             if parameter is not None:
                 if type(parameter) is not nn.Parameter:
-                    return False
+                    return None
                 num_parameters += parameter.numel()
         parts += own["_modules"].values()
-    return num_rows * max(num_parameters, width) <= most
+    width = x.shape[-1] if x.dim() else 1
+    return x.numel() // max(1, width) * max(num_parameters, width)
 
 
 def _is_known(part: Any) -> bool:
