@@ -1,23 +1,31 @@
 """Fan-out: passes over many servers that take their time, and how a pass grows with the number of experts.
 
 Servers are processes of their own; experts are small (one linear layer of 64). A pass over servers that each add
-50 ms shows that they are asked at the same time; a pass over servers without delay shows what each call costs.
+50 ms shows that they are asked at the same time; a pass over servers without delay shows what each call costs, in time
+and in memory: what client and servers hold after some steps beyond what they held before the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from benchmarks.measure import print_table, stopwatch, take_turns
+from benchmarks.remote_fanout.plot import Cost, draw
 from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
 from moe_autograd.remote import connect
+
+PLOT = Path(__file__).with_name("cost.png")
+MB = 1e6
 
 
 def serve(first: int, num_experts: int, latency_ms: float) -> None:
@@ -29,8 +37,8 @@ def serve(first: int, num_experts: int, latency_ms: float) -> None:
 
 
 @contextmanager
-def serving(num_servers: int, experts_each: int, latency_ms: float) -> Iterator[list[str]]:
-    """Run servers; yields their addresses."""
+def serving(num_servers: int, experts_each: int, latency_ms: float) -> Iterator[tuple[list[str], list[int]]]:
+    """Run servers; yields their addresses and their processes."""
     with ExitStack() as stack:
         servers = []
         for index in range(num_servers):
@@ -39,46 +47,62 @@ def serving(num_servers: int, experts_each: int, latency_ms: float) -> Iterator[
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             servers.append(stack.enter_context(subprocess.Popen(command, text=True, **pipes)))
             stack.callback(servers[-1].stdin.close)
-        yield [server.stdout.readline().strip() for server in servers]
+        yield [server.stdout.readline().strip() for server in servers], [server.pid for server in servers]
 
 
-def measure(num_servers: int, experts_each: int, latency_ms: float, rounds: int) -> list[object]:
-    """Return a row: the medians of a forward and of a backward over all experts."""
-    with serving(num_servers, experts_each, latency_ms) as addresses, connect(addresses) as experts:
+def resident_mb(*processes: int) -> float:
+    """Return the memory that these processes hold together."""
+    held = 0.0
+    for process in processes:
+        status = Path(f"/proc/{process}/status").read_text()
+        held += int(status.split("VmRSS:")[1].split()[0]) * 1024 / MB
+    return held
+
+
+def measure(num_servers: int, experts_each: int, latency_ms: float, rounds: int) -> Cost:
+    """Return the medians of a forward and of a backward over all experts, and what is held after them."""
+    with (
+        serving(num_servers, experts_each, latency_ms) as (addresses, processes),
+        connect(addresses) as experts,
+    ):
+        held_here, held_there = resident_mb(os.getpid()), resident_mb(*processes)
         modules = list(experts.values())
         inputs = [(torch.randn(4, 64, requires_grad=True),) for _ in modules]
-        group = modules[0].call_group
         outputs: list[torch.Tensor] = []
 
+        def forward() -> None:
+            outputs[:] = parallel_apply(modules, inputs)
+
         def one_round() -> dict[str, float]:
-            forward_s = stopwatch(
-                lambda: outputs.__setitem__(
-                    slice(None), group.call_together(modules, inputs, [{}] * len(modules))
-                )
-            )
+            forward_s = stopwatch(forward)
             return {
                 "forward": forward_s,
                 "backward": stopwatch(lambda: torch.autograd.backward(outputs, outputs)),
             }
 
         times = take_turns({"pass": one_round}, rounds=rounds)["pass"]
-    per_call_us = (times["forward"].median_ms + times["backward"].median_ms) / 2 / len(modules) * 1e3
-    return [
-        num_servers,
-        len(modules),
-        latency_ms,
-        times["forward"].median_ms,
-        times["backward"].median_ms,
-        per_call_us,
-    ]
+        return Cost(
+            num_servers,
+            len(modules),
+            latency_ms,
+            times["forward"].median_ms,
+            times["backward"].median_ms,
+            max(0.0, resident_mb(os.getpid()) - held_here),
+            max(0.0, resident_mb(*processes) - held_there),
+        )
 
 
 def main(rounds: int) -> None:
-    """Print the table."""
-    rows = [measure(8, 16, 50.0, rounds)]
-    rows += [measure(2, each, 0.0, rounds) for each in (4, 32, 256, 2048)]
-    heads = ("servers", "experts", "delay, ms", "forward, ms", "backward, ms", "a call and pass, us")
-    print_table(heads, rows)
+    """Print the table, and draw how cost grows."""
+    delayed = measure(8, 16, 50.0, rounds)
+    growing = [measure(2, each, 0.0, rounds) for each in (4, 32, 256, 2048)]
+    heads = ("servers", "experts", "delay, ms", "forward, ms", "backward, ms", "client, MB", "servers, MB")
+    rows = [list(cost) for cost in (delayed, *growing)]
+    print_table(
+        (*heads, "a call and pass, us"),
+        [[*row, cost.call_us] for row, cost in zip(rows, (delayed, *growing), strict=True)],
+    )
+    draw(growing, PLOT)
 
 
 if __name__ == "__main__":
