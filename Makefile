@@ -17,12 +17,17 @@ JOBS ?= 2
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# tritonclient wants another protobuf than we do. Where it cannot be installed, its test is skipped.
+.venv-triton/.ready: Makefile
+	-$(PYTHON) -m venv --clear .venv-triton && .venv-triton/bin/python -m pip install --quiet 'tritonclient[grpc]==2.73.0' && touch $@
+
 setup: .venv/.ready
 
 demo: setup
 	$(BIN)/python examples/demo.py --out demo-out
 
-test: setup
+test: setup .venv-triton/.ready
+	[ ! -e .venv-triton/.ready ] || export TRITONCLIENT_PYTHON=$(CURDIR)/.venv-triton/bin/python; \
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 lint: setup
@@ -50,4 +55,4 @@ soak: setup
 	$(BIN)/python -m pytest -m soak --soak-minutes 20
 
 clean:
-	rm -rf .venv demo-out build dist *.egg-info
+	rm -rf .venv .venv-triton demo-out build dist *.egg-info

@@ -7,6 +7,7 @@ runs that client, as it comes from PyPI.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -138,7 +139,7 @@ def test_it_asks_for_the_same_token_as_everything_else(tmp_path: Any) -> None:
 
 
 TRITON = """
-import sys, numpy, tritonclient.grpc as triton
+import json, sys, numpy, tritonclient.grpc as triton
 client = triton.InferenceServerClient(sys.argv[1])
 assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ffn.0")
 assert client.get_server_metadata().name == "experts-server"
@@ -146,7 +147,7 @@ assert client.get_model_metadata("ffn.0").inputs[0].name == "input.0"
 x = numpy.ones((3, 8), numpy.float32)
 given = triton.InferInput("input.0", x.shape, "FP32")
 given.set_data_from_numpy(x)
-print(client.infer("ffn.0", [given]).as_numpy("output.0").tolist())
+print(json.dumps(client.infer("ffn.0", [given]).as_numpy("output.0").tolist()))
 """
 
 
@@ -157,4 +158,4 @@ def test_tritonclient_as_it_comes_from_pypi_calls_an_expert(server: ExpertsServe
     command = [os.environ["TRITONCLIENT_PYTHON"], "-c", TRITON, server.address]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={"PATH": ""})
     assert ended.returncode == 0, ended.stderr
-    torch.testing.assert_close(torch.tensor(eval(ended.stdout)), module()(torch.ones(3, D)).detach())
+    torch.testing.assert_close(torch.tensor(json.loads(ended.stdout)), module()(torch.ones(3, D)).detach())
