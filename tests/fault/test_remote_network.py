@@ -77,7 +77,7 @@ def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_without_retries_damage_is_an_error_and_never_a_number(is_encrypted, tmp_path):
-    """In the clear our checksums find it, in what the frames of HTTP/2 carry; under TLS the connection ends."""
+    """In the clear our checksums find it, in our messages; under TLS the connection ends."""
     server_security, tls = SecurityConfig(), None
     if is_encrypted:
         make_certificates(tmp_path)

@@ -94,6 +94,7 @@ def test_memory_and_files_stay_what_they_are(request: pytest.FixtureRequest, tmp
             for thread in work:
                 thread.join(200)
             assert not any(thread.is_alive() for thread in work)
+        assert server.process.poll() is None, "\n".join([f"ended with {server.process.poll()}", *server.log])
         with WireClient(server.address) as client:
             assert min(client.num_updates().values()) > 0
         assert server.stop() == 0

@@ -142,21 +142,21 @@ class Proxy:
 
 
 class _Frames:
-    """Finds in one direction of an HTTP/2 connection what its DATA and HEADERS frames carry.
+    """Finds in one direction of an HTTP/2 connection what its DATA frames carry: our messages, and grpc's 5 bytes each.
 
-    Damage to the frames themselves is not for a test of ours: grpc 1.85 aborts its process when a flipped bit turns
-    a PING into a GOAWAY (types 6 and 7), whose error code is then a random number ("UNREACHABLE CODE" in
-    http2_status.h). Under TLS no such frame is ever seen.
+    Damage to all else is not for a test of ours: grpc 1.85 aborts its process when a flipped bit turns a PING into a
+    GOAWAY (types 6 and 7), whose error code is then a random number ("UNREACHABLE CODE" in http2_status.h). Under TLS
+    no such frame is ever seen.
     """
 
     _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     _HEAD = 9  # bytes: length (3), type, flags, stream (4)
-    _CARRIERS = (0x0, 0x1, 0x9)  # DATA, HEADERS, CONTINUATION
+    _DATA = 0x0
 
     def __init__(self) -> None:
         self._head = b""
         self._num_left = 0  # bytes of the current frame's payload
-        self._is_carrier = self._is_message = False
+        self._is_data = False
         self.messages: list[range] = []  # the DATA frames that began and ended within the last chunk
 
     def carried(self, chunk: bytes) -> list[range]:
@@ -168,9 +168,9 @@ class _Frames:
         while at < len(chunk):
             if self._num_left:
                 end = min(len(chunk), at + self._num_left)
-                positions += [range(at, end)] if self._is_carrier else []
+                positions += [range(at, end)] if self._is_data else []
                 self._num_left -= end - at
-                if self._is_message and began is not None and self._num_left == 0:
+                if self._is_data and began is not None and self._num_left == 0:
                     self.messages.append(range(began, end))
             else:
                 end = min(len(chunk), at + self._HEAD - len(self._head))
@@ -184,11 +184,10 @@ class _Frames:
         if len(self._head) < self._HEAD:
             return
         if self._PREFACE.startswith(self._head):
-            self._num_left, self._is_carrier, self._is_message = len(self._PREFACE) - self._HEAD, False, False
+            self._num_left, self._is_data = len(self._PREFACE) - self._HEAD, False
         else:
             self._num_left = int.from_bytes(self._head[:3], "big")
-            self._is_carrier = self._head[3] in self._CARRIERS
-            self._is_message = self._head[3] == self._CARRIERS[0]
+            self._is_data = self._head[3] == self._DATA
         self._head = b""
 
 
