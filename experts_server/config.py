@@ -21,10 +21,8 @@ and what is allowed. A file looks like this::
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
@@ -33,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from experts_server.names import check_name, expand_pattern
 from experts_server.training import UpdateMode
+from moe_autograd._toml import describe_unknown_key, read_toml
 from moe_autograd.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "EXPERTS_SERVER_"
@@ -299,7 +298,7 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read, or a key or value is not allowed.
     """
-    settings = _read_toml(file) if file is not None else {}
+    settings = read_toml(file) if file is not None else {}
     _merge(settings, _from_environment(os.environ if environment is None else environment))
     _merge(settings, flags or {})
     return check_config(settings, source=str(file) if file is not None else "flags and environment")
@@ -315,20 +314,6 @@ def check_config(settings: Mapping[str, Any], source: str = "settings") -> Serve
         raise ConfigError("\n".join(f"config {source!r}, {line}" for line in lines)) from error
     except ValueError as error:
         raise ConfigError(f"config {source!r}, {error}") from error
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(
-            f"config {str(file)!r}: expected a readable file, got {reason!r}. Check the path and its permissions."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"config {str(file)!r}: expected TOML, got a file that does not parse ({error}). Correct that line."
-        ) from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -377,7 +362,7 @@ def _describe(mistake: dict[str, Any]) -> str:
         case "missing":
             return f"key {key!r}: expected a value, got none. Set it."
         case "extra_forbidden":
-            return _describe_unknown_key(location, got)
+            return describe_unknown_key(key, got, _allowed_keys(location[:-1]))
         case "value_error" if not key:  # of the whole: the message begins with the key
             key, _, expected = str(mistake["ctx"]["error"]).partition(": ")
             return f"key {key!r}: {expected}."
@@ -390,14 +375,6 @@ def _describe(mistake: dict[str, Any]) -> str:
     return f"key {key!r}: {expected}, got {got!r}."
 
 
-def _describe_unknown_key(location: tuple[Any, ...], got: Any) -> str:
-    allowed = _allowed_keys(location[:-1])
-    near = difflib.get_close_matches(str(location[-1]), allowed, n=1)
-    advice = f" Did you mean {near[0]!r}?" if near else ""
-    key = ".".join(str(part) for part in location)
-    return f"key {key!r}: expected one of {', '.join(allowed)}, got an unknown key (value {got!r}).{advice}"
-
-
 def _allowed_keys(location: tuple[Any, ...]) -> list[str]:
     """The keys that the table at `location` has."""
     model: type[BaseModel] = ServerConfig
@@ -405,7 +382,7 @@ def _allowed_keys(location: tuple[Any, ...]) -> list[str]:
         field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
         if field is not None:  # otherwise `part` is the name of an expert
             model = next((c for c in _models_in(field.annotation)), model)
-    return sorted(field.alias or name for name, field in model.model_fields.items())
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

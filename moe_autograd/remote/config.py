@@ -19,13 +19,12 @@ is wrong raises `ConfigError` with one line a mistake, each naming the key, the 
 
 from __future__ import annotations
 
-import difflib
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_autograd._toml import describe_unknown_key, read_toml
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.compression import Compression
@@ -42,7 +41,7 @@ def load_config(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or a key or value is not allowed.
     """
-    settings = _read_toml(file)
+    settings = read_toml(file)
     mistakes: list[str] = []
     arguments = _read_table(settings, _readers(file.parent), (), mistakes)
     if "addresses" not in settings:
@@ -56,20 +55,6 @@ def load_config(file: Path) -> dict[str, Any]:
     if "token_file" in arguments:
         arguments["token"] = arguments.pop("token_file")
     return arguments
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(
-            f"config {str(file)!r}: expected a readable file, got {reason!r}. Check the path and its permissions."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"config {str(file)!r}: expected TOML, got a file that does not parse ({error}). Correct that line."
-        ) from error
 
 
 # ---- tables
@@ -135,7 +120,7 @@ def _read_table(
         reader = readers.get(key)
         try:
             if reader is None:
-                mistakes.append(_describe_unknown(name, key, value, readers))
+                mistakes.append(describe_unknown_key(name, value, readers))
             elif not isinstance(reader, _Table):
                 found[key] = reader(value)
             elif isinstance(value, dict):
@@ -154,13 +139,6 @@ def _read_table(
                 f"key {name!r}: {expected if has_got else f'{expected}, got {_shown(name, value)}.'}"
             )
     return found
-
-
-def _describe_unknown(name: str, key: str, value: Any, readers: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(key, readers, n=1)
-    advice = f" Did you mean {near[0]!r}?" if near else ""
-    allowed = ", ".join(sorted(readers))
-    return f"key {name!r}: expected one of {allowed}, got an unknown key (value {value!r}).{advice}"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -21,6 +21,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._random": ("moe_autograd.errors",),
     "moe_autograd._streams": ("moe_autograd.errors",),
     "moe_autograd._threads": (),
+    "moe_autograd._toml": ("moe_autograd.errors",),
     "moe_autograd._lookout": ("moe_autograd._threads",),
     "moe_autograd._workers": (
         "moe_autograd._ambient",
@@ -42,6 +43,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "moe_autograd.moe": ("moe_autograd.autograd", "moe_autograd.errors"),
     "moe_autograd.remote": (
+        "moe_autograd._toml",
         "moe_autograd.autograd",
         "moe_autograd.errors",
         "moe_autograd.timeline",
@@ -50,6 +52,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "experts_server": (
         "moe_autograd._intraop",
         "moe_autograd._random",
+        "moe_autograd._toml",
         "moe_autograd.autograd",
         "moe_autograd.errors",
         "moe_autograd.moe.experts",
