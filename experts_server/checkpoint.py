@@ -116,11 +116,12 @@ class CheckpointFolder:
             writing.rename(self.folder / name)
             _flush_folder(self.folder)
         except OSError as error:
-            shutil.rmtree(writing, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint_dir {str(self.folder)!r}: expected room for {name}, got {error.strerror!r}. "
                 "The one before is untouched; make room and save again."
             ) from error
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)  # nothing is left of one that was not finished
         self._remove_old()
         return name
 
@@ -176,7 +177,18 @@ class CheckpointFolder:
 
 def _write_expert(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     file = f"{check_name(snapshot.plain['expert'])}.safetensors"
-    content = safetensors.torch.save(snapshot.tensors, {PLAIN_KEY: json.dumps(snapshot.plain)})
+    try:
+        content = safetensors.torch.save(snapshot.tensors, {PLAIN_KEY: json.dumps(snapshot.plain)})
+    except (
+        KeyError,
+        ValueError,
+        NotImplementedError,
+        SafetensorError,
+    ) as error:  # each for another kind of tensor
+        raise CheckpointError(
+            f"checkpoint of expert {snapshot.plain['expert']!r}: expected tensors that safetensors can hold, got one "
+            f"that it cannot ({type(error).__name__}: {error}). Use another dtype, or host it without checkpoint_dir."
+        ) from error
     _write_file(folder / file, content)
     return {"file": file, "num_bytes": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from experts_server.checkpoint import CheckpointFolder
 from experts_server.config import ServingConfig
@@ -46,10 +46,13 @@ class Saver:
         return self._clock() - self._saved_at
 
     def open(self) -> None:
-        """Take the folder and load its newest whole generation, if there is one.
+        """Take the folder and load its newest whole generation; if there is none, write the first.
+
+        So each expert has a state that was saved before, and what cannot be saved is known at once.
 
         Raises:
-            CheckpointError: the folder cannot be used, no generation is whole, or it does not fit what is hosted.
+            CheckpointError: the folder cannot be used, no generation is whole, it does not fit what is hosted, or
+                what is hosted cannot be saved.
         """
         if self._config.checkpoint_dir is None:
             return
@@ -57,6 +60,7 @@ class Saver:
         self._folder.remove_leftovers()
         newest = self._folder.read_newest()
         if newest is None:
+            logger.info("began with %s", self._folder.write(self._first_snapshots()))
             return
         name, snapshots = newest
         if snapshots.keys() != self._registry.keys():
@@ -69,6 +73,11 @@ class Saver:
             with hosted.in_memory(for_update=True):
                 restore(hosted, snapshot)
         logger.info("loaded %s", name)
+
+    def _first_snapshots(self) -> Iterator[Snapshot]:
+        for queue in self._registry.values():
+            with queue.hosted.in_memory(for_update=True):
+                yield take(queue.hosted)
 
     def close(self) -> None:
         """Release the folder."""

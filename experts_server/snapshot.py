@@ -5,8 +5,10 @@
     gathered.<client>.<parameter>     gradients that wait for their client's step
     random                            where the expert's random numbers are
 
-Plain values (JSON): class names, counts, scalar optimizer state, the schedule, the ledger. `take` runs in a turn
-of the expert, so all of it is of one moment: between updates, never during one.
+Plain values (JSON): class names, counts, scalar optimizer state, the ledger, and of the schedule and the optimizer's
+groups what has changed since they were built: the rest is as configured, also when the configuration changes. What
+cannot be told in tensors and plain values is refused, and not left out. `take` runs in a turn of the expert, so all
+of it is of one moment: between updates, never during one.
 """
 
 from __future__ import annotations
@@ -36,9 +38,16 @@ class Snapshot:
 
 
 def take(hosted: HostedExpert) -> Snapshot:
-    """Copy the expert's state; call it in a turn of the expert."""
-    state = hosted.module.state_dict()
-    tensors = {f"weights.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    """Copy the expert's state; call it in a turn of the expert.
+
+    Raises:
+        CheckpointError: some of it is neither a tensor nor a plain value.
+    """
+    tensors = {}
+    for key, value in hosted.module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise _cannot_hold(f"expert {hosted.name!r}, {key!r} of its state_dict", value)
+        tensors[f"weights.{key}"] = value
     trained: dict[str, Any] = {}
     if hosted.trainer is not None:
         more, trained = _take_training(hosted.trainer)
@@ -47,7 +56,10 @@ def take(hosted: HostedExpert) -> Snapshot:
     if random_state is not None:
         tensors["random"] = random_state
     copied = {name: _copy(tensor) for name, tensor in tensors.items()}
-    return Snapshot(copied, {**_identity(hosted), **trained, "ledger": hosted.ledger.to_plain()})
+    return Snapshot(
+        copied,
+        {**_identity(hosted), "trained": _trained(hosted), **trained, "ledger": hosted.ledger.to_plain()},
+    )
 
 
 def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
@@ -73,27 +85,42 @@ def _identity(hosted: HostedExpert) -> dict[str, Any]:
     return {"expert": hosted.name, "class": type(hosted.module).__name__, "optimizer": optimizer}
 
 
+def _trained(hosted: HostedExpert) -> list[str]:
+    """Group and name of each trained parameter, in order: the optimizer's state goes by their places."""
+    if hosted.training is None:
+        return []
+    names = {id(parameter): name for name, parameter in hosted.module.named_parameters()}
+    groups = hosted.training.optimizer.param_groups
+    return [f"{place} {names.get(id(p))}" for place, group in enumerate(groups) for p in group["params"]]
+
+
 def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors (not yet copied) and the plain values of a training's state."""
+    place = f"expert {trainer.name!r}, optimizer"
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
-    optimizer, schedule = trainer.training.optimizer, trainer.training.schedule
-    for index, entries in optimizer.state_dict()["state"].items():
+    for index, entries in trainer.training.optimizer.state_dict()["state"].items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{index}.{key}"] = value
             elif _is_plain(value):
                 scalars[f"{index}.{key}"] = value
+            else:
+                raise _cannot_hold(f"{place}, state {key!r}", value)
     gathered = {client_id.hex(): entry for client_id, entry in trainer.gathered.by_client().items()}
     for client, entry in gathered.items():
-        for place, grad in enumerate(entry.grads):
+        for place_of_grad, grad in enumerate(entry.grads):
             if grad is not None:
-                tensors[f"gathered.{client}.{place}"] = grad
+                tensors[f"gathered.{client}.{place_of_grad}"] = grad
+    (groups, schedule), (built_groups, built_schedule) = trainer.training.settings(), trainer.built_with
     return tensors, {
         "num_updates": trainer.num_updates,
         "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
-        "schedule": None if schedule is None else _plain_of(schedule.state_dict()),
-        "scheduled": [] if schedule is None else [_plain_of(group) for group in optimizer.param_groups],
+        "schedule": _changed(f"{place}.schedule", schedule, built_schedule) if schedule else None,
+        "groups": [
+            _changed(f"{place}, group", group, built)
+            for group, built in zip(groups, built_groups, strict=True)
+        ],
         "optimizer_scalars": scalars,
     }
 
@@ -108,10 +135,11 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    if schedule is not None and plain["schedule"] is not None:
-        schedule.load_state_dict(plain["schedule"])
-        for group, scheduled in zip(optimizer.param_groups, plain["scheduled"], strict=True):
-            for key, value in scheduled.items():
+    if (schedule is None) == (plain["schedule"] is None):  # otherwise rates begin as configured now
+        if schedule is not None:
+            schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
+        for group, changed in zip(optimizer.param_groups, plain["groups"], strict=True):
+            for key, value in changed.items():
                 group[key] = tuple(value) if isinstance(value, list) else value
     trainer.num_updates = int(plain["num_updates"])
     _restore_gathered(trainer, snapshot, device)
@@ -135,13 +163,21 @@ def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
             f"checkpoint of expert {hosted.name!r}: expected {mine} as configured, got {saved}. "
             "Configure what was saved, or use another checkpoint_dir."
         )
+    here, there = _trained(hosted), list(snapshot.plain.get("trained", ()))
+    if here != there:
+        differing = sorted(set(here) ^ set(there))[:4]
+        raise CheckpointError(
+            f"checkpoint of expert {hosted.name!r}: expected {len(here)} trained parameters as configured, got "
+            f"{len(there)} (differing: {', '.join(differing)}). Configure what was saved, or use another "
+            "checkpoint_dir."
+        )
     configured = _shapes(hosted.module.state_dict())
     found = _shapes(_group(snapshot.tensors, "weights"))
     if configured != found:
         differing = sorted(k for k in configured.keys() | found.keys() if configured.get(k) != found.get(k))
-        here, there = ({key: shapes.get(key) for key in differing[:4]} for shapes in (configured, found))
+        mine, saved = ({key: shapes.get(key) for key in differing[:4]} for shapes in (configured, found))
         raise CheckpointError(
-            f"checkpoint of expert {hosted.name!r}: expected weights {here} as configured, got {there}. "
+            f"checkpoint of expert {hosted.name!r}: expected weights {mine} as configured, got {saved}. "
             "Configure what was saved, or use another checkpoint_dir."
         )
 
@@ -163,13 +199,34 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _plain_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if _is_plain(value)}
+def _changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not as it was `before`."""
+    changed = {
+        key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])
+    }
+    for key, value in changed.items():
+        if not _is_plain(value):
+            raise _cannot_hold(f"{place} {key!r}", value)
+    return changed
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    return bool(value == other)
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether JSON gives it back as it is, but for a tuple, which comes back as a list."""
     try:
-        json.dumps(value)
+        back = json.loads(json.dumps(value))
     except (TypeError, ValueError):
         return False
-    return True
+    return bool(back == (list(value) if isinstance(value, tuple) else value))
+
+
+def _cannot_hold(place: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{place}: expected a tensor, or a value that JSON gives back, got {type(value).__name__}. A checkpoint "
+        "cannot hold it: host this expert without checkpoint_dir."
+    )

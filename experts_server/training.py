@@ -14,10 +14,11 @@ Gradients are summed, not averaged, as torch does. A client that stays away for 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -51,6 +52,14 @@ class Training:
     clip_grad_value: float | None = None
     clip_grad_norm: float | None = None
 
+    def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return a copy of what is set in the optimizer's groups, and of the schedule's state (empty without one)."""
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return copy.deepcopy((groups, {} if self.schedule is None else self.schedule.state_dict()))
+
 
 class Trainer:
     """Takes in the gradients of one expert's parameters and updates them.
@@ -79,6 +88,7 @@ class Trainer:
         self.name = name
         self.parameters = parameters
         self.training = training
+        self.built_with = training.settings()
         self.gathered = GatheredGradients(budget, max_age_s)
         self.num_updates = 0
         self._after_update = after_update

@@ -31,6 +31,7 @@ from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from tests.support.servers import ROOT, ServerProcess, WireClient, tokens
 
 D = 8
+BEGUN_AND_STOPPED = ["generation-00000001", "generation-00000002"]
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -125,13 +126,13 @@ def test_schedule_and_learning_rate_outlive_a_restart(tmp_path: Path) -> None:
 def test_only_the_last_generations_stay_and_nothing_else(tmp_path: Path) -> None:
     with served(tmp_path) as server, WireClient(server.address) as client:
         names = [client.save() for _ in range(4)]
-    assert names == [f"generation-0000000{n}" for n in (1, 2, 3, 4)]
+    assert names == [f"generation-0000000{n}" for n in (2, 3, 4, 5)], "the first is of the start"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "generation-00000004",
         "generation-00000005",
+        "generation-00000006",
         "lock",
     ]
-    files = {path.name for path in (tmp_path / "generation-00000005").iterdir()}
+    files = {path.name for path in (tmp_path / "generation-00000006").iterdir()}
     assert files == {"manifest.json", "ffn.0.safetensors", "glu.0.safetensors"}
 
 
@@ -174,8 +175,9 @@ def test_a_damaged_generation_is_passed_over_and_that_is_said(
 def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: Path) -> None:
     with served(tmp_path):
         pass
-    flip_a_byte(tmp_path / "generation-00000001")
-    with pytest.raises(CheckpointError, match="expected a whole generation, got 1 damaged"):
+    for generation in tmp_path.glob("generation-*"):
+        flip_a_byte(generation)
+    with pytest.raises(CheckpointError, match="expected a whole generation, got 2 damaged"):
         served(tmp_path).start()
 
 
@@ -209,6 +211,43 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_sides_named(
         pass  # it is still there, and the folder is free again
 
 
+def test_a_checkpoint_of_other_trained_parameters_is_refused(tmp_path: Path) -> None:
+    """The optimizer's state goes by their places: it would be given to others."""
+    with served(tmp_path):
+        pass
+    modules = experts()
+    modules["ffn.0"].get_parameter("up.weight").requires_grad_(False)
+    with pytest.raises(CheckpointError) as refused:
+        served(tmp_path, modules).start()
+    assert "expected 3 trained parameters as configured, got 4 (differing: 0 up.weight)" in str(refused.value)
+
+
+class WithSecrets(nn.Linear):
+    """Has state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (WithSecrets(D, D), "expert 'e', '_extra_state' of its state_dict: expected a tensor, or a value that JSON"),
+        (nn.Linear(D, D, dtype=torch.complex128), "expected tensors that safetensors can hold, got one that it cannot"),
+    ],
+    ids=["extra state", "dtype"],
+)  # fmt: skip
+def test_an_expert_that_no_checkpoint_can_hold_is_refused_at_the_start(
+    tmp_path: Path, module: nn.Module, text: str
+) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        served(tmp_path, {"e": module}).start()
+    assert text in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
 def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:
     with served(tmp_path), pytest.raises(CheckpointError, match="another server uses"):
         served(tmp_path).start()
@@ -228,7 +267,7 @@ def test_leftovers_of_an_interrupted_save_are_removed_at_the_start(tmp_path: Pat
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("torn")
     with served(tmp_path):
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["generation-00000001", "lock"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == [*BEGUN_AND_STOPPED, "lock"]
 
 
 def test_with_a_file_size_limit_a_save_fails_clearly_and_the_old_generation_loads(tmp_path: Path) -> None:
@@ -255,8 +294,8 @@ with_limit.stop()
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert "expected room for generation-00000002, got 'File too large'" in ended.stdout, ended.stderr
-    assert "['generation-00000001', 'lock']" in ended.stdout
+    assert "expected room for generation-00000003, got 'File too large'" in ended.stdout, ended.stderr
+    assert str([*BEGUN_AND_STOPPED, "lock"]) in ended.stdout
     with served(tmp_path) as server, WireClient(server.address) as client:
         torch.testing.assert_close(client.get_state(), expected, rtol=0, atol=0)
 
@@ -328,24 +367,24 @@ def test_on_a_disk_that_is_full_a_save_fails_clearly_and_one_with_room_again_suc
         ExpertsServer({"big": big}, optimizer=sgd, config=config) as server,
         WireClient(server.address) as client,
     ):
-        assert client.save() == "generation-00000001"
+        assert client.save() == "generation-00000002"
         (small_disk / "filler").write_bytes(bytes(1 << 20))
         for attempt in range(3):
             with pytest.raises(grpc.RpcError) as refused:
                 client.save()
             assert (
-                "expected room for generation-00000002, got 'No space left on device'"
+                "expected room for generation-00000003, got 'No space left on device'"
                 in refused.value.details()
             )
-            assert left() == ["generation-00000001", "lock"]
+            assert left() == ["generation-00000002", "lock"]
             assert client.forward("big", torch.ones(1, 1), call_id=attempt).code == "OK", "it serves on"
         with CheckpointFolder(_linked(folder, small_disk.parent / "read")) as opened:
             newest = opened.read_newest()
         assert newest is not None
         torch.testing.assert_close(newest[1]["big"].tensors["weights.weight"], big.weight.detach())
         (small_disk / "filler").unlink()
-        assert client.save() == "generation-00000002"
-        assert left() == ["generation-00000002", "lock"]
+        assert client.save() == "generation-00000003"
+        assert left() == ["generation-00000003", "lock"]
 
 
 def _linked(folder: Path, beside: Path) -> Path:
@@ -360,7 +399,7 @@ def test_save_export_and_import_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     file = tmp_path / "expert.safetensors"
     with served(tmp_path / "saved") as server, WireClient(server.address) as client:
-        assert run(main, ["save", server.address]).output == "generation-00000001\n"
+        assert run(main, ["save", server.address]).output == "generation-00000002\n"
         assert run(main, ["export", server.address, "ffn.0", str(file)]).exit_code == 0
         state = safetensors.torch.load_file(file)
         FeedForwardExpert(D).load_state_dict(state)

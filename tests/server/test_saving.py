@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def saver_of(folder: Path, clock: Clock) -> Saver:
     pool: Any = None  # there are no experts that could need one
-    config = ServingConfig(checkpoint_dir=folder, checkpoint_interval_s=60)
+    config = ServingConfig(checkpoint_dir=folder, checkpoint_interval_s=60, keep_checkpoints=10)
     saver = Saver(Registry([], pool), config, clock=clock)
     saver.open()
     return saver
@@ -82,7 +82,7 @@ def test_it_is_saved_whenever_the_interval_has_passed_and_not_before(tmp_path: P
         saver.close()
         return counts
 
-    assert asyncio.run(run()) == [0, 0, 1, 1, 2, 3]
+    assert asyncio.run(run()) == [1, 1, 2, 2, 3, 4], "the first is of the start"
 
 
 def test_a_timed_save_that_fails_is_logged_and_tried_again_after_the_next_interval(
@@ -92,7 +92,7 @@ def test_a_timed_save_that_fails_is_logged_and_tried_again_after_the_next_interv
 
     async def run() -> list[int]:
         saver, counts = saver_of(tmp_path, clock), []
-        in_the_way = tmp_path / "writing-00000001"
+        in_the_way = tmp_path / "writing-00000002"
         in_the_way.write_text("no folder, and so not what a save before has left")
         for seconds in (60, 59, 1):
             clock.now += seconds
@@ -103,8 +103,8 @@ def test_a_timed_save_that_fails_is_logged_and_tried_again_after_the_next_interv
         return counts
 
     with caplog.at_level(logging.ERROR):
-        assert asyncio.run(run()) == [0, 0, 1]
-    assert "expected room for generation-00000001" in caplog.text
+        assert asyncio.run(run()) == [1, 1, 2]
+    assert "expected room for generation-00000002" in caplog.text
 
 
 def test_a_server_saves_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_all_experts_of_a_checkpoint_are_on_the_same_side_of_a_step(tmp_path: Pa
 def test_an_expert_that_hangs_keeps_no_other_from_being_saved(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes on with what was saved of it before."""
+    """It goes on with what was saved of it before, be it at the start of the first server."""
     monkeypatch.setattr(saving_module, "HANGING_TIMEOUT_S", 3.0)
     monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
     interval_s = 1000.0 if when == "at the end" else 0.1
@@ -237,7 +237,6 @@ def test_an_expert_that_hangs_keeps_no_other_from_being_saved(
 
     server = ExpertsServer({"hanging": hanging, "well": well}, optimizer=sgd, config=config).start()
     with WireClient(server.address) as client, WireClient(server.address, client_id=b"other") as other:
-        client.save()
         if when == "by itself":
             monkeypatch.setattr(saving_module, "SNAPSHOT_TIMEOUT_S", 0.5)
         calling = threading.Thread(target=_until_cut_off, args=(other,))

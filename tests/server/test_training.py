@@ -21,7 +21,7 @@ from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.server import from_config
 from experts_server.snapshot import restore, take
-from experts_server.training import UpdateMode
+from experts_server.training import Training, UpdateMode
 from moe_autograd.errors import ConfigError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import WireClient, tokens
@@ -29,12 +29,19 @@ from tests.support.servers import WireClient, tokens
 D = 6
 
 
+Trained = OptimizerConfig | Callable[[nn.Module], Training]
+
+
 def hosted(
-    config: OptimizerConfig, update: UpdateMode = "on_step", samples_per_update: int | None = None
+    config: Trained, update: UpdateMode = "on_step", samples_per_update: int | None = None
 ) -> HostedExpert:
     torch.manual_seed(0)
     module = FeedForwardExpert(D)
-    training = build_training("e", module, config, update, samples_per_update)
+    training: Training | None
+    if isinstance(config, OptimizerConfig):
+        training = build_training("e", module, config, update, samples_per_update)
+    else:
+        training = config(module)
     memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, "gathered"), Budget(1 << 20, "replies"))
     return HostedExpert("e", module, training, memory)
 
@@ -121,6 +128,10 @@ def test_clipping_leaves_what_is_gathered_alone() -> None:
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "StepLR": {"step_size": 2, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [2, 6], "gamma": 0.5},
+    "CyclicLR": {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3},
+    "PolynomialLR": {"total_iters": 7},
+    "ConstantLR": {"total_iters": 6},
     "CosineAnnealingLR": {"T_max": 5},
     "ExponentialLR": {"gamma": 0.9},
     "OneCycleLR": {"max_lr": 0.3, "total_steps": 20},
@@ -161,7 +172,7 @@ def test_a_schedule_goes_on_once_an_update_also_over_a_restart(name: str, tmp_pa
     assert_same_weights(expert, local)
 
 
-def restarted(expert: HostedExpert, config: OptimizerConfig, folder: Path, *training: Any) -> HostedExpert:
+def restarted(expert: HostedExpert, config: Trained, folder: Path, *training: Any) -> HostedExpert:
     with CheckpointFolder(folder) as checkpoints:
         checkpoints.write([take(expert)])
         newest = checkpoints.read_newest()

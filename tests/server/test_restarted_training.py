@@ -1,0 +1,106 @@
+"""Training over a restart: what optimizers and schedules keep comes back, or saving is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server.config import OptimizerConfig
+from experts_server.snapshot import take
+from experts_server.training import Training
+from moe_autograd.errors import CheckpointError
+from tests.server.test_training import Client, D, hosted, restarted, sgd
+from tests.support.servers import tokens
+
+OPTIMIZERS = sorted(
+    name
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type)
+    and issubclass(value, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")  # the last is for matrices only
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_goes_on_bit_by_bit_after_a_restart(name: str, tmp_path: Path) -> None:
+    config = OptimizerConfig(name=name, lr=0.01)
+
+    def weights(restarts: bool) -> dict[str, Tensor]:
+        client = Client(expert := hosted(config))
+        for step in range(6):
+            if restarts and step == 3:
+                client.expert = restarted(expert, config, tmp_path)
+            client.update("zero_grad")
+            client.backward(tokens(4, D, seed=step), tokens(4, D, seed=9))
+            client.update("step")
+        return client.expert.module.state_dict()
+
+    torch.testing.assert_close(weights(restarts=True), weights(restarts=False), rtol=0, atol=0)
+
+
+def test_after_a_restart_rates_go_on_from_where_they_were_as_they_are_configured_then(tmp_path: Path) -> None:
+    def config(gamma: float, momentum: float) -> OptimizerConfig:
+        schedule = {"name": "StepLR", "args": {"step_size": 2, "gamma": gamma}}
+        return sgd(args={"momentum": momentum}, schedule=schedule)
+
+    client = Client(hosted(config(0.5, 0.1)))
+
+    def rates(num_steps: int) -> list[float]:
+        seen = []
+        for _ in range(num_steps):
+            client.backward(tokens(4, D), tokens(4, D, seed=9))
+            client.update("step")
+            seen.append(group()["lr"])
+        return seen
+
+    def group() -> dict[str, Any]:
+        assert client.expert.training is not None
+        return client.expert.training.optimizer.param_groups[0]
+
+    assert rates(3) == pytest.approx([0.1, 0.05, 0.05])
+    client.expert = restarted(client.expert, config(0.1, 0.2), tmp_path)
+    assert group()["momentum"] == 0.2
+    assert rates(2) == pytest.approx([0.005, 0.005])
+    client.expert = restarted(client.expert, sgd(args={"momentum": 0.2}), tmp_path)
+    assert rates(2) == [0.1, 0.1], "without a schedule, the rate is the one that is configured"
+
+
+class Counting(torch.optim.SGD):
+    """Keeps numbers in its groups and things in its state, as some do."""
+
+    def __init__(self, parameters: Any, note: Any = None) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.note = note
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter]["note"] = self.note
+
+
+def test_what_an_optimizer_keeps_in_its_groups_outlives_a_restart(tmp_path: Path) -> None:
+    def counting(module: nn.Module) -> Training:
+        return Training(Counting(module.parameters()))
+
+    client = Client(hosted(counting))
+    client.backward(tokens(4, D), tokens(4, D, seed=9))
+    for num_steps in (1, 2):
+        client.update("step")
+        assert client.expert.training is not None
+        assert client.expert.training.optimizer.param_groups[0]["num_steps"] == num_steps
+        client.expert = restarted(client.expert, counting, tmp_path)
+
+
+def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_and_not_left_out() -> None:
+    expert = hosted(lambda module: Training(Counting(module.parameters(), note={1: "one"})))
+    client = Client(expert)
+    client.backward(tokens(4, D), tokens(4, D, seed=9))
+    client.update("step")
+    with pytest.raises(CheckpointError, match="state 'note': expected a tensor, or a value that JSON"):
+        take(expert)
