@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -103,9 +104,9 @@ def _find_class(place: str, class_name: str) -> Callable[..., Any]:
         )
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever its module raises
         raise ConfigError(
-            f"{place}, key 'class': expected a class that can be imported, got {class_name!r} ({error}). "
+            f"{place}, key 'class': expected a class that can be imported, got {class_name!r} ({_cause(error)}). "
             "Is its package installed, or its folder in PYTHONPATH?"
         ) from error
     return found
@@ -138,5 +139,14 @@ def _refuse(place: str, chosen: Any) -> None:
 def _call(place: str, make: Callable[..., Any], args: dict[str, Any]) -> Any:
     try:
         return make(**args)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"{place}: expected arguments that it takes, got {args} ({error}).") from error
+    except Exception as error:  # whatever a user's class raises
+        raise ConfigError(
+            f"{place}: expected arguments that it takes, got {args} ({_cause(error)})."
+        ) from error
+
+
+def _cause(error: Exception) -> str:
+    """Return what was raised, and where if it was not here."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    where = "" if raised.filename == __file__ else f", {raised.filename}:{raised.lineno}"
+    return f"{type(error).__name__}: {error}{where}"

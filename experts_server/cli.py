@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from experts_server import console
-from experts_server.config import load_config
 from experts_server.daemon import run
 from experts_server.logs import start_logging
 from experts_server.server import from_config
+from experts_server.settings import load_config
 from experts_server.top import watch
 from moe_autograd.errors import MoeAutogradError
 

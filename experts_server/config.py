@@ -1,40 +1,20 @@
-"""What a server hosts and how: one frozen, validated model, from a TOML file, the environment and flags.
+"""What a server hosts and how: one frozen, validated model. `settings` reads it from a file, the environment and flags.
 
-Later sources win: defaults, then the file, then `EXPERTS_SERVER_<KEY>` variables (`__` between a table and its
-key), then flags. Whatever is wrong raises `ConfigError` with one line a mistake, each naming the key, the value
-and what is allowed. A file looks like this::
-
-    listen = "127.0.0.1:31415"
-    checkpoint_dir = "checkpoints"
-
-    [optimizer]
-    name = "adam"
-    lr = 1e-3
-
-    [experts."ffn.[0:32]"]                  # ffn.0 ... ffn.31
-    class = "ffn"
-    args = { d_model = 64 }
-
-    [experts."ffn.3"]                       # a later entry overrides what an earlier one said of the same name
-    optimizer = { name = "sgd", lr = 0.1 }
+What is checked here says what is expected; `mistakes` puts that into words that name the key and the value.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from experts_server.names import check_name, expand_pattern
+from experts_server.addresses import is_loopback, split_address
+from experts_server.names import check_name
 from experts_server.training import UpdateMode
-from moe_autograd._toml import describe_unknown_key, read_toml
-from moe_autograd.errors import ConfigError
 
-ENVIRONMENT_PREFIX = "EXPERTS_SERVER_"
 MIB = 1 << 20
 
 ByteCount = Annotated[int, Field(gt=0, le=1 << 40)]
@@ -43,7 +23,7 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ScheduleConfig(_Frozen):
@@ -62,6 +42,25 @@ class OptimizerConfig(_Frozen):
     clip_grad_value: Annotated[float, Field(gt=0)] | None = None
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: ScheduleConfig | None = None
+
+
+TABLE, NONE = "<table>", "<none>"  # in the place of a mistake; no name that a user could give
+
+
+def _kind_of_optimizer(value: Any) -> str | None:
+    if isinstance(value, Mapping | OptimizerConfig):
+        return TABLE
+    return NONE if value == "none" else None
+
+
+OptimizerChoice = Annotated[
+    Annotated[OptimizerConfig, Tag(TABLE)] | Annotated[Literal["none"], Tag(NONE)],
+    Discriminator(
+        _kind_of_optimizer,
+        custom_error_type="optimizer",
+        custom_error_message="expected a table such as { name = 'adam', lr = 1e-3 }, or 'none'",
+    ),
+]
 
 
 class MemoryConfig(_Frozen):
@@ -88,7 +87,7 @@ class ExpertConfig(_Frozen):
 
     class_name: str = Field(alias="class", min_length=1)
     args: dict[str, Any] = {}
-    optimizer: OptimizerConfig | Literal["none"] | None = None
+    optimizer: OptimizerChoice | None = None
     update: UpdateMode | None = None
     samples_per_update: Count | None = None
     eval_only: bool = False
@@ -179,12 +178,12 @@ class ServingConfig(_Frozen):
 
 
 class ServerConfig(ServingConfig):
-    """Everything a server needs to know, checked; build it with `load_config`."""
+    """Everything a server needs to know, checked; build it with `settings.load_config`."""
 
     experts: dict[str, ExpertConfig] = Field(min_length=1)
     update: UpdateMode = "on_step"
     samples_per_update: Count | None = None
-    optimizer: OptimizerConfig | Literal["none"] = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerChoice = Field(default_factory=OptimizerConfig)
     seed: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
 
     @field_validator("experts")
@@ -252,140 +251,3 @@ def memory_mistake(memory: MemoryConfig, update: UpdateMode, offload: OffloadCon
             "its gradients were applied"
         )
     return None
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`; an IPv6 host stands in brackets.
-
-    Raises:
-        ValueError: if it is not an address, or the port is not within 0 to 65535.
-
-    >>> split_address("[::1]:8080")
-    ('::1', 8080)
-    """
-    host, colon, port = address.rpartition(":")
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or not port.isdecimal() or (":" in host and not is_bracketed):
-        raise ValueError("expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0")
-    if int(port) > 65535:
-        raise ValueError("expected a port from 0 to 65535")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach `address`."""
-    host, _ = split_address(address)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def load_config(
-    file: Path | None = None,
-    flags: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> ServerConfig:
-    """Read the file, then the environment, then the flags, and check the result.
-
-    Args:
-        file: a TOML file, or `None`.
-        flags: a nested mapping shaped like the file; keys whose value is `None` are left out.
-        environment: the process's own by default.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key or value is not allowed.
-    """
-    settings = read_toml(file) if file is not None else {}
-    _merge(settings, _from_environment(os.environ if environment is None else environment))
-    _merge(settings, flags or {})
-    return check_config(settings, source=str(file) if file is not None else "flags and environment")
-
-
-def check_config(settings: Mapping[str, Any], source: str = "settings") -> ServerConfig:
-    """Turn plain settings into a `ServerConfig`, or raise `ConfigError` naming every mistake."""
-    try:
-        expanded = {**settings, "experts": _expand_experts(settings.get("experts", {}))}
-        return ServerConfig.model_validate(expanded)
-    except ValidationError as error:
-        lines = [_describe(dict(mistake)) for mistake in error.errors()]
-        raise ConfigError("\n".join(f"config {source!r}, {line}" for line in lines)) from error
-    except ValueError as error:
-        raise ConfigError(f"config {source!r}, {error}") from error
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for variable, value in environment.items():
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            *tables, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            table = settings
-            for name in tables:
-                table = table.setdefault(name, {})
-            table[key] = value
-    return settings
-
-
-def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    for key, value in extra.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        elif value is not None:
-            base[key] = _without_none(value)
-
-
-def _without_none(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _without_none(item) for key, item in value.items() if item is not None}
-
-
-def _expand_experts(experts: Any) -> Any:
-    """Turn patterns into names; an entry for a name that is there already overrides key by key."""
-    if not isinstance(experts, Mapping) or not all(isinstance(entry, Mapping) for entry in experts.values()):
-        return experts  # the model says what is wrong with it
-    expanded: dict[str, Any] = {}
-    for pattern, entry in experts.items():
-        for name in expand_pattern(pattern):
-            _merge(expanded.setdefault(name, {}), entry)
-    return expanded
-
-
-def _describe(mistake: dict[str, Any]) -> str:
-    """Write one of pydantic's mistakes as `key 'a.b': expected X, got Y.`"""
-    location = tuple(part for part in mistake["loc"] if part not in ("OptimizerConfig", "literal['none']"))
-    key = ".".join(str(part) for part in location)
-    got = mistake["input"]
-    match mistake["type"]:
-        case "missing":
-            return f"key {key!r}: expected a value, got none. Set it."
-        case "extra_forbidden":
-            return describe_unknown_key(key, got, _allowed_keys(location[:-1]))
-        case "value_error" if not key:  # of the whole: the message begins with the key
-            key, _, expected = str(mistake["ctx"]["error"]).partition(": ")
-            return f"key {key!r}: {expected}."
-        case "value_error":
-            expected = str(mistake["ctx"]["error"])
-        case "too_short" if key == "experts":
-            expected = "expected at least one expert"
-        case _:
-            expected = str(mistake["msg"]).replace("Input should be", "expected")
-    return f"key {key!r}: {expected}, got {got!r}."
-
-
-def _allowed_keys(location: tuple[Any, ...]) -> list[str]:
-    """The keys that the table at `location` has."""
-    model: type[BaseModel] = ServerConfig
-    for part in location:
-        field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
-        if field is not None:  # otherwise `part` is the name of an expert
-            model = next((c for c in _models_in(field.annotation)), model)
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models_in(cast(Any, part))]

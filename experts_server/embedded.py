@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, get_args
 
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
 from experts_server.building import build_optimizer
 from experts_server.config import ServingConfig, memory_mistake
 from experts_server.loop_thread import LoopThread
+from experts_server.mistakes import mistakes_in
 from experts_server.names import check_name
 from experts_server.server import ExpertServer, Hosting, State
 from experts_server.training import Training, UpdateMode
@@ -26,11 +28,12 @@ class ExpertsServer:
     Args:
         experts: modules by name, such as `{"ffn.0": module}`.
         optimizer: makes the optimizer of an expert from its parameters; `None`: they are not trained.
-        listen: `HOST:PORT`; port 0 takes a free one.
+        listen: `HOST:PORT`; port 0 takes a free one. By default that of `config` if it sets one, else a free port of
+            loopback.
         update: when an optimizer steps: at the client's step (`on_step`), at once with each backward (`on_backward`),
             or when a client's backwards amount to `samples_per_update` rows (`on_samples`).
         samples_per_update: of `on_samples`.
-        latency_ms: added to every pass, for demonstrations.
+        latency_ms: added to every pass, for demonstrations; that of `config` by default.
         config: everything else; what is given above wins.
 
     Raises:
@@ -50,15 +53,16 @@ class ExpertsServer:
         experts: Mapping[str, nn.Module],
         *,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-        listen: str = "127.0.0.1:0",
+        listen: str | None = None,
         update: UpdateMode = "on_step",
         samples_per_update: int | None = None,
-        latency_ms: float = 0.0,
+        latency_ms: float | None = None,
         config: ServingConfig | None = None,
     ) -> None:
         _check_update(update, samples_per_update)
-        given = (config or ServingConfig()).model_dump() | {"listen": listen, "latency_ms": latency_ms}
-        self._config = check_serving(given)
+        own = {"listen": listen, "latency_ms": latency_ms}
+        given = {"listen": "127.0.0.1:0"} | (config or ServingConfig()).model_dump(exclude_unset=True)
+        self._config = check_serving(given | {key: value for key, value in own.items() if value is not None})
         mistake = memory_mistake(self._config.memory, update, self._config.offload)
         if mistake is not None:
             raise ConfigError(f"server: memory.{mistake}.")
@@ -128,8 +132,9 @@ def check_serving(settings: dict[str, Any]) -> ServingConfig:
     """Return the settings as a model, or raise `ConfigError`."""
     try:
         return ServingConfig.model_validate(settings)
-    except ValueError as error:
-        raise ConfigError(f"server: {error}") from error
+    except ValidationError as error:
+        mistakes = mistakes_in(error, ServingConfig)
+        raise ConfigError("\n".join(f"server, {mistake.sentence}" for mistake in mistakes)) from error
 
 
 def _check_update(update: UpdateMode, samples_per_update: int | None) -> None:

@@ -6,7 +6,8 @@ import socket
 
 import grpc
 
-from experts_server.config import ServingConfig, split_address
+from experts_server.addresses import split_address
+from experts_server.config import ServingConfig
 from experts_server.security import server_credentials
 from moe_autograd.errors import ConfigError
 

@@ -20,6 +20,7 @@ from typing import Literal
 import grpc
 from torch import nn
 
+from experts_server.addresses import split_address
 from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.budget import Budget
 from experts_server.building import build_module, build_training
@@ -30,7 +31,6 @@ from experts_server.config import (
     OffloadConfig,
     ServerConfig,
     ServingConfig,
-    split_address,
 )
 from experts_server.executor import WorkerPool
 from experts_server.health import Health

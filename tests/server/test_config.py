@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from experts_server import ExpertsServer
+from experts_server.addresses import split_address
 from experts_server.building import build_module, build_training
-from experts_server.config import check_config, load_config, split_address
+from experts_server.config import ServingConfig
 from experts_server.names import check_name, expand_pattern, natural_order
 from experts_server.server import from_config
+from experts_server.settings import check_config, load_config
 from moe_autograd.errors import ConfigError
 
 FFN = {"class": "ffn", "args": {"d_model": 8}}
@@ -76,14 +79,23 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ({"optimizer": {"clip_grad_value": 0}}, "key 'optimizer.clip_grad_value': expected greater than 0, got 0"),
         ({"security": {"tls_cert": "a.pem"}}, "key 'security': expected tls_cert and tls_key together"),
         ({"optimizer": {"lr": 0}}, "key 'optimizer.lr': expected greater than 0, got 0"),
-        ({"experts": {}}, "key 'experts': expected at least one expert, got {}"),
+        ({"experts": {}}, "key 'experts': expected at least one expert: a table [experts.NAME], or --expert, got {}"),
+        ({"experts": {"ffn.0": "ffn"}}, "key 'experts.ffn.0': expected a table, got 'ffn'"),
+        ({"experts": {"ffn.0": {**FFN, "class": ""}}}, "key 'experts.ffn.0.class': expected a text that is not empty"),
+        ({"experts": {"ffn.0": {"class_name": "ffn"}}}, "key 'experts.ffn.0.class_name': expected one of args"),
+        ({"experts": {"memory": {**FFN, "memory": {"recompte": True}}}}, "Did you mean 'recompute'?"),
+        ({"experts": {"memory": {**FFN, "evalonly": True}}}, "Did you mean 'eval_only'?"),
+        ({"checkpoint_dir": 3}, "key 'checkpoint_dir': expected a path, got 3"),
+        ({"security": {"insecure": "maybe"}}, "key 'security.insecure': expected true or false, got 'maybe'"),
+        ({"optimizer": "adam"}, "expected a table such as { name = 'adam', lr = 1e-3 }, or 'none', got 'adam'"),
+        ({"optimizer": 3}, "or 'none', got 3"),
         ({"experts": {"ffn.0": {}}}, "key 'experts.ffn.0.class': expected a value, got none"),
         ({"experts": {"ffn.0": {"class": "ffn", "arg": 1}}}, "key 'experts.ffn.0.arg': expected one of args, can_join"),
         ({"experts": {"../up": FFN}}, "expert name '../up': expected letters, digits"),
         ({"experts": {"ffn.[3:3]": FFN}}, "expert pattern 'ffn.[3:3]': expected 1 to 65536 names, got 0"),
         ({"experts": {"ffn.[0:999999999]": FFN}}, "got 999999999"),
         ({"experts": {"ffn.[0:70].[0:1000]": FFN}}, "got 70000"),
-        ({"experts": 3}, "key 'experts': expected a valid dictionary, got 3"),
+        ({"experts": 3}, "key 'experts': expected a table, got 3"),
     ],
 )  # fmt: skip
 def test_every_mistake_names_the_key_the_value_and_what_is_allowed(
@@ -99,6 +111,97 @@ def test_all_mistakes_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         check_config({**MINIMAL, "update": "x", "seed": -1})
     assert len(str(refused.value).splitlines()) == 2
+
+
+def test_what_is_wrong_within_an_optimizer_is_named_once() -> None:
+    for settings in ({"optimizer": {"lr": "fast"}}, {"experts": {"e": {**FFN, "optimizer": {"lr": -1}}}}):
+        with pytest.raises(ConfigError) as refused:
+            check_config({**MINIMAL, **settings})
+        assert str(refused.value).count("\n") == 0, refused.value
+
+
+# ---- where it comes from
+
+
+def test_a_mistake_names_the_source_that_made_it(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'seed = -1\nupdate = "never"\n[experts.ffn]\nclass = 3\n[experts."ffn.1"]\nclass = "ffn"\n'
+    )
+    environment = {
+        "EXPERTS_SERVER_UPDATE": "at noon",
+        "EXPERTS_SERVER_LIMITS__MAX_THREADS": "0",
+        "EXPERTS_SERVER_PORT": "tcp://10.0.0.1:31415",  # as Kubernetes gives for a service of this name
+    }
+    flags = {"seed": None, "latency_ms": -1.0, "experts": {"ffn.[1:3]": {"args": {"d_model": 8}, "x": 1}}}
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, flags, environment)
+    lines = sorted(line.partition(": expected")[0] for line in str(refused.value).splitlines())
+    config = f"config {str(file)!r}"
+    assert lines == sorted(
+        [
+            f"{config}, key 'seed'",
+            f"{config}, key 'experts.ffn.class'",
+            "environment variable EXPERTS_SERVER_UPDATE, key 'update'",
+            "environment variable EXPERTS_SERVER_LIMITS__MAX_THREADS, key 'limits.max_threads'",
+            "environment variable EXPERTS_SERVER_PORT, key 'port'",
+            "flags, key 'latency_ms'",
+            "flags, key 'experts.ffn.1.x'",
+            "flags, key 'experts.ffn.2.x'",
+            "flags, key 'experts.ffn.2.class'",
+        ]
+    )
+
+
+def test_flags_win_over_an_expert_that_the_file_names_after_its_pattern(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        '[experts."ffn.[0:2]"]\nclass = "ffn"\nargs = { d_model = 4 }\n[experts."ffn.1"]\nargs = { d_model = 6 }\n'
+    )
+    flags = {"experts": {"ffn.[0:2]": {"class": "ffn", "args": {"d_model": 8, "d_ff": None}}}}
+    config = load_config(file, flags, environment={})
+    assert [expert.args for expert in config.experts.values()] == [{"d_model": 8}] * 2
+
+
+def test_the_environment_can_say_all_that_a_file_can_in_any_order() -> None:
+    variables = {
+        "EXPERTS_SERVER_EXPERTS": '{ "e.[0:2]" = { class = "ffn", args = { d_model = 8 } } }',
+        "EXPERTS_SERVER_OPTIMIZER": '{ name = "sgd", lr = 0.5 }',
+        "EXPERTS_SERVER_OPTIMIZER__LR": "0.25",
+        "EXPERTS_SERVER_OPTIMIZER__ARGS__MOMENTUM": "0.5",
+        "EXPERTS_SERVER_OPTIMIZER__ARGS__NESTEROV": "true",
+        "EXPERTS_SERVER_SECURITY__INSECURE": "true",
+    }
+    for order in (variables, dict(reversed(variables.items()))):
+        config = load_config(environment=order)
+        assert list(config.experts) == ["e.0", "e.1"]
+        optimizer = config.optimizer_of(config.experts["e.0"])
+        assert optimizer is not None
+        assert (optimizer.name, optimizer.lr) == ("sgd", 0.25)
+        assert optimizer.args == {"momentum": 0.5, "nesterov": True}
+        assert config.security.insecure
+
+
+def test_a_variable_that_is_no_inline_table_is_refused() -> None:
+    for text in ("none", "{ name = ", "{}\nlisten = 3"):
+        environment = {"EXPERTS_SERVER_LIMITS": text}
+        with pytest.raises(
+            ConfigError, match=r"variable EXPERTS_SERVER_LIMITS, key .limits.: expected a table"
+        ):
+            load_config(flags=MINIMAL, environment=environment)
+
+
+def test_an_embedded_server_listens_where_its_config_says_unless_it_is_told_otherwise() -> None:
+    config = ServingConfig(listen="127.0.0.1:7", latency_ms=3)
+    assert ExpertsServer({}, config=config).address == "127.0.0.1:7"
+    assert ExpertsServer({}, config=config, listen="127.0.0.1:9").address == "127.0.0.1:9"
+    assert ExpertsServer({}, config=ServingConfig(latency_ms=3)).address == "127.0.0.1:0"
+    for wrong in ({"listen": "here"}, {"latency_ms": -1}):
+        with pytest.raises(ConfigError, match=f"^server, key '{next(iter(wrong))}': expected .*, got .*[.]$"):
+            ExpertsServer({}, **wrong)
+
+
+# ---- what is allowed
 
 
 def test_loopback_needs_no_credentials_and_other_addresses_tls_and_callers_that_are_known() -> None:
@@ -173,12 +276,24 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
 # ---- building
 
 
+class Broken(torch.nn.Module):
+    """Raises something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1 / 0
+
+
 @pytest.mark.parametrize(
     ("expert", "text"),
     [
         ({"class": "fnn"}, "expected one of ffn, swiglu, transformer, identity or module:Class, got 'fnn'"),
         ({"class": "no.such.module:X"}, "expected a class that can be imported, got 'no.such.module:X'"),
         ({"class": "torch.nn:NoSuch"}, "expected a class that can be imported, got 'torch.nn:NoSuch'"),
+        ({"class": ":NoSuch"}, "expected a class that can be imported, got ':NoSuch'"),
+        ({"class": "..up:NoSuch"}, "expected a class that can be imported, got '..up:NoSuch'"),
+        ({"class": "tests.server.test_config:Broken"}, "ZeroDivisionError: division by zero, "),
+        ({"class": "tests.server.test_config:Broken"}, "test_config.py:"),
         (
             {"class": "ffn", "args": {"width": 3}},
             "key 'args': expected arguments that it takes, got {'width': 3}",

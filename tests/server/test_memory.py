@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig, check_config
+from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
 from experts_server.service import Service
+from experts_server.settings import check_config
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd.offload.stores import RamStore
 from moe_autograd.errors import ConfigError, GradientsLostError

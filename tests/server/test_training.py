@@ -16,10 +16,11 @@ from experts_server.budget import Budget
 from experts_server.building import build_training
 from experts_server.calls import BackwardCall, UpdateCall
 from experts_server.checkpoint import CheckpointFolder
-from experts_server.config import OptimizerConfig, check_config
+from experts_server.config import OptimizerConfig
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.server import from_config
+from experts_server.settings import check_config
 from experts_server.snapshot import restore, take
 from experts_server.training import Training, UpdateMode
 from moe_autograd.errors import ConfigError, InvalidCallError

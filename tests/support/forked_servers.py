@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from experts_server.config import load_config
 from experts_server.daemon import run
+from experts_server.settings import load_config
 from tests.support.subprocesses import ROOT
 
 

@@ -1,0 +1,34 @@
+"""Where a server listens: `HOST:PORT`, and whether others than this machine can reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of `HOST:PORT`; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: if it is not an address, or the port is not within 0 to 65535.
+
+    >>> split_address("[::1]:8080")
+    ('::1', 8080)
+    """
+    host, colon, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or not port.isdecimal() or (":" in host and not is_bracketed):
+        raise ValueError("expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0")
+    if int(port) > 65535:
+        raise ValueError("expected a port from 0 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach `address`."""
+    host, _ = split_address(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
