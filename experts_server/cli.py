@@ -14,26 +14,36 @@ import click
 from experts_server import console
 from experts_server.daemon import run
 from experts_server.logs import start_logging
+from experts_server.security import server_credentials
 from experts_server.server import from_config
 from experts_server.settings import load_config
 from experts_server.top import watch
 from moe_autograd.errors import MoeAutogradError
 
 
-def _connection_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add what every command that talks to a server takes."""
+def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add what every command that talks to a server takes.
+
+    Args:
+        timeout_s: how long it waits for the answer by default.
+    """
+    file = click.Path(path_type=Path)
     options = (
         click.option(
-            "--token-file", type=click.Path(path_type=Path), help="A file that holds the bearer token."
+            "--timeout-s", type=click.FloatRange(0, min_open=True), default=timeout_s, show_default=True
         ),
-        click.option(
-            "--ca", type=click.Path(path_type=Path), help="What signed its certificate; turns TLS on."
-        ),
-        click.option("--timeout-s", type=float, default=60.0, show_default=True),
+        click.option("--key", type=file, help="The key of --cert."),
+        click.option("--cert", type=file, help="Your own certificate, for a server with client_ca."),
+        click.option("--ca", type=file, help="What signed its certificate; turns TLS on."),
+        click.option("--token-file", type=file, help="A file that holds the bearer token."),
     )
-    for option in options:
-        function = option(function)
-    return function
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        for option in options:
+            function = option(function)
+        return function
+
+    return add
 
 
 class _Group(click.Group):
@@ -93,7 +103,7 @@ def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> N
 @main.command()
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-@_connection_options
+@_connection_options(60.0)
 def info(address: str, as_json: bool, **connection: Any) -> None:
     """Show what the server at HOST:PORT hosts."""
     reply = console.ask_info(address, **connection)
@@ -117,15 +127,16 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
     "--check", "file", required=True, type=click.Path(path_type=Path), help="The TOML file to check."
 )
 def check(file: Path) -> None:
-    """Check a configuration without serving it: keys, values, classes, arguments and files."""
+    """Check a configuration without serving it: keys, values, classes, arguments, certificates and tokens."""
     config = load_config(file)
     from_config(config)
+    server_credentials(config.security)
     click.echo(f"{file}: {len(config.experts)} experts, no mistakes")
 
 
 @main.command()
 @click.argument("address", metavar="HOST:PORT")
-@_connection_options
+@_connection_options(600.0)
 def save(address: str, **connection: Any) -> None:
     """Let the server at HOST:PORT write a checkpoint; prints its name when it is safe on the disk."""
     click.echo(console.ask_save(address, **connection))
@@ -135,7 +146,7 @@ def save(address: str, **connection: Any) -> None:
 @click.argument("address", metavar="HOST:PORT")
 @click.argument("expert")
 @click.argument("file", type=click.Path(path_type=Path))
-@_connection_options
+@_connection_options(60.0)
 def export_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
     """Write the weights of EXPERT to FILE, as plain safetensors that any PyTorch user can load."""
     console.export_weights(address, expert, file, **connection)
@@ -145,7 +156,7 @@ def export_weights(address: str, expert: str, file: Path, **connection: Any) -> 
 @click.argument("address", metavar="HOST:PORT")
 @click.argument("expert")
 @click.argument("file", type=click.Path(path_type=Path))
-@_connection_options
+@_connection_options(60.0)
 def import_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
     """Set the weights of EXPERT to those in FILE, a safetensors file with the keys of its state_dict."""
     console.import_weights(address, expert, file, **connection)

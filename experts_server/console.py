@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 
+from experts_server.addresses import split_address
 from moe_autograd.errors import ConfigError, CorruptDataError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -37,14 +38,26 @@ class _Line:
 
 
 @contextlib.contextmanager
-def _connected(address: str, token_file: Path | None, ca: Path | None, timeout_s: float) -> Iterator[_Line]:
+def _connected(
+    address: str,
+    *,
+    token_file: Path | None,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    timeout_s: float,
+) -> Iterator[_Line]:
     """Connect; within, errors of grpc become ours."""
-    token = None if token_file is None else _read(token_file).decode().strip()
-    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-    if ca is None:
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise ConfigError(f"address: {error}, got {address!r}.") from error
+    metadata = () if token_file is None else (("authorization", f"Bearer {_read_token(token_file)}"),)
+    credentials = _credentials(ca, cert, key)
+    if credentials is None:
         channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
     else:
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(_read(ca)), CHANNEL_OPTIONS)
+        channel = grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
     with channel:
         try:
             yield _Line(channel, {"timeout": timeout_s, "metadata": metadata})
@@ -52,6 +65,24 @@ def _connected(address: str, token_file: Path | None, ca: Path | None, timeout_s
             call = cast(Any, error)
             place = f"server at {address}"
             raise error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place) from error
+
+
+def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+    if (cert is None) != (key is None):
+        raise ConfigError("--cert and --key: expected both or neither, got one of them.")
+    if ca is None and cert is None:
+        return None
+    return grpc.ssl_channel_credentials(*(None if file is None else _read(file) for file in (ca, key, cert)))
+
+
+def _read_token(file: Path) -> str:
+    words = _read(file).decode("utf-8", "replace").split()
+    if len(words) != 1 or not words[0].isascii():
+        raise ConfigError(
+            f"file {str(file)!r}: expected one token of ASCII characters and nothing else, got {len(words)} words. "
+            "(The server's tokens_file has permissions as well.)"
+        )
+    return words[0]
 
 
 def ask_info(address: str, **connection: Any) -> pb.InfoReply:
@@ -88,9 +119,13 @@ def export_weights(address: str, expert: str, file: Path, **connection: Any) -> 
                 state[parcel.head.key] = tensor.clone()  # safetensors wants memory that is not shared
     reader.finish()
     try:
-        safetensors.torch.save_file(state, file)
-    except (OSError, SafetensorError) as error:
+        _write_whole(file, safetensors.torch.save(state))
+    except OSError as error:
         raise ConfigError(f"export: expected a file to write to, got {str(file)!r} ({error}).") from error
+    except (KeyError, ValueError, SafetensorError) as error:  # each for another kind of tensor
+        raise ConfigError(
+            f"export: expected tensors that safetensors can hold, got one that it cannot ({error!r})."
+        ) from error
 
 
 def import_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
@@ -166,3 +201,17 @@ def _read(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise ConfigError(f"file {str(file)!r}: expected a readable one, got {error.strerror!r}.") from error
+
+
+def _write_whole(file: Path, content: bytes) -> None:
+    """Write a file so that its name stands for the whole content, or for what it was before."""
+    if file.exists() and not file.is_file():  # a device, or a pipe
+        file.write_bytes(content)
+        return
+    file = file.resolve()
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ssl
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args
@@ -104,14 +105,39 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
 
 
 def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
-    """Return the TLS credentials of `config`, or `None` for none."""
+    """Return the TLS credentials of `config`, or `None` for none.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not what it should be.
+    """
     if config.tls_cert is None or config.tls_key is None:
         return None
     pair = (_read(config.tls_key, "tls_key"), _read(config.tls_cert, "tls_cert"))
     client_ca = None if config.client_ca is None else _read(config.client_ca, "client_ca")
+    _check_certificates(config.tls_cert, config.tls_key, config.client_ca)
     return grpc.ssl_server_credentials(
         [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
     )
+
+
+def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:
+    """Let OpenSSL look at the files: what grpc says of one that is none is that it cannot bind its port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"config, key 'security.tls_cert': expected a certificate and its key, unencrypted, as PEM, got "
+            f"{str(cert)!r} and {str(key)!r} ({error.reason or error})."
+        ) from error
+    try:
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"config, key 'security.client_ca': expected certificates as PEM, got {str(client_ca)!r} "
+            f"({error.reason or error})."
+        ) from error
 
 
 def _read(file: Path, key: str) -> bytes:

@@ -356,6 +356,19 @@ def test_an_export_of_what_is_no_state_says_so_and_writes_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_that_cannot_be_written_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "e.safetensors").write_bytes(b"the old one")
+    wide = pb.StateEntry(expert="e", key="weight"), [torch.ones(3, dtype=torch.complex128)]
+    ended = exported(entries(wide), tmp_path)
+    assert (ended.exit_code, "that safetensors can hold" in ended.output) == (1, True), ended.output
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"the old one"]
+
+
+def test_an_export_into_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
+    ended = exported(entries(GOOD), tmp_path / "none")
+    assert (ended.exit_code, "expected a file to write to" in ended.output) == (1, True), ended.output
+
+
 def test_an_export_of_good_entries_is_a_file(tmp_path: Path) -> None:
     ended = exported(entries(GOOD), tmp_path)
     assert (ended.exit_code, [path.name for path in tmp_path.iterdir()]) == (0, ["e.safetensors"]), (

@@ -159,7 +159,70 @@ def test_with_a_client_ca_only_clients_with_its_certificate_are_served(certifica
     with ExpertsServer({"e": FeedForwardExpert(D)}, config=ServingConfig(security=security)) as server:
         with WireClient(server.address, credentials=known) as client:
             assert client.forward("e", tokens(2, D)).code == "OK"
+        for name, status in (("client", 0), ("none", 1)):
+            own = [f"--{kind}={certificates / name}.{end}" for kind, end in (("cert", "pem"), ("key", "key"))]
+            shown = CliRunner().invoke(
+                main, ["info", server.address, f"--ca={certificates / 'ca.pem'}", *own]
+            )
+            assert shown.exit_code == status, shown.output
         anonymous = WireClient(server.address, credentials=grpc.ssl_channel_credentials(ca))
         with anonymous, pytest.raises(grpc.RpcError) as refused:
             anonymous.info()
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (("none", "server.key", None), "key 'security.tls_cert': expected a readable file"),
+        (("noise", "server.key", None), "key 'security.tls_cert': expected a certificate and its key"),
+        (("server.pem", "noise", None), "key 'security.tls_cert': expected a certificate and its key"),
+        (("server.pem", "client.key", None), "(KEY_VALUES_MISMATCH)"),
+        (("server.pem", "server.key", "noise"), "key 'security.client_ca': expected certificates as PEM"),
+    ],
+    ids=["no file", "no certificate", "no key", "key of another", "no authority"],
+)
+def test_certificates_that_are_none_are_refused_by_the_check_and_by_the_server(
+    certificates: Path, files: tuple[str, str, str | None], text: str, tmp_path: Path
+) -> None:
+    (certificates / "noise").write_text("noise")
+    names = ("tls_cert", "tls_key", "client_ca")
+    paths = {name: certificates / file for name, file in zip(names, files, strict=True) if file is not None}
+    with pytest.raises(ConfigError) as refused:
+        ExpertsServer(
+            {"e": FeedForwardExpert(D)}, config=ServingConfig(security=SecurityConfig(**paths))
+        ).start()
+    assert text in str(refused.value)
+    lines = [f'{name} = "{path}"\n' for name, path in paths.items()]
+    (tmp_path / "s.toml").write_text(f'[experts.e]\nclass = "identity"\n[security]\n{"".join(lines)}')
+    checked = CliRunner().invoke(main, ["config", "--check", str(tmp_path / "s.toml")])
+    assert (checked.exit_code, text in checked.output) == (1, True), checked.output
+
+
+# ---- the commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--token-file", "tokens"), "expected one token of ASCII characters and nothing else, got 2 words"),
+        (("--token-file", "none"), "expected a readable one, got 'No such file or directory'"),
+        (("--cert", "tokens"), "--cert and --key: expected both or neither"),
+        (("--ca", "none"), "expected a readable one"),
+    ],
+)
+def test_credentials_that_are_none_are_refused_before_anything_is_sent(
+    guarded: ExpertsServer, arguments: tuple[str, str], text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text(f"train {TRAIN}")
+    option, file = arguments
+    shown = CliRunner().invoke(main, ["info", guarded.address, option, str(tmp_path / file)])
+    assert (shown.exit_code, text in shown.output, TRAIN in shown.output) == (1, True, False), shown.output
+
+
+def test_commands_show_their_token(guarded: ExpertsServer, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{READ}\n")
+    for command, status in ((["info", guarded.address], 0), (["save", guarded.address], 1)):
+        shown = CliRunner().invoke(main, [*command, "--token-file", str(tmp_path / "token")])
+        assert shown.exit_code == status, shown.output
+    assert "expected a token with permission 'train'" in " ".join(shown.output.split())

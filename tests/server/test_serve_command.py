@@ -125,6 +125,12 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
         (("serve", *FLAGS, "--update", "never"), 2, "'never' is not one of"),
         (("serve", "--expert", "ffn"), 1, "missing 1 required positional argument: 'd_model'"),
         (("info",), 2, "Missing argument 'HOST:PORT'"),
+        (
+            ("info", "nowhere"),
+            1,
+            "address: expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0, got 'nowhere'",
+        ),
+        (("info", "127.0.0.1:1", "--timeout-s", "0"), 2, "0 is not in the range x>0"),
     ],
 )
 def test_a_wrong_command_exits_with_one_clear_message(
