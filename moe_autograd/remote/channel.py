@@ -26,6 +26,7 @@ from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
+from moe_autograd.remote.closing import closed
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.security import TLS
@@ -112,14 +113,21 @@ class Channel:
 
     def _stubs_now(self) -> _Stubs:
         if not self._is_open:
-            raise ServerUnavailableError(
-                f"server at {self.address}: expected an open connection, got a closed one. "
-                "Call experts within the block of `connect`."
-            )
+            raise closed(self.address)
         if self._slow_at + _CALM_S < time.monotonic() and self._ping_timeout_ms != _PING_TIMEOUTS_MS[0]:
             with self._lock:
                 self._reconnect(_PING_TIMEOUTS_MS[0])
         return self._stubs
+
+    @contextlib.contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Begin an RPC in this block: where `close` comes in between, grpc raises a plain ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            if self._is_open:
+                raise
+            raise closed(self.address) from error
 
     def _reconnect(self, ping_timeout_ms: int) -> None:
         """Take a new gRPC channel; RPCs under way keep the old one until they end."""
@@ -187,9 +195,10 @@ class Channel:
         """
         stubs = self._stubs_now()
         timeout_s, metadata = deadline.remaining_s, self._metadata
-        if rest is None:
-            return stubs.reply_stream[rpc](first, timeout=timeout_s, metadata=metadata)
-        return stubs.both_stream[rpc](_chain(first, rest), timeout=timeout_s, metadata=metadata)
+        with self._beginning():
+            if rest is None:
+                return stubs.reply_stream[rpc](first, timeout=timeout_s, metadata=metadata)
+            return stubs.both_stream[rpc](_chain(first, rest), timeout=timeout_s, metadata=metadata)
 
     def close(self) -> None:
         """Cancel what is under way and disconnect."""
@@ -203,7 +212,8 @@ class Channel:
     @contextlib.contextmanager
     def _our_errors(self, rpc: str, deadline: Deadline) -> Iterator[None]:
         try:
-            yield
+            with self._beginning():
+                yield
         except grpc.RpcError as error:
             self.note_failure(error)
             raise error_of_call(error, f"server at {self.address}, {PHASES[rpc]}, {deadline}") from error

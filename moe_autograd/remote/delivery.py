@@ -121,6 +121,7 @@ class Delivery:
         )
         self._lock = threading.Lock()
         self._operations: set[Cancellation] = set()
+        self._is_open = True
         self._process = os.getpid()
 
     @contextmanager
@@ -138,6 +139,8 @@ class Delivery:
         cancellation = Cancellation()
         with self._lock:
             self._operations.add(cancellation)
+            if not self._is_open:  # nothing is waited for any more: what is tried fails, once
+                cancellation.cancel()
         try:
             yield Operation(Deadline(self.settings.timeout_s), cancellation)
         finally:
@@ -338,6 +341,7 @@ class Delivery:
         if os.getpid() != self._process:
             return
         with self._lock:
+            self._is_open = False
             operations = tuple(self._operations)
         for cancellation in operations:
             cancellation.cancel()

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from moe_autograd.remote.closing import closed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -66,6 +68,7 @@ class Fanout:
         self._num_servers = num_servers
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._is_open = True
 
     def at_each(
         self, work: Mapping[str, T], do: Callable[[str, T], R], cancellation: Cancellation
@@ -82,12 +85,12 @@ class Fanout:
             return {}
         first, *others = work
         futures: dict[str, Future[R]] = {
-            address: self._threads().submit(do, address, work[address]) for address in others
+            address: self._submit(do, address, work[address]) for address in others
         }
         try:
             results: dict[str, R | Exception] = {first: _attempt(do, first, work[first])}
             for address, future in futures.items():
-                outcome = _result(future)
+                outcome = _result(future, address)
                 results[address] = outcome
         except BaseException:
             cancellation.cancel()
@@ -97,8 +100,19 @@ class Fanout:
     def close(self) -> None:
         """Let the threads go when they are done."""
         with self._lock:
+            self._is_open = False
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, do: Callable[[str, T], R], address: str, work: T) -> Future[R]:
+        try:
+            return self._threads().submit(do, address, work)
+        except RuntimeError as error:
+            if self._is_open:
+                raise
+            refused: Future[R] = Future()
+            refused.set_exception(closed(address, error))
+            return refused
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -116,9 +130,12 @@ def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
         return error
 
 
-def _result(future: Future[R]) -> R | Exception:
+def _result(future: Future[R], address: str) -> R | Exception:
     """Wait for what a thread returned or raised."""
-    error = future.exception()
+    try:
+        error = future.exception()
+    except CancelledError as cancelled:  # by `close`, before a thread took it
+        return closed(address, cancelled)
     if error is None:
         return future.result()
     if not isinstance(error, Exception):

@@ -34,9 +34,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from moe_autograd.errors import RemoteError, ServerUnavailableError
+from moe_autograd.errors import RemoteError
 from moe_autograd.remote.calls import Outcome, Request, exchange
 from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.closing import closed
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.retry import RetryBudget
@@ -163,10 +164,7 @@ class Hedging:
         try:
             self._threads.submit(self._run, race, leg, terms)
         except RuntimeError as error:
-            raise ServerUnavailableError(
-                f"server at {address}, forward: expected an open connection, got a closed one. "
-                "Call experts within the block of `connect`."
-            ) from error
+            raise closed(address) from error
 
     def _run(self, race: _Race, leg: _Leg, terms: Terms) -> None:
         def cancel() -> None:

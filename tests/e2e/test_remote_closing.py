@@ -1,0 +1,137 @@
+"""What is called while, or after, its connection is closed ends at once, with an error of ours."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.wire import experts_pb2 as pb
+
+ENDLESS = RetryPolicy(patience_s=1e6)  # a call that waits for a closed connection would not return
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[list[str]]:
+    with (
+        ExpertsServer({"ffn.0": nn.Linear(4, 4)}, optimizer=sgd) as first,
+        ExpertsServer({"ffn.1": nn.Linear(4, 4)}, optimizer=sgd) as second,
+    ):
+        yield [first.address, second.address]
+
+
+class ClosedInBetween(Channel):
+    """Is closed by another thread after a call has looked whether it is open, and before it begins."""
+
+    def _stubs_now(self):
+        stubs = super()._stubs_now()
+        self.close()
+        return stubs
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda channel, deadline: channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline),
+        lambda channel, deadline: channel.upload("SetState", iter([b""]), pb.UpdateReply, deadline),
+        lambda channel, deadline: channel.stream("GetState", b"", None, deadline),
+        lambda channel, deadline: channel.stream("Forward", b"", iter([b""]), deadline),
+    ],
+    ids=["unary", "upload", "stream", "stream both ways"],
+)
+def test_a_channel_that_is_closed_in_between_says_so(addresses, call):
+    channel = ClosedInBetween(addresses[0])
+    with pytest.raises(ServerUnavailableError, match="expected an open connection, got a closed one"):
+        call(channel, Deadline(60.0))
+
+
+def test_what_nothing_depends_on_is_not_told_to_a_channel_that_is_closed_in_between(addresses):
+    ClosedInBetween(addresses[0]).tell("Expect", pb.ExpectRequest(experts=["ffn.0"]))
+
+
+def forward(experts: RemoteExperts) -> list[torch.Tensor]:
+    return parallel_apply(list(experts.values()), [(torch.ones(1, 4),)] * len(experts))
+
+
+def train(experts: RemoteExperts) -> None:
+    optimizer = RemoteOptimizer(experts)
+    sum(forward(experts)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CALLS: dict[str, Callable[[RemoteExperts], object]] = {
+    "forward": forward,
+    "training": train,
+    "info": lambda experts: experts.info(),
+    "state_dict": lambda experts: experts.state_dict(),
+    "load_state_dict": lambda experts: experts.load_state_dict(
+        {"ffn.0.weight": torch.eye(4), "ffn.0.bias": torch.zeros(4)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("hedge", [False, True])
+def test_after_close_a_call_ends_at_once(addresses, name, hedge):
+    experts = connect(addresses, timeout_s=1e6, retry=ENDLESS, hedge=hedge)
+    experts.close()
+    with pytest.raises(ServerUnavailableError, match="expected an open connection, got a closed one"):
+        CALLS[name](experts)
+
+
+def test_an_update_after_close_ends_at_once(addresses):
+    experts = connect(addresses, timeout_s=1e6, retry=ENDLESS)
+    optimizer = RemoteOptimizer(experts)
+    sum(forward(experts)).sum().backward()
+    experts.close()
+    for update in (optimizer.step, optimizer.zero_grad):
+        with pytest.raises(ServerUnavailableError, match="expected an open connection, got a closed one"):
+            update()
+
+
+class Caller(threading.Thread):
+    """Calls over and over until it gets an error."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self.call = call
+        self.has_called = threading.Event()
+        self.became: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while True:
+                self.call()
+                self.has_called.set()
+        except BaseException as error:
+            self.became = error
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_beside_close_end_with_our_error(addresses, name):
+    num_threads = 1 if name == "training" else 4  # an optimizer is for one thread at a time
+    for _ in range(5):
+        experts = connect(addresses, timeout_s=1e6, retry=ENDLESS)
+        callers = [Caller(functools.partial(CALLS[name], experts)) for _ in range(num_threads)]
+        for caller in callers:
+            caller.start()
+        assert callers[0].has_called.wait(120)
+        experts.close()
+        for caller in callers:
+            caller.join(120)
+        assert [type(caller.became) for caller in callers] == [ServerUnavailableError] * num_threads
