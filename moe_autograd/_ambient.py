@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -90,63 +90,90 @@ def _flushes_denormals() -> bool:
     return _HALF_OF_SMALLEST_NORMAL * 1.0 == 0.0
 
 
-def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    return tuple(
-        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-        for device_type in _autocast_device_types()
-    )
-
-
 def _autocast_device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator()  # what torch was built for
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
+_AUTOCAST_DEVICE_TYPES = _autocast_device_types()
+
+
+def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    return [
+        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in _AUTOCAST_DEVICE_TYPES
+    ]
+
+
+class _Settings(NamedTuple):
+    """The entries that a look tells apart: all but devices, hooks and modes."""
+
+    grad_mode: bool
+    inference_mode: bool
+    forward_grad: bool
+    function_is_on: bool
+    function_is_off_for_all: bool
+    autocast: list[tuple[str, bool, torch.dtype]]
+    autocast_cache: bool
+    multithreading: bool
+    view_replay: bool
+    flush_denormals: bool
+
+
+def _settings() -> _Settings:
+    return _Settings(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_fwd_grad_enabled(),
+        torch._C._is_torch_function_enabled(),
+        torch._C._is_torch_function_all_disabled(),
+        _autocast_state(),
+        torch.is_autocast_cache_enabled(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._is_view_replay_enabled(),
+        _flushes_denormals(),
+    )
+
+
 class Ambient:
-    """One thread's world at one moment, ready to be reinstated on others."""
+    """One thread's world at one moment, ready to be reinstated on others.
+
+    Most callers' worlds are like that of a fresh thread: one look tells, and there is nothing to reinstate.
+    """
 
     __slots__ = (
-        "_autocast",
-        "_autocast_cache",
         "_context",
         "_cuda_device",
         "_dispatch_modes",
-        "_flush_denormals",
-        "_forward_grad",
         "_function_modes",
         "_function_state",
-        "_grad_mode",
+        "_has_more",
         "_hooks_disabled",
-        "_inference_mode",
-        "_multithreading",
         "_saved_tensor_hooks",
-        "_view_replay",
+        "_settings",
     )
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
-        self._grad_mode = torch.is_grad_enabled()
-        self._inference_mode = torch.is_inference_mode_enabled()
-        self._forward_grad = torch._C._is_fwd_grad_enabled()
+        self._settings = _settings()
         self._function_state = _C._get_torch_function_state()
-        self._autocast = _autocast_state()
-        self._autocast_cache = torch.is_autocast_cache_enabled()
         self._hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         self._saved_tensor_hooks = (
             None if self._hooks_disabled else torch._C._autograd._top_saved_tensors_default_hooks(True)
         )
         self._function_modes = tuple(_get_current_function_mode_stack())
         self._dispatch_modes = tuple(_get_current_dispatch_mode_stack())
-        self._multithreading = torch._C._is_multithreading_enabled()
-        self._view_replay = torch._C._is_view_replay_enabled()
-        self._flush_denormals = _flushes_denormals()
         self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        beside_settings = (self._cuda_device, self._hooks_disabled, self._saved_tensor_hooks)
+        self._has_more = bool(self._function_modes or self._dispatch_modes) or beside_settings != (None,) * 3
 
     def run(self, function: Callable[[], R]) -> R:
         """Call `function` in this world, on the current thread, and put the thread's own world back."""
         return self._context.copy().run(self._run_reinstated, function)
 
     def _run_reinstated(self, function: Callable[[], R]) -> R:
+        if not self._has_more and _settings() == self._settings:
+            return function()
         with contextlib.ExitStack() as stack:
             for guard in self._guards():
                 stack.enter_context(guard)
@@ -154,22 +181,23 @@ class Ambient:
 
     def _guards(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
         """Only what differs from the thread's own world; modes last, so that they see none of the rest."""
+        wanted, own = self._settings, _settings()
         if self._cuda_device is not None:
             yield torch.cuda.device(self._cuda_device)
-        if self._inference_mode != torch.is_inference_mode_enabled():
-            yield torch.inference_mode(self._inference_mode)
-        if self._grad_mode != torch.is_grad_enabled():
-            yield torch.set_grad_enabled(self._grad_mode)
-        if self._forward_grad != torch._C._is_fwd_grad_enabled():
-            yield forward_ad._set_fwd_grad_enabled(self._forward_grad)
-        if self._autocast != _autocast_state() or self._autocast_cache != torch.is_autocast_cache_enabled():
-            yield _autocast(self._autocast, self._autocast_cache)
-        if self._multithreading != torch._C._is_multithreading_enabled():
-            yield torch.autograd.set_multithreading_enabled(self._multithreading)
-        if self._view_replay != torch._C._is_view_replay_enabled():
-            yield torch.autograd._force_original_view_tracking(self._view_replay)
-        if self._flush_denormals != _flushes_denormals():
-            yield _flush_denormals(self._flush_denormals)
+        if wanted.inference_mode != own.inference_mode:
+            yield torch.inference_mode(wanted.inference_mode)
+        if wanted.grad_mode != torch.is_grad_enabled():  # inference mode has changed it
+            yield torch.set_grad_enabled(wanted.grad_mode)
+        if wanted.forward_grad != torch._C._is_fwd_grad_enabled():
+            yield forward_ad._set_fwd_grad_enabled(wanted.forward_grad)
+        if (wanted.autocast, wanted.autocast_cache) != (own.autocast, own.autocast_cache):
+            yield _autocast(wanted.autocast, wanted.autocast_cache)
+        if wanted.multithreading != own.multithreading:
+            yield torch.autograd.set_multithreading_enabled(wanted.multithreading)
+        if wanted.view_replay != own.view_replay:
+            yield torch.autograd._force_original_view_tracking(wanted.view_replay)
+        if wanted.flush_denormals != own.flush_denormals:
+            yield _flush_denormals(wanted.flush_denormals)
         if self._hooks_disabled is not None:
             yield torch.autograd.graph.disable_saved_tensors_hooks(self._hooks_disabled)
         if self._saved_tensor_hooks is not None:
@@ -183,7 +211,7 @@ class Ambient:
 
 
 @contextlib.contextmanager
-def _autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...], cache: bool) -> Iterator[None]:
+def _autocast(wanted: list[tuple[str, bool, torch.dtype]], cache: bool) -> Iterator[None]:
     """Set autocast without `torch.autocast`: leaving that would clear the cache of casts under other threads."""
     own, own_cache = _autocast_state(), torch.is_autocast_cache_enabled()
     _set_autocast(wanted, cache)
@@ -193,7 +221,7 @@ def _autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...], cache: bool) ->
         _set_autocast(own, own_cache)
 
 
-def _set_autocast(state: tuple[tuple[str, bool, torch.dtype], ...], cache: bool) -> None:
+def _set_autocast(state: list[tuple[str, bool, torch.dtype]], cache: bool) -> None:
     torch.set_autocast_cache_enabled(cache)
     for device_type, enabled, dtype in state:
         torch.set_autocast_enabled(device_type, enabled)

@@ -33,11 +33,13 @@ from typing import Any, cast
 
 import torch
 import torch.random
-from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard, _IncludeDispatchKeyGuard
+from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._ops import OpOverload
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_is_switched_on = torch._C._dispatch_tls_is_dispatch_key_included
+_switch = torch._C._dispatch_tls_set_dispatch_key_included
 _PROCESS_GENERATOR = torch.default_generator
 _CPU = torch.device("cpu")
 _APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
@@ -163,7 +165,7 @@ class own_streams:
     A context manager, written out because every map enters one on each of its threads.
     """
 
-    __slots__ = ("_guard", "_outer", "_seeds")
+    __slots__ = ("_outer_index", "_outer_seeds", "_seeds", "_was_switched_on")
 
     def __init__(self, seeds: CallSeeds) -> None:
         self._seeds = seeds
@@ -171,16 +173,16 @@ class own_streams:
     def __enter__(self) -> None:
         if not _libraries:
             _install()
-        self._outer = running.seeds, running.index
+        self._outer_seeds, self._outer_index = running.seeds, running.index
         running.seeds = self._seeds
         _standing_in.begin()
-        self._guard = _IncludeDispatchKeyGuard(_KEY)
-        self._guard.__enter__()
+        self._was_switched_on = _is_switched_on(_KEY)
+        _switch(_KEY, True)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._guard.__exit__(None, None, None)
+        _switch(_KEY, self._was_switched_on)
         _standing_in.end()
-        running.seeds, running.index = self._outer
+        running.seeds, running.index = self._outer_seeds, self._outer_index
 
 
 def _install() -> None:

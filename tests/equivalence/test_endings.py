@@ -84,6 +84,30 @@ def test_ctrl_c_while_only_workers_block_returns_at_once(where: str) -> None:
     )
 
 
+def test_ctrl_c_that_does_not_wake_the_calling_thread_returns_soon() -> None:
+    """As when it comes just before the thread blocks: here another thread of the process takes the signal."""
+    assert_prints(
+        PREAMBLE
+        + """
+    barrier, never, once = threading.Barrier(8), threading.Event(), threading.Lock()
+    threading.Thread(target=never.wait, daemon=True).start()  # takes it
+    def action():
+        barrier.wait(60)
+        if threading.current_thread() is not threading.main_thread():
+            if once.acquire(blocking=False):
+                interrupt_main_thread()
+            never.wait()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        run([action] * 8)
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(meet(8))
+    """,
+        "interrupted 32.0",
+    )
+
+
 def test_an_uncaught_ctrl_c_ends_the_process_though_calls_still_block() -> None:
     assert_prints(
         PREAMBLE

@@ -11,7 +11,7 @@ import torch
 
 from moe_autograd import _threads
 from moe_autograd._intraop import get_team_size, num_cores, set_team_size
-from moe_autograd._workers import run_all
+from moe_autograd._workers import MOST_LOOKS_AGAIN, _Crew, run_all
 
 
 def names_of_threads(num_calls: int, **options: int) -> set[str]:
@@ -102,3 +102,56 @@ def test_a_team_is_set_for_one_thread_and_no_other() -> None:
 
 def void(_: object) -> None:
     """Turn an expression into an action."""
+
+
+# ---- the census
+
+
+class Looked:
+    """Stands for what a thread has done; counts the looks at it."""
+
+    def __init__(self, *, computes: bool, seemed_to_wait: bool) -> None:
+        self.computes, self.seemed_to_wait = computes, seemed_to_wait
+        self.num_looks = 0
+
+    def look(self, now_s: float) -> bool:
+        self.num_looks += 1
+        self.seemed_to_wait = not self.computes
+        return self.computes
+
+    def is_queued(self) -> bool:
+        return False
+
+
+def crew_of(threads: list[Looked], *, num_to_come: int = 0) -> _Crew:
+    crew = _Crew(void, 1000, 1000, contextlib.nullcontext)
+    crew._progress = dict(enumerate(threads))  # type: ignore[arg-type]
+    crew._num_running = len(threads) + num_to_come
+    crew._cores = 2
+    return crew
+
+
+def test_threads_that_waited_before_get_few_looks_and_new_ones_all() -> None:
+    old = [Looked(computes=False, seemed_to_wait=True) for _ in range(100)]
+    new = [Looked(computes=False, seemed_to_wait=False) for _ in range(100)]
+    crew = crew_of([*old, *new])
+    assert crew.census(0.0) == (0, 200)
+    assert sum(thread.num_looks for thread in old) == MOST_LOOKS_AGAIN
+    assert [thread.num_looks for thread in new] == [1] * 100
+
+
+def test_nobody_is_looked_at_once_the_cores_are_known_to_be_busy() -> None:
+    threads = [Looked(computes=i < 4, seemed_to_wait=False) for i in range(100)]
+    assert crew_of(threads).census(0.0)[0] == 2
+    assert sum(thread.num_looks for thread in threads) == 2
+    threads = [Looked(computes=False, seemed_to_wait=False) for _ in range(100)]
+    assert crew_of(threads, num_to_come=50).census(0.0)[0] == 50
+    assert sum(thread.num_looks for thread in threads) == 0
+
+
+def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
+    threads = [
+        Looked(computes=True, seemed_to_wait=True),
+        *[Looked(computes=False, seemed_to_wait=True)] * 50,
+    ]
+    assert crew_of(threads).census(0.0) == (1, 50)
