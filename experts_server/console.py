@@ -12,11 +12,10 @@ from typing import Any, cast
 import grpc
 import safetensors.torch
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors import SafetensorError
 
 from experts_server.addresses import split_address
+from experts_server.tables import console_of_any_width, plain_table
 from moe_autograd.errors import ConfigError, CorruptDataError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -170,9 +169,13 @@ def as_plain(address: str, reply: pb.InfoReply) -> dict[str, Any]:
 
 def print_table(address: str, reply: pb.InfoReply) -> None:
     """Print the experts as a table."""
-    table = Table(title=f"{len(reply.experts)} experts at {address} (version {reply.server_version})")
+    table = plain_table(f"{len(reply.experts)} experts at {address} (version {reply.server_version})")
     for heading in ("expert", "class", "input", "parameters", "optimizer", "update", "updates"):
-        table.add_column(heading, justify="right" if heading in ("parameters", "updates") else "left")
+        is_number, may_be_folded = (
+            heading in ("parameters", "updates"),
+            heading in ("expert", "class", "input"),
+        )
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=not may_be_folded)
     for expert in reply.experts:
         table.add_row(
             expert.name,
@@ -183,7 +186,7 @@ def print_table(address: str, reply: pb.InfoReply) -> None:
             _update(expert) or "-",
             f"{expert.num_updates:,}",
         )
-    Console().print(table)
+    console_of_any_width().print(table)
 
 
 def _spec_text(spec: pb.TensorSpec) -> str:

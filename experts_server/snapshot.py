@@ -26,7 +26,7 @@ from experts_server.hosted import HostedExpert
 from experts_server.training import Trainer
 from moe_autograd.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
             f"checkpoint of expert {hosted.name!r}: expected {mine} as configured, got {saved}. "
             "Configure what was saved, or use another checkpoint_dir."
         )
-    here, there = _trained(hosted), list(snapshot.plain.get("trained", ()))
+    here, there = _trained(hosted), snapshot.plain["trained"]
     if here != there:
         differing = sorted(set(here) ^ set(there))[:4]
         raise CheckpointError(

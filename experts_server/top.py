@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from experts_server.names import natural_order
+from experts_server.tables import console_of_any_width, plain_table
 from moe_autograd.errors import ServerUnavailableError
 
 Totals = dict[tuple[str, str], float]  # (expert, what) -> total so far
@@ -27,6 +28,19 @@ _SHOWN = {
     "experts_queue_calls": "waiting",
     "experts_updates": "updates",
 }
+
+
+_HEADINGS = (
+    "calls/s",
+    "tokens/s",
+    "busy %",
+    "queue ms",
+    "compute ms",
+    "waiting",
+    "failed",
+    "updates",
+)
+_LINES_BESIDE = 5  # of a table beside its rows
 
 
 @dataclass
@@ -63,46 +77,55 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
     return reading
 
 
-def table_of(address: str, before: Reading, now: Reading) -> Table:
-    """Return what happened between two readings, by expert."""
+def table_of(address: str, before: Reading, now: Reading, max_rows: int | None = None) -> Table:
+    """Return what happened between two readings, by expert; where there are too many, the busiest of them."""
     elapsed_s = max(now.at - before.at, 1e-9)
-    table = Table(title=f"experts at {address}, last {elapsed_s:.1f} s")
-    headings = (
-        "expert",
-        "calls/s",
-        "tokens/s",
-        "busy %",
-        "queue ms",
-        "compute ms",
-        "waiting",
-        "failed",
-        "updates",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "expert" else "right")
-    for expert in sorted({name for name, _ in now.totals}, key=natural_order):
-        since = {what: now.of(expert, what) - before.of(expert, what) for what in _SHOWN.values()}
+    table = plain_table(f"experts at {address}, last {elapsed_s:.1f} s")
+    table.add_column("expert", overflow="ellipsis")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    names = sorted({name for name, _ in now.totals}, key=natural_order)
+    since = {name: _since(before, now, name) for name in names}
+    busiest = sorted(names, key=lambda name: (since[name]["compute_s"], since[name]["calls"]), reverse=True)
+    shown = busiest[:max_rows]
+    for name in sorted(shown, key=natural_order):
+        new = since[name]
         table.add_row(
-            expert,
-            f"{since['calls'] / elapsed_s:,.1f}",
-            f"{since['tokens'] / elapsed_s:,.0f}",
-            f"{100 * since['compute_s'] / elapsed_s:.0f}",
-            f"{1000 * since['queue_s'] / max(since['calls'], 1):.2f}",
-            f"{1000 * since['compute_s'] / max(since['batches'], 1):.2f}",
-            f"{now.of(expert, 'waiting'):.0f}",
-            f"{now.of(expert, 'failed'):.0f}",
-            f"{now.of(expert, 'updates'):,.0f}",
+            name,
+            f"{new['calls'] / elapsed_s:,.1f}",
+            f"{new['tokens'] / elapsed_s:,.0f}",
+            f"{100 * new['compute_s'] / elapsed_s:.0f}",
+            f"{1000 * new['queue_s'] / max(new['calls'], 1):.2f}",
+            f"{1000 * new['compute_s'] / max(new['batches'], 1):.2f}",
+            f"{now.of(name, 'waiting'):.0f}",
+            f"{now.of(name, 'failed'):.0f}",
+            f"{now.of(name, 'updates'):,.0f}",
         )
+    if len(shown) < len(names):
+        table.caption = f"the busiest {len(shown)} of {len(names)}"
     return table
+
+
+def _since(before: Reading, now: Reading, expert: str) -> dict[str, float]:
+    """Return what was added to the totals; a server that was started anew begins at zero."""
+    totals = {what: (before.of(expert, what), now.of(expert, what)) for what in _SHOWN.values()}
+    return {what: new - old if new >= old else new for what, (old, new) in totals.items()}
 
 
 def watch(address: str, interval_s: float, num_looks: int | None) -> None:
     """Show the table again and again until Ctrl-C, or `num_looks` times."""
-    before = read(address)
-    with Live(table_of(address, before, before), console=Console(), auto_refresh=False) as live:
+    console = console_of_any_width()
+    before = now = read(address)
+
+    def table() -> Table:
+        return table_of(
+            address, before, now, max(1, console.height - _LINES_BESIDE) if console.is_terminal else None
+        )
+
+    with contextlib.suppress(KeyboardInterrupt), Live(table(), console=console, auto_refresh=False) as live:
         looks = 0
         while num_looks is None or looks < num_looks:
             time.sleep(interval_s)
-            now = read(address)
-            live.update(table_of(address, before, now), refresh=True)
-            before, looks = now, looks + 1
+            before, now = now, read(address)
+            live.update(table(), refresh=True)
+            looks += 1

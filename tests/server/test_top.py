@@ -1,0 +1,154 @@
+"""`top` and `info` where they are looked at: in a terminal of eighty columns, and in a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from experts_server import ExpertsServer
+from experts_server.config import ServingConfig
+from experts_server.top import Reading, Totals, table_of
+from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.servers import ROOT, START_S, WireClient, tokens
+
+D = 8
+NUM_EXPERTS = 40
+LONG = "a-name." + "of-its-own." * 8 + "expert"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ExpertsServer]:
+    experts = {f"ffn.{index}": FeedForwardExpert(D) for index in range(NUM_EXPERTS)} | {
+        LONG: FeedForwardExpert(D)
+    }
+    with ExpertsServer(experts, config=ServingConfig(metrics_listen="127.0.0.1:0")) as server:
+        yield server
+
+
+class Terminal:
+    """Runs a command in a terminal of its own."""
+
+    def __init__(self, *arguments: str, columns: int, lines: int) -> None:
+        self._screen, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "experts_server", *arguments],
+            cwd=ROOT,
+            env={**environment, "TERM": "xterm"},
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+        )
+        os.close(inner)
+        self.written = ""
+
+    def read(self) -> bool:
+        """Wait for more; return whether there was any."""
+        try:
+            more = os.read(self._screen, 1 << 16)
+        except OSError:  # it has ended
+            return False
+        self.written += more.decode(errors="replace")
+        return bool(more)
+
+    def lines(self) -> list[str]:
+        """Return what was written, without colours and movements."""
+        return re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", self.written).replace("\r", "\n").split("\n")
+
+    def end(self) -> int:
+        while self.read():
+            pass
+        os.close(self._screen)
+        return self.process.wait(START_S)
+
+
+def test_top_fits_a_terminal_shows_the_busiest_and_ends_at_ctrl_c(server: ExpertsServer) -> None:
+    assert server.metrics_address is not None
+    terminal = Terminal("top", server.metrics_address, "--interval-s", "0.1", columns=80, lines=24)
+    with WireClient(server.address) as client:
+        number = 0
+        while "\nffn.39     " not in "\n".join(terminal.lines()):
+            assert terminal.read(), terminal.written
+            number += 1
+            assert client.forward("ffn.39", tokens(4, D), call_id=number).code == "OK"
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end() == 0, terminal.written
+    lines = terminal.lines()
+    assert max(len(line) for line in lines) <= 80
+    head = " +".join(
+        [
+            "^expert",
+            "calls/s",
+            "tokens/s",
+            "busy %",
+            "queue ms",
+            "compute ms",
+            "waiting",
+            "failed",
+            "updates$",
+        ]
+    )
+    assert any(re.search(head, line.strip()) for line in lines), lines
+    assert f"the busiest 19 of {NUM_EXPERTS + 1}" in (line.strip() for line in lines)
+
+
+def test_info_shows_whole_names_in_a_terminal_and_in_a_pipe(server: ExpertsServer) -> None:
+    command = [sys.executable, "-m", "experts_server", "info", server.address]
+    piped = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=True
+    ).stdout
+    assert re.search(rf"^{re.escape(LONG)} +FeedForwardExpert +\(\*, 8\) float32", piped, re.MULTILINE), piped
+    terminal = Terminal("info", server.address, columns=200, lines=60)
+    assert terminal.end() == 0
+    assert [line.rstrip() for line in terminal.lines() if line.strip()] == [
+        line.rstrip() for line in piped.splitlines() if line.strip()
+    ]
+
+
+def shown(before: Totals, now: Totals, max_rows: int | None = None) -> list[list[str]]:
+    """Return the rows of the table of what happened in two seconds."""
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(table_of("here", Reading(10.0, before), Reading(12.0, now), max_rows))
+    return [line.split() for line in captured.get().splitlines()[3:]]
+
+
+def totals(expert: str, **numbers: float) -> Totals:
+    return {(expert, what): number for what, number in numbers.items()}
+
+
+def test_a_row_says_what_was_added_between_two_looks() -> None:
+    before = totals("e", calls=10, tokens=100, compute_s=1, batches=5, queue_s=1, failed=1, updates=2)
+    now = totals(
+        "e", calls=30, tokens=500, compute_s=1.5, batches=15, queue_s=3, failed=2, updates=3, waiting=4
+    )
+    assert shown(before, now) == [["e", "10.0", "200", "25", "100.00", "50.00", "4", "2", "3"]]
+
+
+def test_a_server_that_was_started_anew_begins_at_zero() -> None:
+    assert shown(totals("e", calls=1000, tokens=9), totals("e", calls=4, tokens=8))[0][:3] == [
+        "e",
+        "2.0",
+        "4",
+    ]
+
+
+def test_where_not_all_fit_the_busiest_are_shown_in_the_order_of_their_names() -> None:
+    before: Totals = {(f"e.{index}", "calls"): 0 for index in range(12)}
+    now = before | {("e.10", "compute_s"): 2.0, ("e.9", "compute_s"): 1.0}
+    rows = shown(before, now, max_rows=3)
+    assert [row[0] for row in rows[:3]] == ["e.0", "e.9", "e.10"]
+    assert rows[3] == ["the", "busiest", "3", "of", "12"]
