@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from torch import Tensor
 
-from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs
+from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, Outputs
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.compression import encoded_bytes, is_applicable
@@ -73,7 +73,9 @@ class ExpertStats:
     def computed(
         self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
     ) -> None:
-        """Take note of a batch."""
+        """Take note of a batch; a look at the expert, such as a checkpoint's, is none."""
+        if isinstance(batch[0], InspectCall):
+            return
         kind = self.kinds[_kind_of(batch[0])]
         kind.batch_calls.add(len(batch))
         kind.compute_s.add(compute_s)
@@ -124,14 +126,14 @@ class ServerCollector(Collector):
 
     Args:
         experts: what is watched.
-        gauges: name -> (help, value), of the whole server.
+        values: name -> (help, value), of the whole server; a name that ends in `_total` counts.
     """
 
     def __init__(
-        self, experts: Sequence[Watched], gauges: dict[str, tuple[str, Callable[[], float]]]
+        self, experts: Sequence[Watched], values: dict[str, tuple[str, Callable[[], float]]]
     ) -> None:
         self._experts = experts
-        self._gauges = gauges
+        self._values = values
 
     def collect(self) -> Iterable[Metric]:
         """Return the samples of now."""
@@ -147,8 +149,9 @@ class ServerCollector(Collector):
         yield waiting
         yield updates
         yield self._sent()
-        for name, (help_text, read) in self._gauges.items():
-            yield GaugeMetricFamily(name, help_text, value=read())
+        for name, (help_text, read) in self._values.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(name, help_text, value=read())
 
     def _counters(self) -> Iterator[Metric]:
         for name, help_text, attribute in (
@@ -207,6 +210,7 @@ class MetricsEndpoint:
     def __init__(self, host: str, port: int, collector: Collector) -> None:
         registry = CollectorRegistry()
         registry.register(collector)
+        ProcessCollector(registry=registry)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:

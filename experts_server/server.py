@@ -244,17 +244,26 @@ class ExpertServer:
             experts,
             {
                 "experts_server_ready": ("1 while ready", lambda: self.state == "ready"),
-                "experts_server_kept_forward_bytes": ("forwards that wait", lambda: memory.kept.num_bytes),
-                "experts_server_kept_forwards_let_go": (
-                    "before their backward",
+                "experts_server_kept_forward_bytes": (
+                    "forwards that wait for their backward",
+                    lambda: memory.kept.num_bytes,
+                ),
+                "experts_server_kept_forwards_let_go_total": (
+                    "forwards let go before their backward",
                     lambda: memory.kept.num_let_go,
                 ),
                 "experts_server_gathered_gradient_bytes": (
-                    "waiting for a step",
+                    "gradients that wait for a step",
                     lambda: memory.gathered.in_use,
                 ),
-                "experts_server_queued_bytes": ("of calls not answered yet", lambda: queues.bytes.in_use),
-                "experts_server_seconds_since_save": ("", lambda: self.saver.age_s),
+                "experts_server_queued_bytes": (
+                    "tensors of calls that are not answered yet",
+                    lambda: queues.bytes.in_use,
+                ),
+                "experts_server_seconds_since_save": (
+                    "since the last checkpoint, or the start",
+                    lambda: self.saver.age_s,
+                ),
             },
         )
 

@@ -42,10 +42,12 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
         client.backward("ffn.0", tokens(5, D), call_id=0)
         client.forward("ffn.0", tokens(5, D) / 0)
         client.step()
+        client.get_state("ffn.0")  # a look, and no call
         assert server.metrics_address is not None
         shown = samples(server.metrics_address)
         top = CliRunner().invoke(main, ["top", server.metrics_address, "--looks", "1", "--interval-s", "0.1"])
     assert shown["experts_calls_total", "ffn.0", "forward"] == 4
+    assert shown["experts_calls_total", "ffn.0", "update"] == 1
     assert shown["experts_failed_calls_total", "ffn.0", "forward"] == 1
     assert shown["experts_tokens_total", "ffn.0", "forward"] == 20
     assert shown["experts_received_bytes_total", "ffn.0", "forward"] == 4 * 5 * D * 4
