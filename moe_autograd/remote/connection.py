@@ -11,7 +11,7 @@ Threads: any number of operations at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,19 +40,16 @@ class _Gathered:
 
     Args:
         count: of how many backwards.
-        replicas: the servers that hosted the expert when they were made, and where they were sent.
         is_stale: whether they should have been forgotten, and their server could not be told.
     """
 
     count: pb.GatheredBackwards = field(default_factory=pb.GatheredBackwards)
-    replicas: set[str] = field(default_factory=set)
     is_stale: bool = False
 
-    def joined_by(self, other: _Gathered, address: str) -> _Gathered:
-        """Count what `other` counted too, since it has moved here, to `address`."""
+    def joined_by(self, other: _Gathered) -> _Gathered:
+        """Count what `other` counted too, since it has moved here."""
         self.count.at_least += other.count.at_least
         self.count.at_most += other.count.at_most
-        self.replicas |= other.replicas | {address}
         self.is_stale |= other.is_stale
         return self
 
@@ -153,8 +150,7 @@ class Connection:
             job = Job(request, "", lambda hosts: hosts[0] if hosts else None, index=call.index)
             jobs.append(job)
             try:
-                call.replicas = self._delivery.hosts_of(call.expert)
-                job.address = call.replicas[0]
+                job.address = self._delivery.hosts_of(call.expert)[0]
             except ExpertNotFoundError as error:
                 if failures is None:
                     raise
@@ -191,7 +187,7 @@ class Connection:
         with self.numbering.sequences(len(wanted)) as (sequences, settled_below):
             for part, sequence in zip(wanted, sequences, strict=True):
                 request = self._backward_request(part, sequence, settled_below, keep_graph)
-                jobs.append(Job(request, part.call.address, _only_if_moved(part.call), index=part.call.index))
+                jobs.append(self._backward_job(request, part.call))
             has_come_back = False  # Ctrl-C may end it anywhere
             try:
                 self._delivery.deliver("Backward", jobs, failures)
@@ -207,6 +203,13 @@ class Connection:
             if job.outcome.error is None
         }
 
+    def _backward_job(self, request: Request, call: Call) -> Job:
+        """A backward leaves its server only for one that the expert has moved to, not for a replica."""
+        placement = self._delivery.placement
+        job = Job(request, call.address, lambda hosts: None, index=call.index)
+        job.choose = lambda hosts: next(iter(placement.moved_to(call.expert, job.address)), None)
+        return job
+
     def _note_gathered(self, parts: Sequence[BackwardPart], jobs: Sequence[Job], has_come_back: bool) -> None:
         """Count the backwards gathered at each server; one that failed may have been."""
         with self._lock:
@@ -216,7 +219,6 @@ class Connection:
                     at = self._gathered.setdefault(name, {}).setdefault(job.address, _Gathered())
                     at.count.at_least += has_come_back and job.outcome.error is None
                     at.count.at_most += 1
-                    at.replicas |= {*part.call.replicas, job.address}
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor]) -> Request:
         encoding = self._delivery.settings.encodings.encoding("Forward")
@@ -318,11 +320,10 @@ class Connection:
         parts: dict[str, dict[str, _Gathered]] = {}
         with self._lock:
             for name, gathered in own.items():
-                hosts = self._delivery.placement.hosts_of(name)
-                new = next((host for host in hosts if host not in gathered.replicas), address)
+                new = next(iter(self._delivery.placement.now_at(name, address)), address)
                 if new != address:
                     del self._gathered[name][address]
-                    gathered = self._gathered[name].setdefault(new, _Gathered()).joined_by(gathered, new)
+                    gathered = self._gathered[name].setdefault(new, _Gathered()).joined_by(gathered)
                 parts.setdefault(new, {})[name] = gathered
         return {} if parts.keys() == {address} else parts
 
@@ -346,8 +347,7 @@ class Connection:
         """Return where experts are now that were only at `address`; a replica has weights of its own."""
         parts: dict[str, list[str]] = {}
         for name in own:
-            hosts = self._delivery.placement.hosts_of(name)
-            new = next((host for host in hosts if host not in self.hosted[name].addresses), address)
+            new = next(iter(self._delivery.placement.now_at(name, address)), address)
             parts.setdefault(new, []).append(name)
         return {} if parts.keys() == {address} else parts
 
@@ -367,17 +367,22 @@ class Connection:
                 _check_updates("SetState", channel, reply, operation)
 
             with self._delivery.operation() as operation:
-                self._delivery.at_each(states_at, once, operation, lambda address, own: {})
+                self._delivery.at_each(states_at, once, operation, self._moved_states)
+
+    def _moved_states(
+        self, address: str, own: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, dict[str, Mapping[str, Tensor]]]:
+        """Return where all the servers are that have experts of `address` now; replicas are told anyway."""
+        parts: dict[str, dict[str, Mapping[str, Tensor]]] = {}
+        for name, state in own.items():
+            for new in self._delivery.placement.now_at(name, address) or (address,):
+                parts.setdefault(new, {})[name] = state
+        return {} if parts.keys() == {address} else parts
 
 
 def _has_news(own: Mapping[str, _Gathered]) -> bool:
     """Tell whether a server is asked for the first time; one that could not be told before will be asked again."""
     return not all(gathered.is_stale for gathered in own.values())
-
-
-def _only_if_moved(call: Call) -> Callable[[tuple[str, ...]], str | None]:
-    """A backward leaves its server only for one that did not host the expert when the forward was made."""
-    return lambda hosts: next((host for host in hosts if host not in call.replicas), None)
 
 
 def _note_failures(calls: Sequence[Call], jobs: Sequence[Job], phase: str, failures: Failures | None) -> None:

@@ -5,9 +5,8 @@
     deliver(rpc, jobs) ── fanout ──┬─ server A: stream ─ what failed: pause, look again ─ stream ─ ...
                                    └─ server B: stream
 
-A job says where it may move: a forward to any replica, a change only to a server that did not host its expert when
-the forward was made, which is where the expert has moved to. Otherwise it stays with the server that knows its
-sequence number.
+A job says where it may move: a forward to any replica, a change only to a server that its expert has moved to (see
+`placement`). Otherwise it stays with the server that knows its sequence number.
 
 Mutable state: `_operations`, under `_lock`; the placement, the retry budget and the pools of threads have locks of
 their own. Looking for experts has a pool to itself: threads of `_fanout` wait for it.
@@ -299,7 +298,8 @@ class Delivery:
             work: for each address.
             once: does it.
             operation: that it is a part of.
-            moved: given an address that is lost and its work, returns where parts of it go now; empty to stay.
+            moved: given an address that is lost, or hosts an expert no longer, and its work, returns where parts of it
+                go now; empty to stay.
             failures: takes those that another attempt may mend, instead of raising them.
             is_patient: tells whether work is worth more than one attempt.
 
@@ -313,13 +313,18 @@ class Delivery:
                 try:
                     return [once(self.servers.channel(address), own, operation)]
                 except RemoteError as error:
-                    is_worth = is_worth_retrying(error, was_answered=False)
+                    is_lost = isinstance(error, ServerUnavailableError)
+                    may_have_moved = isinstance(error, ExpertNotFoundError) and attempts.num_retries == 0
+                    is_worth = may_have_moved or is_worth_retrying(error, was_answered=False)
                     is_worth = is_worth or isinstance(error, DeadlineExceededError)  # of this attempt only
                     pause_s = attempts.pause_before_next([error]) if is_worth and is_patient(own) else None
                     if pause_s is None or operation.cancellation.wait(pause_s):
                         raise
-                    is_lost = isinstance(error, ServerUnavailableError)
-                if is_lost and self._look_briefly(operation) and (parts := moved(address, own)):
+                if (
+                    (is_lost or may_have_moved)
+                    and self._look_briefly(operation)
+                    and (parts := moved(address, own))
+                ):
                     return [result for new, part in parts.items() for result in until_done(new, part)]
 
         outcomes = self._fanout.at_each(work, until_done, operation.cancellation)

@@ -143,7 +143,6 @@ class Call:
         num_outputs: how many tensors it gave.
         is_sequence: whether it gave a tuple.
         address: the server that ran the forward.
-        replicas: the servers that hosted the expert then.
     """
 
     index: int
@@ -155,7 +154,6 @@ class Call:
     num_outputs: int = 0
     is_sequence: bool = False
     address: str = ""
-    replicas: tuple[str, ...] = ()
 
 
 @dataclass

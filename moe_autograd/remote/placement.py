@@ -3,6 +3,9 @@
 A server's own word counts: what it said last it hosts, until it says otherwise. One that does not answer keeps
 its place in the list, at its end, for a while that doubles each time it fails again.
 
+An expert of a server that is lost has *moved* to those that host it now and did not host it beside that server, as far
+as both have ever answered at once; those that did are replicas, with weights and gradients of their own.
+
 Threads: any; one lock.
 """
 
@@ -62,6 +65,10 @@ class Placement:
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._replies: dict[str, dict[str, pb.ExpertInfo]] = {}
+        self._answered: frozenset[str] = frozenset()  # when servers were asked last
+        self._beside: dict[
+            str, dict[str, frozenset[str]]
+        ] = {}  # by address and expert: its replicas, itself included
         self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
         self._favourites: dict[str, str] = {}  # expert: the replica that was chosen
 
@@ -78,6 +85,22 @@ class Placement:
             for address, reply in replies.items():
                 self._replies[address] = {info.name: info for info in reply.experts}
                 self._rests.pop(address, None)
+            self._answered = frozenset(replies)
+            self._note_replicas()
+
+    def _note_replicas(self) -> None:
+        hosts: dict[str, frozenset[str]] = {}
+        for address in self._answered:
+            for name in self._replies[address]:
+                hosts[name] = hosts.get(name, frozenset()) | {address}
+        for address in self._answered:
+            beside = self._beside.setdefault(address, {})
+            for name in {*beside, *self._replies[address]}:
+                now = hosts[name] if self._hosts(address, name) else frozenset()
+                beside[name] = now | {other for other in beside.get(name, ()) if self._hosts(other, name)}
+
+    def _hosts(self, address: str, name: str) -> bool:
+        return name in self._replies.get(address, ())
 
     def note_failure(self, address: str) -> None:
         """Leave a server alone for a while, as far as there is another."""
@@ -97,7 +120,7 @@ class Placement:
     def hosts_of(self, name: str) -> tuple[str, ...]:
         """Return the servers that host an expert, in the order in which this client would ask them."""
         with self._lock:
-            hosts = [address for address in self._addresses if name in self._replies.get(address, ())]
+            hosts = [address for address in self._addresses if self._hosts(address, name)]
             if not hosts:
                 return ()
             favourite = self._favourites.get(name)
@@ -113,6 +136,22 @@ class Placement:
                     key=lambda address: max(0.0, self._rests.get(address, (0.0,))[0] - now),
                 )
             )
+
+    def moved_to(self, name: str, lost: str) -> tuple[str, ...]:
+        """Return the servers that an expert of a lost one has moved to, as far as they answered when asked last."""
+        hosts = self.hosts_of(name)
+        with self._lock:
+            replicas = self._beside.get(lost, {}).get(name, frozenset())
+            return tuple(
+                address
+                for address in hosts
+                if address != lost and address in self._answered and address not in replicas
+            )
+
+    def now_at(self, name: str, lost: str) -> tuple[str, ...]:
+        """Return the same; or, where the lost server says that it hosts the expert no longer, those that do."""
+        moved_to, hosts = self.moved_to(name, lost), self.hosts_of(name)
+        return moved_to if moved_to or lost in hosts else hosts
 
     def experts(self) -> dict[str, HostedExpert]:
         """Return all experts by name."""

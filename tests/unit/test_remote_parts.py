@@ -113,6 +113,34 @@ class TestPlacement:
         placement.note_replies("b", {"b": reply("ffn.0")})
         assert placement.hosts_of("ffn.0") == ("b",)
 
+    def test_an_expert_has_moved_to_where_it_was_not_before(self):
+        placement = self.make(a=("ffn.0",), b=())
+        assert placement.moved_to("ffn.0", "a") == ()
+        placement.note_replies("ab", {"b": reply("ffn.0")})
+        assert placement.moved_to("ffn.0", "a") == ("b",)
+        assert placement.moved_to("ffn.0", "b") == (), "nobody answers at a"
+
+    def test_it_may_move_back_to_a_server_that_was_gone(self):
+        placement = self.make(a=("ffn.0",), b=())
+        placement.note_replies("ab", {"b": reply("ffn.0")})
+        placement.note_replies("ab", {"a": reply("ffn.0")})
+        assert placement.moved_to("ffn.0", "b") == ("a",)
+
+    def test_an_expert_does_not_move_to_its_replica(self):
+        placement = self.make(a=("ffn.0",), b=("ffn.0",), c=())
+        placement.note_replies("abc", {"b": reply("ffn.0")})
+        assert placement.moved_to("ffn.0", "a") == placement.now_at("ffn.0", "a") == ()
+        placement.note_replies("abc", {"a": reply(), "b": reply("ffn.0")})
+        assert (placement.moved_to("ffn.0", "a"), placement.now_at("ffn.0", "a")) == ((), ("b",))
+        placement.note_replies("abc", {"b": reply("ffn.0"), "c": reply("ffn.0")})
+        assert placement.moved_to("ffn.0", "a") == ("c",)
+
+    def test_a_replica_that_once_did_not_answer_in_time_is_one_still(self):
+        placement = self.make(a=("ffn.0",), b=("ffn.0",))
+        placement.note_replies("ab", {"a": reply("ffn.0")})
+        placement.note_replies("ab", {"b": reply("ffn.0")})
+        assert placement.moved_to("ffn.0", "a") == ()
+
     def test_an_unknown_expert_has_no_host(self):
         assert self.make(a=()).hosts_of("ffn.0") == ()
 

@@ -1,0 +1,212 @@
+"""Experts that move from one server to another: whatever is asked of them next finds them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.errors import ExpertNotFoundError, GradientsLostError, ServerUnavailableError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+
+PATIENT = RetryPolicy(patience_s=100.0)
+X = torch.ones(1, 4)
+WEIGHTS = {"ffn.0.weight": torch.eye(4), "ffn.0.bias": torch.zeros(4)}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def make_modules(*indices: int) -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {f"ffn.{index}": nn.Linear(4, 4) for index in indices}
+
+
+class Servers:
+    """Two addresses; what is hosted at each can be changed, as by a restart with another configuration."""
+
+    def __init__(self) -> None:
+        self._running: list[ExpertsServer | None] = []
+        self.addresses: list[str] = []
+
+    def start(self, *hosted: dict[str, nn.Module]) -> None:
+        for modules in hosted:
+            server = ExpertsServer(modules, optimizer=sgd).start()
+            self._running.append(server)
+            self.addresses.append(server.address)
+
+    def restart(self, *hosted: dict[str, nn.Module] | None) -> None:
+        """Stop all; then host these, or nothing at an address of which None is said."""
+        self.stop()
+        self._running = [
+            None if modules is None else ExpertsServer(modules, optimizer=sgd, listen=address).start()
+            for address, modules in zip(self.addresses, hosted, strict=True)
+        ]
+
+    def stop(self) -> None:
+        for server in self._running:
+            if server is not None:
+                server.stop()
+        self._running = []
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    servers = Servers()
+    yield servers
+    servers.stop()
+
+
+@contextlib.contextmanager
+def connected(servers: Servers) -> Iterator[RemoteExperts]:
+    with connect(servers.addresses, timeout_s=200.0, retry=PATIENT) as experts:
+        yield experts
+
+
+@pytest.fixture(params=["its server lives", "its server is gone"])
+def move(request, servers) -> Callable[[dict[str, nn.Module]], None]:
+    """Start with `ffn.0` at the first address; what is returned moves it to the second."""
+
+    def to_the_other(modules: dict[str, nn.Module]) -> None:
+        stays = {"ffn.9": nn.Linear(4, 4)} if request.param == "its server lives" else None
+        servers.restart(stays, modules)
+
+    return to_the_other
+
+
+class TestOnce:
+    def test_a_forward_finds_it(self, servers, move):
+        modules = make_modules(0)
+        servers.start(modules, {})
+        with connected(servers) as experts:
+            move(modules)
+            assert torch.equal(experts["ffn.0"](X), modules["ffn.0"](X))
+
+    def test_its_weights_are_fetched(self, servers, move):
+        modules = make_modules(0)
+        servers.start(modules, {})
+        with connected(servers) as experts:
+            move(modules)
+            assert torch.equal(experts.state_dict()["ffn.0.weight"], modules["ffn.0"].weight)
+
+    def test_its_weights_are_set(self, servers, move):
+        modules = make_modules(0)
+        servers.start(modules, {})
+        with connected(servers) as experts:
+            move(modules)
+            experts.load_state_dict(WEIGHTS)
+        assert torch.equal(modules["ffn.0"].weight, torch.eye(4))
+
+    def test_its_weights_are_set_after_it_was_found(self, servers, move):
+        modules = make_modules(0)
+        servers.start(modules, {})
+        with connected(servers) as experts:
+            move(modules)
+            experts["ffn.0"](X)
+            experts.load_state_dict(WEIGHTS)
+        assert torch.equal(modules["ffn.0"].weight, torch.eye(4))
+
+    def test_a_step_tells_that_its_gradients_did_not_come_along_and_the_next_is_made(self, servers, move):
+        modules = make_modules(0)
+        servers.start(modules, {})
+        with connected(servers) as experts:
+            optimizer = RemoteOptimizer(experts)
+            experts["ffn.0"](X).sum().backward()
+            move(modules)
+            twin = copy.deepcopy(modules["ffn.0"])
+            with pytest.raises(GradientsLostError):
+                optimizer.step()
+            optimizer.zero_grad()
+            experts["ffn.0"](X).sum().backward()
+            optimizer.step()
+        twin(X).sum().backward()
+        sgd(twin.parameters()).step()
+        torch.testing.assert_close(modules["ffn.0"].weight, twin.weight)
+
+    def test_gradients_that_did_not_come_along_are_forgotten(self, servers, move):
+        modules = make_modules(0)
+        servers.start(modules, {})
+        with connected(servers) as experts:
+            optimizer = RemoteOptimizer(experts)
+            experts["ffn.0"](X).sum().backward()
+            move(modules)
+            optimizer.zero_grad()
+            optimizer.step()
+            assert experts.info()["ffn.0"].num_updates == 0
+
+
+def test_experts_that_change_places_are_all_found(servers):
+    """Each server answers that it does not host what it is asked for; nobody is gone."""
+    first, second = make_modules(0), make_modules(1)
+    servers.start(first, second)
+    with connected(servers) as experts:
+        optimizer = RemoteOptimizer(experts)
+        (experts["ffn.0"](X) + experts["ffn.1"](X)).sum().backward()
+        servers.restart(second, first)
+        optimizer.zero_grad()
+        servers.restart(first, second)
+        assert experts.state_dict().keys() == {
+            "ffn.0.weight",
+            "ffn.0.bias",
+            "ffn.1.weight",
+            "ffn.1.bias",
+        }
+        servers.restart(second, first)
+        experts.load_state_dict(WEIGHTS)
+        assert torch.equal(first["ffn.0"].weight, torch.eye(4))
+
+
+def test_an_expert_that_moves_there_and_back_again_is_trained_all_along(servers):
+    modules = make_modules(0)
+    twin = copy.deepcopy(modules["ffn.0"])
+    local = sgd(twin.parameters())
+    servers.start(modules, {})
+    with connected(servers) as experts:
+        optimizer = RemoteOptimizer(experts)
+        for at_first in (False, True, False):
+            optimizer.zero_grad()
+            local.zero_grad()
+            y = experts["ffn.0"](X)
+            servers.restart(*((modules, None) if at_first else (None, modules)))
+            y.square().sum().backward()
+            optimizer.step()
+            twin(X).square().sum().backward()
+            local.step()
+            torch.testing.assert_close(experts.state_dict()["ffn.0.weight"], twin.weight.data)
+
+
+class TestReplicas:
+    """A replica is not where an expert has moved to: it has weights and gradients of its own."""
+
+    def test_weights_that_a_lost_replica_does_not_get_are_an_error(self, servers):
+        one, other = make_modules(0), make_modules(0)
+        servers.start(one, other)
+        with connect(servers.addresses, retry=RetryPolicy(patience_s=0.2)) as experts:
+            servers.restart(one, None)
+            with pytest.raises(ServerUnavailableError, match=servers.addresses[1]):
+                experts.load_state_dict(WEIGHTS)
+
+    def test_where_one_has_dropped_it_the_other_is_asked(self, servers):
+        one, other = make_modules(0), make_modules(0)
+        servers.start(one, other)
+        with connected(servers) as experts:
+            (used,) = {experts["ffn.0"](X).grad_fn.calls[0].address}
+            is_first = used == servers.addresses[0]
+            servers.restart(*(({}, other) if is_first else (one, {})))
+            experts.load_state_dict(WEIGHTS)
+            assert torch.equal(experts.state_dict()["ffn.0.weight"], torch.eye(4))
+
+    def test_a_backward_is_not_sent_to_it(self, servers):
+        servers.start(make_modules(0), make_modules(0))
+        with connected(servers) as experts:
+            y = experts["ffn.0"](X)
+            is_first = y.grad_fn.calls[0].address == servers.addresses[0]
+            servers.restart(*(({}, make_modules(0)) if is_first else (make_modules(0), {})))
+            with pytest.raises(ExpertNotFoundError, match=r"expert 'ffn\.0'"):
+                y.sum().backward()
