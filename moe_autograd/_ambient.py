@@ -79,7 +79,9 @@ def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
     Raises:
         UnsupportedTransformError: one does.
     """
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedTransformError(
             "parallel map: expected tensors without forward-mode tangents, got a dual tensor. "
             "Worker threads cannot propagate tangents. Apply the functions in a plain loop for forward-mode AD."

@@ -42,6 +42,7 @@ _is_switched_on = torch._C._dispatch_tls_is_dispatch_key_included
 _switch = torch._C._dispatch_tls_set_dispatch_key_included
 _PROCESS_GENERATOR = torch.default_generator
 _CPU = torch.device("cpu")
+_ACCELERATOR = torch.accelerator.current_accelerator()  # what torch was built for
 _APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
 
 # Every aten operator that takes a generator and is not composed of others (a test compares with torch's own list).
@@ -173,16 +174,22 @@ class own_streams:
     def __enter__(self) -> None:
         if not _libraries:
             _install()
-        self._outer_seeds, self._outer_index = running.seeds, running.index
+        self._outer_seeds = running.seeds
+        if self._outer_seeds is None:  # else this thread is counted already
+            _standing_in.begin()
+        else:
+            self._outer_index = running.index
         running.seeds = self._seeds
-        _standing_in.begin()
         self._was_switched_on = _is_switched_on(_KEY)
         _switch(_KEY, True)
 
     def __exit__(self, *exc_info: object) -> None:
         _switch(_KEY, self._was_switched_on)
-        _standing_in.end()
-        running.seeds, running.index = self._outer_seeds, self._outer_index
+        running.seeds = self._outer_seeds
+        if self._outer_seeds is None:
+            _standing_in.end()
+        else:
+            running.index = self._outer_index
 
 
 def _install() -> None:
@@ -323,12 +330,11 @@ class _StandingIn:
 
 def _accelerator_in_use() -> tuple[str, Any] | None:
     """Return the kind and the module of the accelerator, if it has generators and was used."""
-    device = torch.accelerator.current_accelerator()
-    if device is None:
+    if _ACCELERATOR is None:
         return None
-    module = torch.get_device_module(device.type)
+    module = torch.get_device_module(_ACCELERATOR.type)
     has_generators = getattr(module, "default_generators", ()) and module.is_initialized()
-    return (device.type, module) if has_generators else None
+    return (_ACCELERATOR.type, module) if has_generators else None
 
 
 _STAND_IN = _StandIn(_CPU, _PROCESS_GENERATOR)

@@ -346,9 +346,11 @@ class CallName(str):
 
 def is_tracing() -> bool:
     """Whether a mode of the compiler's is active; its state belongs to one thread."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
     keys = torch._C._TorchDispatchModeKey
     modes = (torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
-    return torch._C._len_torch_dispatch_stack() > 0 and any(mode is not None for mode in modes)
+    return any(mode is not None for mode in modes)
 
 
 class _Unrecorded(own_streams):
