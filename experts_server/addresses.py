@@ -23,6 +23,15 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def joined_address(host: str, port: int) -> str:
+    """Return `HOST:PORT`; an IPv6 host stands in brackets.
+
+    >>> joined_address("::1", 8080)
+    '[::1]:8080'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach `address`."""
     host, _ = split_address(address)

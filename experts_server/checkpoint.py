@@ -103,9 +103,9 @@ class CheckpointFolder:
         Raises:
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        self.remove_leftovers()
-        number = max(self.generations(), default=0) + 1
+        number = self._next_number()
         writing, name = self.folder / f"writing-{number:08}", f"generation-{number:08}"
+        self.remove_leftovers()
         try:
             writing.mkdir()
             files = {snapshot.plain["expert"]: _write_expert(writing, snapshot) for snapshot in snapshots}
@@ -124,6 +124,15 @@ class CheckpointFolder:
             shutil.rmtree(writing, ignore_errors=True)  # nothing is left of one that was not finished
         self._remove_old()
         return name
+
+    def _next_number(self) -> int:
+        try:
+            return max(self.generations(), default=0) + 1
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected the folder that was opened, got {error.strerror!r}. "
+                "Put it back and save again."
+            ) from error
 
     def remove_leftovers(self) -> None:
         """Remove what an interrupted save or removal has left."""

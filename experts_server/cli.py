@@ -90,10 +90,10 @@ def main() -> None:
     "--log-format", type=click.Choice(["text", "json"]), default="text", help="One line an event, on stderr."
 )
 def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> None:
-    """Host experts until SIGTERM or Ctrl-C.
+    """Host experts until SIGTERM, Ctrl-C or the end of the terminal.
 
     Once it serves, it prints one line to stdout: "experts-server: serving N experts at HOST:PORT". The first
-    signal drains, saves and exits 0; the second one exits at once.
+    signal drains, saves and exits 0 (1 if it could not save); the second one exits at once.
     """
     config = load_config(file, _settings_of(flags))
     start_logging(log_level, as_json=log_format == "json")

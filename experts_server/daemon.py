@@ -11,10 +11,11 @@ import sys
 
 from experts_server.config import ServerConfig
 from experts_server.server import from_config
+from moe_autograd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Threads share the interpreter lock; a worker in pure Python gives it up to the event loop after so long.
 SWITCH_INTERVAL_S = 0.001
 
@@ -25,7 +26,10 @@ def ready_line(num_experts: int, address: str) -> str:
 
 
 async def run(config: ServerConfig) -> int:
-    """Serve until the first signal, then drain and stop; return the exit status. A second signal exits at once."""
+    """Serve until the first signal, then drain and stop; return the exit status. A second signal exits at once.
+
+    The status is 0, or 1 if the last save failed.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -37,20 +41,26 @@ async def run(config: ServerConfig) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = from_config(config)
     await server.start()
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
+            loop.add_signal_handler(number, take_signal, number)
     # Whole collections come when a quarter of all objects is new. Beside torch's that takes hundreds of thousands, and
     # the errors of damaged streams, each a cycle with its traceback, pile up: so what is here by now is left out.
     gc.collect()
     gc.freeze()
     gc.collect()  # counts what is left
-    for number in SIGNALS:
-        loop.add_signal_handler(number, take_signal, number)
     if server.metrics is not None:
         logger.info("metrics at http://%s/metrics", server.metrics.address)
     print(ready_line(len(server.registry), server.address), flush=True)
     await stopping.wait()
-    await server.stop()
+    status = 0
+    try:
+        await server.stop()
+    except CheckpointError as error:
+        logger.error("the last save failed: %s", error)
+        status = 1
     if server.pool.has_threads:  # an expert hangs; the interpreter would wait for it, or crash in it
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
-    return 0
+        os._exit(status)
+    return status

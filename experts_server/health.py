@@ -7,11 +7,14 @@ of its calls has been computing for more than `STUCK_S`: others go on, but a cal
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from experts_server import open_inference
 from experts_server.registry import Registry
 from moe_autograd.wire import methods
 
@@ -35,12 +38,12 @@ class Health:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register health and reflection."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        names = (methods.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        names = (methods.SERVICE, open_inference.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, _Pools())  # type: ignore[arg-type]  # asked as one
 
     async def set_ready(self) -> None:
         """Report everything as serving."""
-        for name in ("", methods.SERVICE, *self._registry):
+        for name in ("", methods.SERVICE, open_inference.SERVICE, *self._registry):
             await self._servicer.set(name, SERVING)
 
     async def set_draining(self) -> None:
@@ -56,3 +59,18 @@ class Health:
             if is_stuck != (name in self._stuck):
                 await self._servicer.set(name, NOT_SERVING if is_stuck else SERVING)
                 (self._stuck.add if is_stuck else self._stuck.discard)(name)
+
+
+class _Pools:
+    """The descriptors of all services, for reflection: those of this process, and those of `open_inference`'s own."""
+
+    def __getattr__(self, find: str) -> Any:
+        first, second = getattr(descriptor_pool.Default(), find), getattr(open_inference.POOL, find)
+
+        def either(*key: Any) -> Any:
+            try:
+                return first(*key)
+            except KeyError:
+                return second(*key)
+
+        return either

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from torch import Tensor
 
+from experts_server.addresses import joined_address
 from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, Outputs
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire import experts_pb2 as pb
@@ -215,10 +216,10 @@ class MetricsEndpoint:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(
-                f"config, key 'metrics_listen': expected an address that is free, got {host}:{port} "
-                f"({error.strerror}). Choose another port; 0 takes any free one."
+                f"config, key 'metrics_listen': expected an address that is free, got "
+                f"{joined_address(host, port)} ({error.strerror}). Choose another port; 0 takes any free one."
             ) from error
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = joined_address(host, self._server.server_port)
 
     def close(self) -> None:
         """Stop serving."""

@@ -88,8 +88,11 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
-def _describe_messages() -> dict[str, Any]:
-    """Return the message classes by name."""
+RPCS = tuple(name.removesuffix("Request") for name in _MESSAGES if name.endswith("Request"))
+
+
+def _described() -> DescriptorPool:
+    """Return the messages and the service, in a pool of their own."""
     field_types = descriptor_pb2.FieldDescriptorProto
     scalars = {
         "string": field_types.TYPE_STRING,
@@ -109,15 +112,21 @@ def _describe_messages() -> dict[str, Any]:
             field.type = field_types.TYPE_MESSAGE if scalar is None else scalar
             if scalar is None:
                 field.type_name = f".inference.{kind.rstrip('*')}"
+    service = file.service.add(name=SERVICE.rpartition(".")[2])
+    for rpc in RPCS:
+        service.method.add(
+            name=rpc, input_type=f".inference.{rpc}Request", output_type=f".inference.{rpc}Response"
+        )
     pool = DescriptorPool()
     pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{name}"))
-        for name in _MESSAGES
-    }
+    return pool
 
 
-MESSAGES = _describe_messages()
+POOL = _described()
+MESSAGES: dict[str, Any] = {
+    name: message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
+    for name in _MESSAGES
+}
 
 
 class OpenInference:

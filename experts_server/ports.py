@@ -6,7 +6,7 @@ import socket
 
 import grpc
 
-from experts_server.addresses import split_address
+from experts_server.addresses import joined_address, split_address
 from experts_server.config import ServingConfig
 from experts_server.security import server_credentials
 from moe_autograd.errors import ConfigError
@@ -30,7 +30,7 @@ def open_port(server: grpc.aio.Server, config: ServingConfig) -> str:
         raise ConfigError(
             f"server: expected an address to listen on, got {config.listen!r} ({error})."
         ) from error
-    return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+    return joined_address(host, bound)
 
 
 def _check_is_free(host: str, port: int) -> None:
@@ -43,6 +43,6 @@ def _check_is_free(host: str, port: int) -> None:
             probe.listen(1)
     except OSError as error:
         raise ConfigError(
-            f"server: expected an address that is free, got {host}:{port} ({error.strerror}). "
+            f"server: expected an address that is free, got {joined_address(host, port)} ({error.strerror}). "
             "Stop what listens there, or choose another port; port 0 takes any free one."
         ) from error

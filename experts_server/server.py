@@ -223,12 +223,14 @@ class ExpertServer:
         while not self._is_stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_stopping.wait(), UPKEEP_S)
-            self.memory.kept.let_go_expired()
-            self._let_go_of_lost_clients()
-            await self.health.look()
-            await self.saver.save_when_due()
+            for task in (self._let_go_of_what_waits_too_long, self.health.look, self.saver.save_when_due):
+                try:
+                    await task()
+                except Exception:  # a bug of ours; without upkeep it would be a server that never saves again
+                    logger.exception("upkeep failed, and goes on")
 
-    def _let_go_of_lost_clients(self) -> None:
+    async def _let_go_of_what_waits_too_long(self) -> None:
+        self.memory.kept.let_go_expired()
         trainers = {name: queue.hosted.trainer for name, queue in self.registry.items()}
         lost = [name for name, trainer in trainers.items() if trainer and trainer.gathered.has_stale()]
         call = InspectCall(b"", lambda call, result: None, _forget_stale)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from google.protobuf import message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -35,7 +36,7 @@ class Hanging(nn.Module):
 def test_the_server_and_each_expert_are_serving() -> None:
     with ExpertsServer({"ffn.0": FeedForwardExpert(8)}) as server, WireClient(server.address) as client:
         stub = health_pb2_grpc.HealthStub(client.channel)
-        for name in ("", "moe_autograd.v1.Experts", "ffn.0"):
+        for name in ("", "moe_autograd.v1.Experts", "inference.GRPCInferenceService", "ffn.0"):
             assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=START_S).status == SERVING
 
 
@@ -65,8 +66,26 @@ def test_reflection_describes_the_service() -> None:
     with ExpertsServer({"ffn.0": FeedForwardExpert(8)}) as server, WireClient(server.address) as client:
         database = ProtoReflectionDescriptorDatabase(client.channel)
         assert "moe_autograd.v1.Experts" in database.get_services()
-        service = DescriptorPool(database).FindServiceByName("moe_autograd.v1.Experts")
-        assert service.methods_by_name["Forward"].client_streaming
+        pool = DescriptorPool(database)
+        methods = {name: pool.FindServiceByName(name).methods_by_name for name in database.get_services()}
+        assert methods["moe_autograd.v1.Experts"]["Forward"].client_streaming
+        infer = methods["inference.GRPCInferenceService"]["ModelInfer"]
+        assert infer.input_type.fields_by_name["raw_input_contents"].number == 7
+        assert {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} < methods.keys()
+        with pytest.raises(KeyError):
+            pool.FindServiceByName("no.such.Service")
+
+
+def test_a_call_made_of_what_reflection_says_is_answered() -> None:
+    """As grpcurl does it: without any code of ours."""
+    with ExpertsServer({"ffn.0": FeedForwardExpert(8)}) as server, WireClient(server.address) as client:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(client.channel))
+        method = pool.FindServiceByName("inference.GRPCInferenceService").methods_by_name["ModelReady"]
+        request, reply = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
+        call = client.channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelReady", request.SerializeToString, reply.FromString
+        )
+        assert call(request(name="ffn.0"), timeout=START_S).ready
 
 
 def test_info_answers_a_request_without_a_checksum_as_grpcurl_sends_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -209,6 +210,20 @@ def test_a_hanging_expert_does_not_keep_a_drained_server_alive(hanging: Hanging)
     call = hanging.call()
     assert hanging.server.stop() == 0
     call.join(START_S)
+
+
+def test_a_last_save_that_fails_is_said_and_the_exit_status_is_1(tmp_path: Path) -> None:
+    with ServerProcess(*FLAGS, "--checkpoint-dir", str(tmp_path / "saved")) as server:
+        shutil.rmtree(tmp_path / "saved")
+        with WireClient(server.address) as client, pytest.raises(grpc.RpcError) as refused:
+            client.save()
+        assert (
+            "expected the folder that was opened, got 'No such file or directory'" in refused.value.details()
+        )
+        assert server.stop() == 1
+    log = "".join(server.log)
+    assert "the last save failed: checkpoint_dir" in log
+    assert ("stopped" in log, "Traceback" in log) == (True, False), log
 
 
 def test_a_server_is_one_process_with_sixteen_experts_under_400_mb() -> None:

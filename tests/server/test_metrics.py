@@ -100,6 +100,23 @@ def test_a_metrics_port_in_use_is_refused_and_the_servers_own_port_is_free_again
             ExpertsServer({"e": FeedForwardExpert(D)}, config=config).start()
 
 
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6 on the loopback interface")
+def test_metrics_over_ipv6_have_an_address_that_can_be_asked() -> None:
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=ServingConfig(metrics_listen="[::1]:0")) as server:
+        assert server.metrics_address is not None
+        assert server.metrics_address.startswith("[::1]:")
+        assert samples(server.metrics_address)["experts_server_ready",] == 1
+
+
 def test_metrics_beyond_loopback_are_refused() -> None:
     with pytest.raises(ValueError, match="metrics_listen: expected a loopback address"):
         ServingConfig(metrics_listen="0.0.0.0:9100")

@@ -114,6 +114,26 @@ def test_a_server_saves_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         wait_for(lambda: len(list(tmp_path.glob("generation-*/manifest.json"))) >= 2)
 
 
+def test_upkeep_that_fails_is_logged_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise it would be a server that never saves again, and not at its end either."""
+    failures = iter([RuntimeError("a bug"), RuntimeError("a bug")])
+    save_when_due = Saver.save_when_due
+
+    async def failing_at_first(saver: Saver) -> None:
+        for failure in failures:
+            raise failure
+        await save_when_due(saver)
+
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
+    monkeypatch.setattr(Saver, "save_when_due", failing_at_first)
+    config = ServingConfig(checkpoint_dir=tmp_path, checkpoint_interval_s=0.05)
+    with caplog.at_level(logging.ERROR), ExpertsServer({"e": nn.Linear(D, D)}, config=config):
+        wait_for(lambda: len(list(tmp_path.glob("generation-*/manifest.json"))) >= 3)
+    assert caplog.text.count("RuntimeError: a bug") == 2
+
+
 # ---- between updates
 
 

@@ -42,10 +42,24 @@ def test_the_log_can_be_json_one_event_a_line() -> None:
     assert all(event.keys() == {"time", "level", "logger", "message"} for event in events)
 
 
-def test_serve_stops_on_ctrl_c_too() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "terminal closed"])
+def test_serve_stops_on_these_too(number: signal.Signals) -> None:
     with ServerProcess(*FLAGS) as server:
-        server.signal(signal.SIGINT)
+        server.signal(number)
         assert server.wait() == 0
+    assert any("stopped" in line for line in server.log)
+
+
+def test_serve_goes_on_without_its_terminal_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children begin with it
+    try:
+        server = ServerProcess(*FLAGS)
+        with server, WireClient(server.address) as client:
+            server.signal(signal.SIGHUP)
+            assert client.forward("ffn.2", tokens(4, 8)).code == "OK"
+            assert server.stop() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_serve_reads_a_config_and_flags_win(tmp_path: Path) -> None:
