@@ -1,22 +1,23 @@
 """How long calls that wait take when all wait at once: 50 ms each, forward and backward.
 
-The first line of each size is the first map of the process: its threads have yet to be made. The others reuse them.
-A plain loop over 64 calls takes its turn too, to show what is saved.
+Beside it, in turns, bare threads that do nothing but wake, wait and count down (`bare`): what the machine allows. The
+first map of each size has threads yet to make; the others reuse them. A plain loop over 64 calls shows what is saved.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from benchmarks.measure import print_table, stopwatch
+from benchmarks.map_waiting.bare import bare_threads
+from benchmarks.measure import Times, print_table, stopwatch
 from moe_autograd import map_with_parallel_backward
 
 WAIT_S = 0.05
@@ -52,17 +53,56 @@ def one_round(apply: Any, num_calls: int) -> Mapping[str, float]:
     }
 
 
+def wait_bare(index: int) -> None:
+    time.sleep(WAIT_S)
+
+
+def peers(num_calls: int) -> dict[str, Callable[[int], object]]:
+    """Return what bare threads are to do: wait, and wait and make the one torch call that `Waits` makes."""
+    tensors = [torch.ones(8) for _ in range(num_calls)]
+
+    def wait_and_compute(index: int) -> None:
+        time.sleep(WAIT_S)
+        tensors[index] * 2
+
+    return {"bare threads that wait": wait_bare, "the same, and one torch call": wait_and_compute}
+
+
+def rows_of(num_calls: int, rounds: int) -> Iterator[tuple[object, ...]]:
+    """Return the rows of one size; its variants take turns."""
+    taken: dict[tuple[str, str], list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        threads = {
+            name: stack.enter_context(bare_threads(num_calls, work))
+            for name, work in peers(num_calls).items()
+        }
+        for _ in range(1 + rounds):
+            for name, bare in threads.items():
+                taken.setdefault((name, "either"), []).append(bare.go())
+            for part, seconds in one_round(map_with_parallel_backward, num_calls).items():
+                taken.setdefault(("map", part), []).append(seconds)
+    floor = Times(taken[list(threads)[-1], "either"][1:])
+    for (name, part), (first_s, *others_s) in taken.items():
+        others = Times(others_s)
+        first_ms: object = first_s * 1e3 if name == "map" else ""
+        yield name, num_calls, part, first_ms, others.median_ms, max(others_s) * 1e3, others.ratio_to(floor)
+
+
 def main(rounds: int) -> None:
     one_round(plain_loop, 1)  # torch imports a part of itself at the first backward with given gradients
-    rows: list[tuple[object, ...]] = []
-    for num_calls in (64, 256, 1024):
-        taken = [one_round(map_with_parallel_backward, num_calls) for _ in range(1 + rounds)]
-        for part in ("forward", "backward"):
-            first_ms, *others_ms = (times[part] * 1e3 for times in taken)
-            rows.append(("map", num_calls, part, first_ms, statistics.median(others_ms), max(others_ms)))
+    rows = [row for num_calls in (64, 256, 1024) for row in rows_of(num_calls, rounds)]
     loop = one_round(plain_loop, 64)
-    rows += [("loop", 64, part, seconds * 1e3, "", "") for part, seconds in loop.items()]
-    print_table(("how", "calls of 50 ms", "pass", "first, ms", "median, ms", "worst, ms"), rows)
+    rows += [("loop", 64, part, seconds * 1e3, "", "", "") for part, seconds in loop.items()]
+    heads = (
+        "how",
+        "calls of 50 ms",
+        "pass",
+        "first, ms",
+        "median, ms",
+        "worst, ms",
+        "times the bare threads",
+    )
+    print_table(heads, rows)
 
 
 if __name__ == "__main__":
