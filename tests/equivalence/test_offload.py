@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import MixtureOfExperts, TopKRouter
+from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -433,3 +433,91 @@ def test_a_mixture_of_offloaded_experts_trains_as_one_of_plain_experts(store: st
         torch.testing.assert_close(*losses)
     assert_same_weights(experts, plain)
     experts.close()
+
+
+# updates in the backward
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+def test_updates_in_the_backward_are_those_of_a_step_after_it(
+    optimizer: str, num_microbatches: int | None, store: str | Path
+) -> None:
+    """Also of an expert that is called twice, whose update waits for both."""
+    make = OPTIMIZERS[optimizer]
+    options = {"store": store, "max_resident_bytes": 9000, "num_microbatches": num_microbatches}
+    experts, plain = both(ffn, optimizer=make, update="on_backward", **options)
+    optimizers = [make(module.parameters()) for module in plain]
+    with experts:
+        for _ in range(2):  # rounding of micro-batches grows with every step
+            x, losses = torch.randn(4, 8), []
+            for modules in (experts, plain):
+                h = x
+                for module in (*modules, modules[1]):
+                    h = h + module(h)
+                loss = h.square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[0], losses[1])
+            experts.step()  # has nothing left to do
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+        assert_same_weights(experts, plain)
+        assert set(experts.gradients(1).values()) == {None}
+        assert experts.residency.peak_bytes <= 9000 < experts.residency.known_bytes
+
+
+@pytest.mark.parametrize("way", ["recompute", "checkpoint"])
+def test_updates_in_the_backward_of_experts_that_are_recomputed(way: str) -> None:
+    make = OPTIMIZERS["adam"]
+    experts, plain = both(
+        lambda: nn.Sequential(ffn(), nn.Dropout(0.5)), update="on_backward", max_resident_bytes=9000
+    )
+    optimizers = [make(module.parameters()) for module in plain]
+    for _ in range(3):
+        for modules in (experts, plain):
+            torch.manual_seed(4)
+            x = torch.ones(4, 8)
+            if way == "checkpoint":
+                results = [checkpoint(module, x, use_reentrant=False) for module in modules]
+            elif modules is plain:  # the calls of a group share their random numbers
+                results = parallel_apply([lambda x: [module(x) for module in plain]], [(x,)], recompute=True)[
+                    0
+                ]
+            else:
+                results = parallel_apply(list(experts), [(x,)] * 5, recompute=True)
+            torch.stack(results).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    assert_same_weights(experts, plain)
+
+
+def test_what_an_update_in_the_backward_cannot_do_is_told() -> None:
+    experts, plain = both(ffn, update="on_backward", max_resident_bytes=9000)
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"expert-00000: expected a forward outside of any backward .*use_reen"
+    ):
+        checkpoint(experts[0], x, use_reentrant=True).sum().backward()
+    torch.autograd.grad(experts[0](x).sum(), x)
+    experts[0](x)  # its graph goes without a backward
+    assert_same_weights(experts, plain)
+    y = experts[1](x).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="got weights that were updated 1 times since"):
+        y.backward()
+
+
+def test_an_optimizer_that_runs_in_a_backward_sees_none_of_the_callers_modes() -> None:
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+            return super().step(closure)
+
+    seen: list[tuple[bool, bool]] = []
+    experts, _ = both(ffn, optimizer=lambda p: Watched(p, lr=0.1), update="on_backward")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        experts[0](torch.ones(4, 8)).sum().backward()
+    assert seen == [(False, False)]

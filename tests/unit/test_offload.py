@@ -317,6 +317,77 @@ def test_reading_and_writing_happen_while_others_compute(residency: Residency, s
         store.wait_for("read a")
 
 
+def test_a_part_may_be_held_while_it_is_written_and_what_is_changed_then_is_written_again(
+    residency: Residency, store: WatchedStore
+) -> None:
+    a, b = part_of(residency, "a", 200), part_of(residency, "bb", 200)
+    with residency.hold([a]):
+        residency.changed(a)
+        store.events.clear()
+        store.gate.clear()
+    assert a.is_writing or a.is_changed  # and the store answers nobody
+    with residency.hold([a]):
+        assert a.buffer is not None
+        a.buffer.fill_(9)
+        residency.changed(a)
+        store.gate.set()
+    with residency.hold([b]):
+        assert a.buffer is None
+    assert store.events[-2:] == ["write a", "read bb"]
+    with residency.hold([a]):
+        assert a.buffer is not None
+        assert torch.equal(a.buffer, torch.full((200,), 9, dtype=torch.uint8))
+
+
+def test_what_is_needed_again_before_its_turn_comes_is_written_once(
+    residency: Residency, store: WatchedStore
+) -> None:
+    a, b = part_of(residency, "a"), part_of(residency, "bb")
+    part_of(residency, "ccc")
+    part_of(residency, "dddd")
+    with residency.hold([a, b]):
+        residency.changed(a)  # keeps the writer busy, or waits before b
+        store.events.clear()
+        store.gate.clear()
+    for _ in range(3):
+        with residency.hold([b]):
+            residency.changed(b)
+    with residency.hold([b]):
+        store.gate.set()
+        store.wait_for("write a")
+    residency.flush()
+    assert store.events.count("write bb") == 1
+
+
+def test_bytes_that_mean_nothing_any_more_are_not_written(residency: Residency, store: WatchedStore) -> None:
+    a, b = part_of(residency, "a", 200), part_of(residency, "bb", 200)
+    store.events.clear()
+    with residency.hold([a]):
+        residency.changed(a)
+        residency.void(a)
+    with residency.hold([b]):
+        assert a.buffer is None
+    with residency.hold([a]):
+        pass
+    assert store.events == ["read a", "read bb"]
+
+
+def test_with_updates_in_the_backward_gradients_never_go_to_the_store() -> None:
+    store = WatchedStore()
+    experts = OffloadedExperts(
+        (nn.Linear(8, 8, bias=False) for _ in range(6)),
+        sgd,
+        max_resident_bytes=3 * 256,
+        store=store,
+        update="on_backward",
+    )
+    with experts:
+        for _ in range(2):
+            sum(parallel_apply(list(experts), [(torch.ones(1, 8),)] * 6)).sum().backward()
+    assert not any("gradients" in event for event in store.events)
+    assert "write expert-00003.weights" in store.events
+
+
 @pytest.mark.stress
 def test_many_threads_never_exceed_the_limit_and_never_see_torn_bytes(tmp_path: Path) -> None:
     residency = Residency(1000, FolderStore(tmp_path), CPU)
@@ -400,6 +471,8 @@ def test_bad_arguments() -> None:
         OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, num_microbatches=0)
     with pytest.raises(ValueError, match=r"expected max_resident_bytes of at least 512.*, got 300"):
         OffloadedExperts([nn.Linear(8, 8, bias=False)], sgd, max_resident_bytes=300)
+    with pytest.raises(ValueError, match="expected update='on_step' or 'on_backward', got 'later'"):
+        OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, update="later")  # type: ignore[arg-type]
 
 
 def test_optimizer_state_that_does_not_fit_is_told_at_the_first_step() -> None:

@@ -11,6 +11,7 @@ expert's own part instead of `.grad`, which would have to stay in memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
@@ -52,6 +54,7 @@ class OffloadedCall:
         self._shapes: list[torch.Size] = []
         self._num_rows = 0
         self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
+        self._is_in_backward = torch._C._current_graph_task_id() != -1
 
     def apply(self, args: Sequence[Any], kwargs: dict[str, Any], anchor: Tensor | None) -> Any:
         """Call the expert.
@@ -112,6 +115,7 @@ class OffloadedCall:
             if moved is not None:
                 moved.seal()
         self._result = tree_flatten(_joined(results))
+        self._held.open_calls.add(self)
         return [leaf for leaf in self._result[0] if isinstance(leaf, Tensor)], pieces
 
     def backward(
@@ -128,16 +132,37 @@ class OffloadedCall:
         Returns:
             The gradients of the call's tensors.
         """
+        if for_weights and self._held.updates_on_backward and self._is_in_backward:
+            raise RuntimeError(
+                f"{self._held.name}: expected a forward outside of any backward with update='on_backward', got "
+                "one that a backward ran, as checkpoint(use_reentrant=True) does: others may still need these weights. "
+                "Pass use_reentrant=False, or update='on_step'."
+            )
         self._held.residency.prefetch(self._next_to_load)
         found: list[Sequence[Tensor | None]] = []
+        updates = for_weights and self._held.updates_on_backward
+        is_last = updates and not keep_graph and len(self._held.open_calls) == 1
         for i in reversed(range(len(pieces))):
             piece = pieces[i] if keep_graph else pieces.pop()
-            parts = [self._held.weights, *([self._held.gradients] if for_weights else [])]
-            if piece.moved is not None and piece.moved.part is not None:
-                parts.append(piece.moved.part)
-            with self._held.residency.hold(parts):
+            with self._in_memory_for_backward(piece, for_weights, is_last):
                 found.insert(0, self._piece_backward(piece, grads, for_weights, keep_graph))
+        if not keep_graph:
+            self._held.open_calls.discard(self)
+        if is_last and self._num_microbatches is not None:
+            self._held.update_on_backward()
+        elif updates and not is_last:
+            at_end_of_backward(self._held.update_on_backward)
         return [self._assembled(i, [of_piece[i] for of_piece in found]) for i in range(len(self._shapes))]
+
+    def _in_memory_for_backward(
+        self, piece: _Piece, for_weights: bool, is_last: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        if is_last and self._num_microbatches is None:
+            return self._held.updating()
+        parts = [self._held.weights, *([self._held.gradients] if for_weights else [])]
+        if piece.moved is not None and piece.moved.part is not None:
+            parts.append(piece.moved.part)
+        return self._held.residency.hold(parts)
 
     def _piece_backward(
         self, piece: _Piece, grads: Sequence[Tensor | None], for_weights: bool, keep_graph: bool

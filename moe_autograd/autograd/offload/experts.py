@@ -81,6 +81,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         num_microbatches: call experts on so many slices of their rows in turn; what a slice saved for its backward
             moves to the store too. Only for experts that treat rows alone (no batch norm). `None`: activations
             stay in memory and are not counted.
+        update: "on_step" when `step` is called; "on_backward": in every backward, each expert as soon as its gradients
+            are complete. They never go to the store then, and reading and writing for the update hide behind the
+            backward; but nothing can be done with them before (clipping, adding up those of several backwards).
         device: move the experts there; `None` leaves them on theirs.
 
     Raises:
@@ -91,7 +94,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     that backward raise. The gradient is not differentiable a second time.
 
     Threads: any thread may call experts, also one expert from several; `step`, `zero_grad` and `checkpoint` belong
-    where no forward or backward runs.
+    where no forward or backward runs. With `update="on_backward"` a backward is a `step`, too.
 
     Example:
         >>> experts = OffloadedExperts(
@@ -115,6 +118,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         store: Literal["ram"] | str | Path | Store = "ram",
         beside: OffloadedExperts | None = None,
         num_microbatches: int | None = None,
+        update: Literal["on_step", "on_backward"] = "on_step",
         device: torch.device | str | None = None,
     ) -> None:
         if num_microbatches is not None and num_microbatches < 1:
@@ -126,6 +130,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
                 "OffloadedExperts: expected max_resident_bytes or beside, got "
                 f"max_resident_bytes={max_resident_bytes} and beside={beside!r}. Pass one of them."
             )
+        if update not in ("on_step", "on_backward"):
+            raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
         self._num_microbatches = num_microbatches
         self._anchor = torch.empty(0, requires_grad=True) if optimizer else None
         modules = (module if device is None else module.to(device) for module in experts)
@@ -140,7 +146,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         self.residency = self._shared.residency
         self._held: list[HeldExpert] = []
         for module in itertools.chain([first], modules):
-            held = HeldExpert(f"expert-{len(self._shared.held):05}", module, optimizer, self.residency)
+            name = f"expert-{len(self._shared.held):05}"
+            held = HeldExpert(name, module, optimizer, self.residency, update == "on_backward")
             self.residency.check_fits(held.parts_to_update())
             self._held.append(held)
             self._shared.held.append(held)
@@ -198,15 +205,16 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         for one.
         """
         called = [_held_by(module) for module in modules]
-        parts = [held.weights for held in called]
-        self.residency.prefetch(parts)
+        if len(called) > 1:
+            self._forget_wishes_beside(called)
+        self.residency.prefetch([held.weights for held in called])
         if self._above is not None:
             self._above.prefetch()
         results = []
         for i, held in enumerate(
             called
         ):  # in the order given, whoever is in memory: random numbers depend on it
-            call = OffloadedCall(held, self._num_microbatches, next_to_load=parts[:i][::-1])
+            call = OffloadedCall(held, self._num_microbatches, next_to_load=_backward_order(called[:i]))
             results.append(call.apply(inputs[i], kwargs[i], self._own_anchor()))
         self._last_called = called
         if self._below is not None:
@@ -214,6 +222,11 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             wanted = [*self.backward_order(), *below.backward_order()]
             before_backward(results, functools.partial(below.residency.prefetch, wanted))
         return results
+
+    def _forget_wishes_beside(self, called: Sequence[HeldExpert]) -> None:
+        """Let what was read ahead for experts that are not called this time give room."""
+        names = {held.name for held in called}
+        self.residency.forget_wishes(held.weights for held in self._held if held.name not in names)
 
     def _own_anchor(self) -> Tensor | None:
         """A tensor that requires a gradient and is no leaf: of leaves the engine does not tell who wants them."""
@@ -227,17 +240,15 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     def backward_order(self) -> list[Part]:
         """Return what the backward of the last calls will need, first things first."""
-        return [held.weights for held in reversed(self._last_called)]
+        return _backward_order(self._last_called)
 
     # training
 
     def step(self) -> None:
         """Update every expert that has gradients, as its optimizer does; those in memory first."""
         order = self._to_update()
-        self.residency.prefetch([part for held in order for part in held.parts_to_update()])
-        if self._above is not None:
-            above = self._above
-            above.residency.prefetch([part for held in above._to_update() for part in held.parts_to_update()])
+        above = self._above._to_update() if self._above is not None else []
+        self.residency.prefetch([part for held in (*order, *above) for part in held.parts_to_update()])
         for held in order:
             held.step()
 
@@ -337,6 +348,10 @@ def read_ahead(*layers: OffloadedExperts) -> None:
     """
     for below, above in itertools.pairwise(layers):
         below._above, above._below = above, below
+
+
+def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
+    return [part for held in reversed(experts) for part in held.parts_for_backward()]
 
 
 def _device_of(module: nn.Module) -> torch.device:

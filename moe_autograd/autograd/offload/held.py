@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class HeldExpert:
         module: its tensors are taken over.
         optimizer: a function from parameters to an optimizer; `None` if the expert is not trained.
         residency: where its parts come and go.
+        updates_on_backward: whether a backward ends with an update; whoever runs it sees to that.
 
     Threads: `gather` may be called from several threads at once; `step` by one, when no backward runs.
     """
@@ -45,7 +47,10 @@ class HeldExpert:
         module: nn.Module,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
         residency: Residency,
+        updates_on_backward: bool = False,
     ) -> None:
+        self.updates_on_backward = updates_on_backward
+        self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
         self.name, self.module, self.residency = name, module, residency
         self.parameters = dict(module.named_parameters())
         self.optimizer = optimizer(list(self.parameters.values())) if optimizer else None
@@ -145,25 +150,61 @@ class HeldExpert:
         """Return what `step` needs at once."""
         return [self.weights, self.gradients, *([self.state] if self.state else [])]
 
+    def parts_for_backward(self) -> list[Part]:
+        """Return what a backward needs at once, as far as it is in the store."""
+        return [self.weights, *([self.state] if self.updates_on_backward and self.state else [])]
+
     def step(self) -> None:
         """Update the weights by the gathered gradients; without any, do nothing, as an optimizer does."""
         if self.optimizer is None or not self.with_gradient:
             return
         with self.residency.hold(self.parts_to_update()):
-            assert self.gradients.buffer is not None
-            views = self.gradients.layout.views(self.gradients.buffer)
-            for name in self.with_gradient:
-                self.parameters[name].grad = views[name]
-            try:
-                self.optimizer.step()
-            finally:
-                for parameter in self.parameters.values():
-                    parameter.grad = None
-            self.num_updates += 1
-            self.residency.changed(self.weights)
-            has_new_state = not self._keep_state()
+            has_new_state = not self.update()
         if has_new_state:
             self._move_state_into_a_part()
+        self._put_away()
+
+    def update(self) -> bool:
+        """Do the same with all of it held; return whether the optimizer's state is in its part."""
+        assert self.optimizer is not None
+        assert self.gradients.buffer is not None
+        views = self.gradients.layout.views(self.gradients.buffer)
+        for name in self.with_gradient:
+            self.parameters[name].grad = views[name]
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            self.residency.changed(self.weights)
+        self.num_updates += 1
+        return self._keep_state()
+
+    def _put_away(self) -> None:
+        """Let what an update alone needs leave before the rest."""
+        self.residency.not_soon(self.parts_to_update()[1:])
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Hold what a backward and an update need; update after what comes inside, and start to gather anew.
+
+        So gradients that are gathered inside never go to the store.
+        """
+        has_new_state = False
+        with self.residency.hold(self.parts_to_update()):
+            yield
+            if self.with_gradient:
+                has_new_state = not self.residency.run_apart(self.update)
+                self.with_gradient.clear()
+            self.residency.void(self.gradients)
+        if has_new_state:
+            self._move_state_into_a_part()
+        self._put_away()
+
+    def update_on_backward(self) -> None:
+        """Update by what was gathered, and start to gather anew."""
+        with self.updating():
+            pass
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""

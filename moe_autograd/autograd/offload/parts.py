@@ -33,10 +33,18 @@ class Part:
         self.name, self.layout, self.attach, self.detach = name, layout, attach, detach
         self.buffer: torch.Tensor | None = None  # (num_bytes,) of uint8
         self.num_holders = 0
-        self.is_busy = False  # being read or written
+        self.is_reading = False  # nobody has it before its bytes are there
+        self.is_writing = (
+            False  # may be held meanwhile; whoever changes it then says so, and it is written again
+        )
         self.is_stored = False  # the store has it, perhaps not the newest
         self.is_changed = False  # since it was stored
         self.is_wished = False  # resident, and wished for since it was used last
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its buffer is being read into or written from."""
+        return self.is_reading or self.is_writing
 
     def __repr__(self) -> str:
         state = "busy" if self.is_busy else "absent" if self.buffer is None else "resident"

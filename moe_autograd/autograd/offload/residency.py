@@ -8,7 +8,7 @@ micro-batch. It is in one of these states::
                 (read the store)      │  ▲        (at once, when the store has the same)
                                 hold  ▼  │ let go
                                     held             a part that was changed is written to
-                                 (by any number)     the store first: it is busy meanwhile
+                                 (by any number)     the store first, and may be held meanwhile
 
 Rules:
 
@@ -19,11 +19,12 @@ Rules:
 3. One thread in the background reads what was wished for (`prefetch`), another writes what was changed. A wish is
    granted only from memory that nobody holds and no earlier wish was granted; who needs a part now goes first.
 4. When not everything fits, a changed part is written as soon as it is let go, so that room is made without
-   waiting.
+   waiting. Nobody waits for that: a part that is needed again before its turn comes is not written, one that is
+   changed while it is written is written once more.
 
 State (`_lock` guards all of it, and the fields of all parts): `_buffers`, `_resident` in the order of use, `_wishes`,
-`_error`, `_holding`, `_waiting`. Reading and writing happen with the lock released, on parts that are
-marked busy.
+`_to_write` in the order of writing, `_error`, `_holding`, `_waiting`. Reading and writing happen with the lock
+released, on parts that are marked so.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ import contextlib
 import itertools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import torch
 
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.parts import Buffers, Part
 from moe_autograd.autograd.offload.stores import Store
+
+T = TypeVar("T")
 
 
 class Residency:
@@ -60,6 +64,7 @@ class Residency:
         self._buffers = Buffers(limit_bytes, device)
         self._resident: OrderedDict[Part, None] = OrderedDict()  # least recently used first
         self._wishes: OrderedDict[Part, None] = OrderedDict()
+        self._to_write: OrderedDict[Part, bool] = OrderedDict()  # whether even if it is held
         self._holding: Counter[int] = Counter()  # how often each thread holds something
         self._waiting: set[int] = set()  # threads that wait for room
         self._free_names: dict[tuple[str, int], list[str]] = {}
@@ -67,7 +72,8 @@ class Residency:
         self._error: BaseException | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
-        self._is_reading = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
+        self._reader_runs = self._writer_runs = False
 
     def __repr__(self) -> str:
         with self._lock:
@@ -123,12 +129,26 @@ class Residency:
                     part.is_wished = True
             self._start_reading()
 
-    def forget_wishes(self) -> None:
-        """Withdraw all wishes that were not granted, and treat those granted as used."""
+    def forget_wishes(self, parts: Iterable[Part] | None = None) -> None:
+        """Withdraw wishes (`None`: all) that were not granted, and treat those granted as used."""
         with self._lock:
-            self._wishes.clear()
-            for part in self._resident:
+            for part in [*self._wishes, *self._resident] if parts is None else parts:
+                self._wishes.pop(part, None)
                 part.is_wished = False
+
+    def not_soon(self, parts: Iterable[Part]) -> None:
+        """Say that others are needed before these, so that these leave first."""
+        with self._lock:
+            for part in parts:
+                if part in self._resident:
+                    self._resident.move_to_end(part, last=False)
+
+    def void(self, part: Part) -> None:
+        """Let a part forget its bytes, as `discard` does, though somebody may hold it."""
+        with self._lock:
+            part.is_stored = part.is_changed = False
+            self._wishes.pop(part, None)
+        self.not_soon([part])
 
     def discard(self, part: Part) -> None:
         """Let a part that nobody holds forget its bytes; the store keeps the place for the next."""
@@ -172,10 +192,13 @@ class Residency:
     def flush(self) -> None:
         """Write every changed part to the store."""
         with self._lock:
-            for part in list(self._resident):
-                if part.is_changed and not part.is_busy:
-                    self._start_writing(part)
-            while any(part.is_busy for part in self._resident) and self._error is None:
+            for part in self._resident:
+                if part.is_changed:
+                    self._to_write[part] = True
+            self._start_writing()
+            while self._error is None and (
+                any(self._to_write.values()) or any(part.is_busy for part in self._resident)
+            ):
                 self._lock.wait()
             self._raise_error()
 
@@ -183,17 +206,37 @@ class Residency:
         """Take every part that nobody holds out of memory, without writing it."""
         with self._lock:
             self._wishes.clear()
+            self._to_write.clear()
             while any(part.is_busy for part in self._resident):
                 self._lock.wait()
             for part in [part for part in self._resident if part.num_holders == 0]:
                 self._free(part)
 
+    def run_apart(self, function: Callable[[], T]) -> T:
+        """Call a function on a thread of its own, outside of the caller's modes and random numbers; one at a time.
+
+        The function waits for no room, and has ended when this returns or raises.
+        """
+
+        def run() -> T:
+            returned = function()
+            self._finish_kernels()
+            return returned
+
+        running = self._worker.submit(run)
+        try:
+            return running.result()
+        except BaseException:
+            wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
+            raise
+
     def close(self) -> None:
-        """Finish what is being read and written, and end both threads."""
+        """Finish what is being read and written, and end the threads."""
         with self._lock:
             self._wishes.clear()
         self._reader.shutdown()
         self._writer.shutdown()
+        self._worker.shutdown()
 
     def _acquire(self, parts: Sequence[Part]) -> None:
         self.check_fits(parts)
@@ -208,7 +251,7 @@ class Residency:
                 finally:
                     self._waiting.discard(me)
             self._holding[me] += 1
-            missing = [part for part in parts if part.is_busy]
+            missing = [part for part in parts if part.is_reading]
         try:
             while missing:
                 self._read(missing.pop())
@@ -219,7 +262,7 @@ class Residency:
 
     def _check_for_deadlock(self, parts: Sequence[Part]) -> None:
         """Rule 2's exception."""
-        is_moving = any(part.is_busy for part in self._resident)
+        is_moving = any(part.is_busy for part in self._resident) or self._writer_runs
         if not is_moving and self._holding and self._holding.keys() <= self._waiting:
             needed = sum(part.layout.num_bytes for part in parts if part.buffer is None)
             held = sum(part.layout.num_bytes for part in self._resident if part.num_holders)
@@ -232,7 +275,7 @@ class Residency:
     def _give_back(self, unread: Sequence[Part]) -> None:
         with self._lock:
             for part in unread:
-                part.is_busy = False
+                part.is_reading = False
                 self._free(part)
 
     def check_fits(self, parts: Sequence[Part]) -> None:
@@ -246,15 +289,15 @@ class Residency:
             )
 
     def _try_to_take(self, parts: Sequence[Part]) -> bool:
-        """Rule 2: take all parts, and buffers for those that are absent, which are busy from then on."""
-        if any(part.is_busy for part in parts):
+        """Rule 2: take all parts, and buffers for those that are absent, which the caller reads."""
+        if any(part.is_reading for part in parts):
             return False
         absent = [part for part in parts if part.buffer is None]
         if not self._make_room(sum(part.layout.num_bytes for part in absent), keep=parts, spare_wished=False):
             return False
         for part in absent:
             self._allocate(part)
-            part.is_busy = True
+            part.is_reading = True
         for part in parts:
             part.num_holders += 1
             part.is_wished = False
@@ -263,8 +306,7 @@ class Residency:
         return True
 
     def _let_go(self, parts: Sequence[Part]) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # kernels may still use the buffers
+        self._finish_kernels()
         with self._lock:
             me = threading.get_ident()
             self._holding[me] -= 1
@@ -272,28 +314,37 @@ class Residency:
                 del self._holding[me]
             for part in parts:
                 part.num_holders -= 1
-                if part.is_changed and part.num_holders == 0 and self.known_bytes > self.limit_bytes:
-                    self._start_writing(part)  # Rule 4
+                if part.is_changed and self.known_bytes > self.limit_bytes:
+                    self._to_write.setdefault(part, False)  # Rule 4
+            self._start_writing()
             self._start_reading()
             self._lock.notify_all()
+
+    def _finish_kernels(self) -> None:
+        """Wait for what this thread has started on the device, and may still use buffers."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
         """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
         missing = self._buffers.lacking_bytes(num_bytes)
         if missing <= 0:
             return True
-        for part in sorted(
-            self._resident, key=lambda part: part.is_wished
-        ):  # as they are used; wished for last
+        by_use = sorted(self._resident, key=lambda part: part.is_wished)  # as they are used; wished for last
+        for part in by_use:
             if missing <= 0 or (spare_wished and part.is_wished):
                 break
-            if part.num_holders > 0 or part.is_busy or part in keep:
+            if part.num_holders > 0 or part.is_reading or part in keep:
                 continue
             missing -= part.layout.num_bytes
+            if part.is_writing:
+                continue  # makes room later
             if part.is_changed:
-                self._start_writing(part)  # makes room later
+                self._to_write[part] = False
+                self._to_write.move_to_end(part, last=False)
             else:
                 self._free(part)
+        self._start_writing()
         return self._buffers.lacking_bytes(num_bytes) <= 0
 
     def _allocate(self, part: Part) -> None:
@@ -316,18 +367,18 @@ class Residency:
                 self.store.read(part.name, part.buffer)
         except BaseException:
             with self._lock:
-                part.is_busy = False
+                part.is_reading = False
                 self._free(part)
                 self._lock.notify_all()
             raise
         with self._lock:
             part.attach(part.buffer)
-            part.is_busy = False
+            part.is_reading = False
             self._lock.notify_all()
 
     def _start_reading(self) -> None:
-        if self._wishes and not self._is_reading:
-            self._is_reading = True
+        if self._wishes and not self._reader_runs:
+            self._reader_runs = True
             self._reader.submit(self._grant_wishes)
 
     def _grant_wishes(self) -> None:
@@ -336,7 +387,7 @@ class Residency:
             with self._lock:
                 part = self._next_wish()
                 if part is None:
-                    self._is_reading = False
+                    self._reader_runs = False
                     return
             try:
                 self._read(part)
@@ -346,34 +397,57 @@ class Residency:
     def _next_wish(self) -> Part | None:
         while self._wishes:
             part = next(iter(self._wishes))
-            if part.buffer is None and not part.is_busy:
+            if part.buffer is None:
                 if not self._make_room(part.layout.num_bytes, keep=(), spare_wished=True):
                     return None
                 self._allocate(part)
-                part.is_busy = part.is_wished = True
+                part.is_reading = part.is_wished = True
                 del self._wishes[part]
                 return part
             del self._wishes[part]
         return None
 
-    def _start_writing(self, part: Part) -> None:
-        part.is_busy = True
-        self._writer.submit(self._write, part)
+    def _start_writing(self) -> None:
+        if not self._writer_runs and any(map(self._may_write, self._to_write)):
+            self._writer_runs = True
+            self._writer.submit(self._write_behind)
+
+    def _may_write(self, part: Part) -> bool:
+        return part.num_holders == 0 or self._to_write[part]
+
+    def _write_behind(self) -> None:
+        """Rule 4: write what nobody holds; started again when there is more."""
+        while True:
+            with self._lock:
+                part = self._next_to_write()
+                if part is None:
+                    self._writer_runs = False
+                    self._lock.notify_all()
+                    return
+            self._write(part)
+
+    def _next_to_write(self) -> Part | None:
+        for part in [part for part in self._to_write if self._may_write(part)]:
+            del self._to_write[part]
+            if part.is_changed and part.buffer is not None:
+                part.is_writing, part.is_changed = True, False
+                return part
+        return None
 
     def _write(self, part: Part) -> None:
         assert part.buffer is not None
+        error: BaseException | None = None
         try:
             self.store.write(part.name, part.layout, part.buffer)
-        except BaseException as error:  # raised by the next who waits
-            with self._lock:
-                self._error = error
-                part.is_busy = False
-                self._lock.notify_all()
-            return
+        except BaseException as raised:  # raised again by the next who waits
+            error = raised
         with self._lock:
-            part.is_busy = part.is_changed = False
-            part.is_stored = True
-            self._start_reading()
+            part.is_writing = False
+            if error is None:
+                part.is_stored = True
+                self._start_reading()
+            else:
+                self._error, part.is_changed = error, True
             self._lock.notify_all()
 
     def _raise_error(self) -> None:
