@@ -24,15 +24,17 @@ import torch
 from google.protobuf import descriptor_pb2, message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
-from torch import Tensor
+from torch import Tensor, nn
 
 from experts_server.calls import ForwardCall, Outputs
 from experts_server.doorway import Context, Doorway
 from experts_server.hosted import HostedExpert
+from experts_server.modules import IdentityExpert, TransformerExpert
 from experts_server.registry import Registry
 from experts_server.replies import replying_to
 from experts_server.security import Gate
 from moe_autograd.errors import CorruptDataError, InvalidCallError
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.wire.tensors import raw_bytes
 
 SERVICE = "inference.GRPCInferenceService"
@@ -48,8 +50,11 @@ DATATYPES = {
     "FP32": torch.float32,
     "FP64": torch.float64,
 }
+KEEPS_SHAPE = (FeedForwardExpert, SwiGLUExpert, TransformerExpert, IdentityExpert)
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 MAX_DIMENSIONS = 16
+
+Answer = Callable[[Any, Context], Awaitable[Any]]  # to a request
 
 # message -> field -> (number, type); "*" marks a repeated field
 _TENSOR = {"name": (1, "string"), "datatype": (2, "string"), "shape": (3, "int64*")}
@@ -158,7 +163,7 @@ class OpenInference:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the handlers."""
-        answers: dict[str, Callable[[Any], Awaitable[Any]]] = {
+        answers: dict[str, Answer] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ModelReady": self._model_ready,
@@ -172,9 +177,7 @@ class OpenInference:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    def _guarded(
-        self, request_class: Any, answer: Callable[[Any], Awaitable[Any]]
-    ) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    def _guarded(self, request_class: Any, answer: Answer) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def handle(sent: bytes, context: Context) -> bytes:
             async with self._doorway.passing(context):
                 self._gate.check(context.invocation_metadata(), "read")
@@ -184,37 +187,38 @@ class OpenInference:
                     raise CorruptDataError(
                         f"message: expected a {request_class.__name__}, got {error}."
                     ) from error
-                return bytes((await answer(request)).SerializeToString())
+                return bytes((await answer(request, context)).SerializeToString())
             raise AssertionError("abort raises")
 
         return handle
 
-    async def _server_live(self, _: Any) -> Any:
+    async def _server_live(self, _: Any, __: Context) -> Any:
         return _make("ServerLiveResponse", live=True)
 
-    async def _server_ready(self, _: Any) -> Any:
+    async def _server_ready(self, _: Any, __: Context) -> Any:
         return _make("ServerReadyResponse", ready=self._is_ready())
 
-    async def _model_ready(self, request: Any) -> Any:
+    async def _model_ready(self, request: Any, _: Context) -> Any:
         return _make("ModelReadyResponse", ready=self._is_ready() and request.name in self._registry)
 
-    async def _server_metadata(self, _: Any) -> Any:
+    async def _server_metadata(self, _: Any, __: Context) -> Any:
         version = metadata.version("moe-autograd")
         return _make("ServerMetadataResponse", name="experts-server", version=version)
 
-    async def _model_metadata(self, request: Any) -> Any:
+    async def _model_metadata(self, request: Any, _: Context) -> Any:
         hosted = self._registry[request.name].hosted
         reply = _make("ModelMetadataResponse", name=request.name, versions=["1"], platform="pytorch")
         reply.inputs.add(name="input.0", datatype=_datatype_of(hosted), shape=hosted.spec.wire_shape())
-        reply.outputs.add(name="output.0", datatype=_datatype_of(hosted), shape=hosted.spec.wire_shape())
+        reply.outputs.add(name="output.0", datatype=_datatype_of(hosted), shape=_output_shape_of(hosted))
         return reply
 
-    async def _infer(self, request: Any) -> Any:
+    async def _infer(self, request: Any, context: Context) -> Any:
         inputs = self._inputs_of(request)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
-        call = ForwardCall(b"", replying_to(loop, done), 0, inputs, evaluate=True)
+        client_id = context.peer().encode()  # turns go round between connections
+        call = ForwardCall(client_id, replying_to(loop, done), 0, inputs, evaluate=True)
         call.arrived_at = time.monotonic()
         call.num_tokens = inputs[0].shape[0] if inputs[0].dim() else 1
         call.num_bytes = sum(x.nbytes for x in inputs)
@@ -278,6 +282,14 @@ def _response(request: Any, outputs: tuple[Tensor, ...]) -> Any:
 
 def _datatype_of(hosted: HostedExpert) -> str:
     return _NAMES.get(hosted.spec.dtype or torch.float32, "FP32")
+
+
+def _output_shape_of(hosted: HostedExpert) -> list[int]:
+    """Return the shape of its output, -1 for what is not known without calling it."""
+    *leading, width = hosted.spec.wire_shape()
+    if isinstance(hosted.module, nn.Linear):
+        return [*leading, hosted.module.out_features]
+    return [*leading, width if isinstance(hosted.module, KEEPS_SHAPE) else -1]
 
 
 def _make(message: str, /, **fields: Any) -> Any:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from experts_server import ExpertsServer
-from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.config import BatchingConfig, SecurityConfig, ServingConfig
 from experts_server.open_inference import MESSAGES, SERVICE
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire.tensors import raw_bytes
+from tests.server.test_isolation import Gated, serving, wait_until_queued
 from tests.support.servers import START_S, WireClient, tokens
 
 D = 8
@@ -136,6 +137,45 @@ def test_it_asks_for_the_same_token_as_everything_else(tmp_path: Any) -> None:
             with pytest.raises(grpc.RpcError) as refused:
                 ask(server, method)
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_metadata_claim_no_shape_that_is_not_known() -> None:
+    experts = {
+        "ffn": module(),
+        "linear": torch.nn.Linear(D, 3),
+        "mixed": torch.nn.Sequential(torch.nn.Linear(D, 3), torch.nn.Linear(3, 5)),
+    }
+    with ExpertsServer(experts) as server:
+        shapes = {name: list(ask(server, "ModelMetadata", name=name).outputs[0].shape) for name in experts}
+    assert shapes == {"ffn": [-1, D], "linear": [-1, 3], "mixed": [-1, -1]}
+
+
+def test_the_turn_goes_round_between_connections() -> None:
+    gated = Gated()
+    with serving({"e": gated}, batching=BatchingConfig(max_batch_tokens=1)) as server:
+        greedy, modest = (
+            grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(2)
+        )
+
+        def call(channel: grpc.Channel, num_rows: int) -> Any:
+            tensor = {"name": "input.0", "datatype": "FP32", "shape": [num_rows, D]}
+            raw = bytes(raw_bytes(tokens(num_rows, D)))
+            request = MESSAGES["ModelInferRequest"](model_name="e", inputs=[tensor], raw_input_contents=[raw])
+            return channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
+                request.SerializeToString(), timeout=START_S
+            )
+
+        many = [call(greedy, 1) for _ in range(20)]
+        assert gated.started.acquire(timeout=START_S)
+        wait_until_queued(server, 19)
+        one = call(modest, 2)
+        wait_until_queued(server, 20)
+        gated.let_go()
+        for each in (*many, one):
+            each.result(START_S)
+        assert gated.rows.index(2) <= 3, "the other's twenty calls did not come first"
+        greedy.close()
+        modest.close()
 
 
 TRITON = """
