@@ -22,7 +22,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from experts_server.budget import Budget
 from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, UpdateCall
@@ -40,6 +40,7 @@ Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
 # so shorter ones count for more.
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER = 0.5, 0.05
 _SHARE_OF_WAITING = 0.2
+_SURELY_SHORT_S = 0.0003  # whatever it did meanwhile; to ask for the thread's time is a system call
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,24 @@ class QueueLimits:
     bytes: Budget
     max_batch_tokens: int = 4096
     max_wait_s: float = 0.0
+
+    def take(self, calls: Sequence[Call]) -> None:
+        """Take room for these calls.
+
+        Raises:
+            ServerBusyError: there is none for all of them.
+        """
+        self.calls.take(len(calls))
+        try:
+            self.bytes.take(sum([call.num_bytes for call in calls]))
+        except BaseException:
+            self.calls.give_back(len(calls))
+            raise
+
+    def give_back(self, call: Call) -> None:
+        """Return the room of one call."""
+        self.calls.give_back(1)
+        self.bytes.give_back(call.num_bytes)
 
 
 class ExpertQueue:
@@ -73,6 +92,7 @@ class ExpertQueue:
         self.hosted = hosted
         self.expected_s = 0.0005
         self._computing_s = self._waiting_s = 0.0  # running means
+        self._is_timed = True  # whether processor time is asked for
         self.computing_since: float | None = None  # on time.monotonic's clock, while a batch is computed
         self._pool = pool
         self._limits = limits
@@ -94,30 +114,13 @@ class ExpertQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def put(self, calls: Sequence[Call]) -> None:
-        """Let these calls wait for their turn.
-
-        Raises:
-            ServerBusyError: there is no room; none of them waits.
-        """
-        if self.add(calls):
-            self._pool.put([self])
-
-    def add(self, calls: Sequence[Call]) -> bool:
-        """As `put`, but return whether the caller has to put this queue into the pool."""
-        num_bytes = sum([call.num_bytes for call in calls])
-        self._limits.calls.take(len(calls))
-        try:
-            self._limits.bytes.take(num_bytes)
-        except BaseException:
-            self._limits.calls.give_back(len(calls))
-            raise
+    def add(self, call: Call) -> bool:
+        """Let a call, for which there is room, wait; return whether the caller has to put this queue into the pool."""
         with self._lock:
-            for call in calls:
-                self._append(call)
+            self._append(call)
             if self._is_scheduled:
                 return False
-            if self._limits.max_wait_s > 0 and self._may_wait(calls):
+            if self._limits.max_wait_s > 0 and self._may_wait(call):
                 self._start_timer()
                 return False
             self._is_scheduled = True
@@ -136,10 +139,9 @@ class ExpertQueue:
 
     # ---- choosing
 
-    def _may_wait(self, calls: Sequence[Call]) -> bool:
-        return self._num_tokens < self._limits.max_batch_tokens and all(
-            self.hosted.join_key(call) is not None for call in calls
-        )
+    def _may_wait(self, call: Call) -> bool:
+        is_full = self._num_tokens >= self._limits.max_batch_tokens
+        return not is_full and self.hosted.join_key(call) is not None
 
     def _start_timer(self) -> None:
         if not self._has_timer and self._call_later is not None:
@@ -226,7 +228,8 @@ class ExpertQueue:
     # ---- computing
 
     def _compute(self, batch: list[Call]) -> None:
-        started, cpu_started = time.monotonic(), time.thread_time()
+        started = time.monotonic()
+        cpu_started = time.thread_time() if self._is_timed else None
         for call in batch:
             call.started_at = started
         self.computing_since = started
@@ -236,9 +239,19 @@ class ExpertQueue:
             self._finish(call, result)
         self.hosted.finish()
         self.computing_since = None
-        computing_s = time.thread_time() - cpu_started
+        self._expect_next(time.monotonic() - started, cpu_started)
+
+    def _expect_next(self, elapsed_s: float, cpu_started: float | None) -> None:
+        """Learn from a turn what the next one may take."""
+        self._is_timed = elapsed_s > _SURELY_SHORT_S
+        if not self._is_timed:
+            computing_s = elapsed_s
+        elif cpu_started is not None:
+            computing_s = time.thread_time() - cpu_started
+        else:  # the first long one after short ones; the next will be timed
+            return
         self._computing_s = _moved(self._computing_s, computing_s)
-        self._waiting_s = _moved(self._waiting_s, time.monotonic() - started - computing_s)
+        self._waiting_s = _moved(self._waiting_s, elapsed_s - computing_s)
         self.expected_s = max(self._computing_s, _SHARE_OF_WAITING * self._waiting_s)
 
     def _results(self, batch: list[Call]) -> Sequence[Any]:
@@ -253,25 +266,26 @@ class ExpertQueue:
     def _call_expert(self, batch: list[Call]) -> Sequence[Any]:
         call = batch[0]
         # A backward may be an update as well.
+        if not self.hosted.comes_and_goes:
+            return self._call_resident_expert(batch)
         with self.hosted.in_memory(for_update=not isinstance(call, ForwardCall)):
             return self._call_resident_expert(batch)
 
     def _call_resident_expert(self, batch: list[Call]) -> Sequence[Any]:
         hosted, call = self.hosted, batch[0]
         if isinstance(call, ForwardCall):
-            return hosted.forward([c for c in batch if isinstance(c, ForwardCall)])
+            return hosted.forward(cast(list[ForwardCall], batch))  # what is joined is of one kind
         if isinstance(call, BackwardCall):
             if len(batch) == 1:
                 return [hosted.backward(call)]
-            return hosted.backward_joined([c for c in batch if isinstance(c, BackwardCall)])
+            return hosted.backward_joined(cast(list[BackwardCall], batch))
         if isinstance(call, UpdateCall):
             return [hosted.update(call)]
         assert isinstance(call, InspectCall), f"unknown call {call!r}"
         return [call.function(hosted)]
 
     def _finish(self, call: Call, result: Any) -> None:
-        self._limits.calls.give_back(1)
-        self._limits.bytes.give_back(call.num_bytes)
+        self._limits.give_back(call)
         call.reply(call, result)
 
 

@@ -1,4 +1,4 @@
-"""What can be asked of an expert, once it has been decoded: plain records, without grpc or protobuf."""
+"""What can be asked of an expert, once it has been decoded: plain records, without grpc or messages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from moe_autograd.wire import experts_pb2 as pb
 
 
 @dataclass(slots=True)
@@ -23,7 +25,8 @@ class Call:
         tag: the asker's own.
         num_tokens: rows of its inputs, or of the gradients of its outputs.
         num_bytes: of its tensors.
-        reply_encoding: how the tensors of the answer will travel (`Encoding` of experts.proto; 0: as they are).
+        is_finite: whether all their values are known to be.
+        reply_encoding: how the tensors of the answer will travel.
     """
 
     client_id: bytes
@@ -35,7 +38,8 @@ class Call:
     tag: Any = field(default=None, kw_only=True)
     num_tokens: int = field(default=0, kw_only=True)
     num_bytes: int = field(default=0, kw_only=True)
-    reply_encoding: int = field(default=0, kw_only=True)
+    is_finite: bool = field(default=False, kw_only=True)
+    reply_encoding: pb.Encoding = field(default=pb.RAW, kw_only=True)
 
 
 @dataclass(slots=True)

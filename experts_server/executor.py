@@ -3,11 +3,11 @@
 What is guaranteed:
 
 1. A turn runs on exactly one worker, once for each time it was put in, and turns of one lane begin in order.
-2. At most `num_computing` *long* turns compute at once. *Short* ones (shorter than `SHORT_S`, by their own
-   `expected_s`) share one worker more: a long turn does not hold them up, and handing a 20 us turn to a second
-   thread would cost more than it saves.
+2. Turns have three lanes, by their own `expected_s`, so that a longer turn never holds up a shorter one. *Short* ones
+   (up to `SHORT_S`) share one worker: to hand 20 us of Python to a second thread costs more than it saves. Of
+   *middling* ones (up to `MIDDLING_S`) and of *long* ones at most `num_computing` compute at once.
 3. A turn that waits instead of computing (its thread uses no processor time for `STALL_S`) stops counting, so
-   it costs a thread and nothing else, up to `max_threads` of them. A turn that was thought short and is not
+   it costs a thread and nothing else, up to `max_threads` of them. A turn that was thought shorter and lasts
    counts as long from then on.
 
 Knows nothing of experts, tensors or grpc. One lock guards all state; turns run without it.
@@ -26,7 +26,8 @@ from moe_autograd._intraop import num_cores, set_team_size
 
 logger = logging.getLogger(__name__)
 
-SHORT_S = 0.002
+SHORT_S = 0.0003
+MIDDLING_S = 0.002
 STALL_S = 0.01
 WAITING_SHARE = 0.02  # a turn that uses less than this share of one core waits
 LATE_S = 0.005  # a watcher so late fights for a core or the interpreter, and so may the turns
@@ -41,6 +42,12 @@ class Turn(Protocol):
 
     def run(self) -> None:
         """Do it."""
+
+
+def _lane_of(turn: Turn) -> str:
+    if turn.expected_s < SHORT_S:
+        return "short"
+    return "middling" if turn.expected_s < MIDDLING_S else "long"
 
 
 class _Worker(threading.Thread):
@@ -78,7 +85,8 @@ class WorkerPool:
         self.max_threads = max(max_threads, self.num_computing + 1)
         self._lock = threading.Lock()
         self._needs_watching = threading.Condition(self._lock)
-        self._lanes: dict[str, deque[Turn]] = {"short": deque(), "long": deque()}
+        self._lanes: dict[str, deque[Turn]] = {"short": deque(), "middling": deque(), "long": deque()}
+        self._limits = {"short": 1, "middling": self.num_computing, "long": self.num_computing}
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []  # the last to rest is the first to be woken: its caches are warm
         self._num_woken = 0  # workers that were woken or started and have not looked yet
@@ -101,7 +109,7 @@ class WorkerPool:
                     "worker pool: expected an open one, got a closed one. Start another server."
                 )
             for turn in turns:
-                self._lanes["long" if turn.expected_s >= SHORT_S else "short"].append(turn)
+                self._lanes[_lane_of(turn)].append(turn)
             self._call_workers()
             if not self._is_watching:
                 self._is_watching = True
@@ -136,10 +144,12 @@ class WorkerPool:
 
     def _call_workers(self) -> None:
         """Wake or start workers until each lane has as many as it may and can use."""
-        num_short = min(1, len(self._lanes["short"])) if self._num_in("short") == 0 else 0
-        # There may be more long ones than may compute at once: some came through the short lane.
-        num_long = min(len(self._lanes["long"]), max(0, self.num_computing - self._num_in("long")))
-        for _ in range(num_short + num_long - self._num_woken):
+        num_wanted = 0
+        for lane, turns in self._lanes.items():
+            if turns:
+                # More long ones may compute than their lane takes: some came through another one.
+                num_wanted += min(len(turns), max(0, self._limits[lane] - self._num_in(lane)))
+        for _ in range(num_wanted - self._num_woken):
             if self._idle:
                 self._wake_one()
             elif len(self._workers) < self.max_threads:
@@ -183,10 +193,10 @@ class WorkerPool:
             return short.popleft()
         worker.lane, worker.is_waiting = None, False
         while True:
-            for lane, limit in (("short", 1), ("long", self.num_computing)):
-                if self._lanes[lane] and (self._is_closed or self._num_in(lane) < limit):
+            for lane, turns in self._lanes.items():
+                if turns and (self._is_closed or self._num_in(lane) < self._limits[lane]):
                     worker.lane, worker.since, worker.cpu_s = lane, time.monotonic(), -1.0
-                    return self._lanes[lane].popleft()
+                    return turns.popleft()
             if self._is_closed:
                 return None
             self._idle.append(worker)
@@ -199,7 +209,7 @@ class WorkerPool:
 
     def _team_size(self, worker: _Worker) -> int:
         """All cores for a turn that is alone, one each for those side by side."""
-        if worker.lane == "short":
+        if worker.lane != "long":
             return 1
         return max(1, self.num_computing // (self._num_in("long") + len(self._lanes["long"]) or 1))
 

@@ -130,6 +130,11 @@ class HostedExpert:
         )
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Whether it is not always in memory."""
+        return self._lodger is not None
+
+    @property
     def wants_hints(self) -> bool:
         """Whether it gains by knowing that it will be called soon."""
         return self._lodger is not None and self._saving.prefetch
@@ -166,7 +171,8 @@ class HostedExpert:
     def forward(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
         """Compute one call, or several of equal `join_key`."""
         for call in calls:
-            check_finite(self.name, call.inputs, "input")
+            if not call.is_finite:
+                check_finite(self.name, call.inputs, "input")
         return [self._forward_alone(calls[0])] if len(calls) == 1 else self._forward_joined(calls)
 
     def _forward_alone(self, call: ForwardCall) -> Outputs:
@@ -254,7 +260,7 @@ class HostedExpert:
     def _kept_for(self, call: BackwardCall) -> KeptForward:
         """Return the forward that `call` is the backward of; the call's gradients fit it."""
         kept = self.kept.get(call.client_id, call.call_id) or self._kept_from(call)
-        check_grad_outputs(self.name, call.grad_outputs, kept.output_shapes)
+        check_grad_outputs(self.name, call, kept.output_shapes)
         return kept
 
     def _settle(
@@ -285,7 +291,8 @@ class HostedExpert:
             raise InputsNeededError(
                 f"expert {self.name!r}: expected a kept forward {call.call_id}, got none. Send its inputs again."
             )
-        check_finite(self.name, call.inputs, "input")
+        if not call.is_finite:
+            check_finite(self.name, call.inputs, "input")
         leaves = self.caller.leaves(call.inputs, call.wants_input_grads)
         return KeptForward(leaves, None, None, call.evaluate, None)
 
@@ -354,7 +361,7 @@ class HostedExpert:
             outputs = self.caller.call(kept.inputs, kept.evaluate)
         if kept.output_shapes is None:
             kept.output_shapes = outputs.shapes
-            check_grad_outputs(self.name, call.grad_outputs, kept.output_shapes)
+            check_grad_outputs(self.name, call, kept.output_shapes)
         return outputs.tensors
 
     # ---- weights

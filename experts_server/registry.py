@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experts_server.batching import ExpertQueue
+from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall
 from experts_server.executor import WorkerPool
 from experts_server.hosted import HostedExpert
 from experts_server.names import natural_order
 from experts_server.replies import replying_to
-from moe_autograd.errors import ExpertNotFoundError, RemoteError
+from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
 
 MAX_NAMES_IN_ERROR = 8
 
@@ -24,10 +24,11 @@ class Registry(Mapping[str, ExpertQueue]):
     Threads: any; what is hosted does not change while a server runs.
     """
 
-    def __init__(self, queues: Iterable[ExpertQueue], pool: WorkerPool) -> None:
+    def __init__(self, queues: Iterable[ExpertQueue], pool: WorkerPool, limits: QueueLimits) -> None:
         by_name = {queue.hosted.name: queue for queue in queues}
         self._queues = {name: by_name[name] for name in sorted(by_name, key=natural_order)}
         self._pool = pool
+        self._limits = limits
 
     def __getitem__(self, name: str) -> ExpertQueue:
         try:
@@ -44,24 +45,38 @@ class Registry(Mapping[str, ExpertQueue]):
     def __len__(self) -> int:
         return len(self._queues)
 
-    def submit(self, calls: Iterable[tuple[str, Call]]) -> None:
+    def submit(self, calls: Sequence[tuple[str, Call]]) -> None:
         """Check each call and let it wait for its expert; one that is refused is answered at once.
 
         Never raises, never blocks: many calls cost the worker pool one wake-up.
         """
         turns: list[ExpertQueue] = []
+        has_room = self._has_room_for([call for _, call in calls])
         for name, call in calls:
             try:
                 queue = self[name]
                 if isinstance(call, (ForwardCall, BackwardCall)):
                     queue.hosted.check(call)
-                queue.hosted.prefetch()
-                if queue.add((call,)):
-                    turns.append(queue)
+                if not has_room:
+                    self._limits.take((call,))
             except RemoteError as error:
+                if has_room:
+                    self._limits.give_back(call)
                 call.reply(call, error)
+                continue
+            queue.hosted.prefetch()
+            if queue.add(call):
+                turns.append(queue)
         if turns:
             self._pool.put(turns)
+
+    def _has_room_for(self, calls: Sequence[Call]) -> bool:
+        """Take room for all of them at once, if there is."""
+        try:
+            self._limits.take(calls)
+        except ServerBusyError:
+            return False
+        return True
 
     async def ask(
         self, names: Sequence[str], make_call: Callable[[Any], Any], timeout_s: float | None = None

@@ -125,6 +125,7 @@ class ExpertServer:
                 for name, hosting in experts.items()
             ],
             self.pool,
+            self.queue_limits,
         )
         self.saver = Saver(self.registry, config)
         self.service = Service(

@@ -21,10 +21,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, cast
 
 import grpc
+from torch import Tensor
 
 from experts_server.budget import Budget
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs
@@ -122,9 +123,18 @@ class PassStream:
 
     def _take_message(self, message: bytes) -> None:
         self._hold(self._num_held + len(message))
-        accepted = map(self._accept, self._reader.feed(message))
-        calls = [named for named in accepted if named is not None]
-        self._hold(max(0, self._num_held - sum([call.num_bytes for _, call in calls])))
+        parcels = self._reader.feed(message)
+        are_finite = len(parcels) > 1 and self._reader.are_finite()
+        calls = []
+        num_bytes = 0
+        for parcel in parcels:
+            named = self._accept(parcel)
+            if named is not None:
+                call = named[1]
+                call.is_finite = are_finite
+                num_bytes += call.num_bytes
+                calls.append(named)
+        self._hold(max(0, self._num_held - num_bytes))
         if not calls:
             return
         if self._settings.latency_s > 0:
@@ -149,19 +159,20 @@ class PassStream:
         """Make a call of a parcel; one that cannot be is answered with what is wrong with it."""
         self._num_calls += 1
         try:
-            name, call, encoding = self._call_of(parcel)
+            name, call = self._call_of(parcel)
         except RemoteError as refusal:
             self._answer(parcel.number, refusal, None)
             return None
-        call.tag = parcel.number, encoding
-        call.reply_encoding = encoding
+        call.tag = parcel.number
         call.arrived_at = time.monotonic()
         call.deadline = self._deadline
-        call.num_bytes = sum([t.nbytes for t in parcel.tensors if t is not None])
+        for tensor in parcel.tensors:
+            if tensor is not None:
+                call.num_bytes += tensor.nbytes
         self._outstanding[parcel.number] = call
         return name, call
 
-    def _call_of(self, parcel: Parcel) -> tuple[str, Call, pb.Encoding]:
+    def _call_of(self, parcel: Parcel) -> tuple[str, Call]:
         if parcel.error is not None:
             raise parcel.error
         limit = self._settings.max_calls_per_pass
@@ -169,9 +180,9 @@ class PassStream:
             raise InvalidCallError(f"stream: expected at most {limit} calls, got more. Open another one.")
         head = parcel.head
         if isinstance(head, pb.ForwardCall) and self._kind is pb.ForwardCall:
-            return head.expert, _forward(head, parcel.tensors, self), head.reply_encoding
+            return head.expert, _forward(head, parcel.tensors, self.take_result)
         if isinstance(head, pb.BackwardCall) and self._kind is pb.BackwardCall:
-            return head.expert, _backward(head, parcel.tensors, self), head.reply_encoding
+            return head.expert, _backward(head, parcel.tensors, self.take_result)
         expected, got = self._kind.__name__, type(head).__name__
         raise CorruptDataError(f"stream: expected {expected} parcels, got {got}. Send it again.")
 
@@ -228,50 +239,56 @@ class PassStream:
                 return
 
     def _answer_call(self, call: Call, result: Any) -> None:
-        number, encoding = call.tag
+        number = call.tag
         self._outstanding.pop(number, None)
-        self._answer(number, result, call, encoding)
+        self._answer(number, result, call)
 
-    def _answer(self, number: int, result: Any, call: Call | None, encoding: pb.Encoding = pb.RAW) -> None:
+    def _answer(self, number: int, result: Any, call: Call | None) -> None:
         head = pb.CallResult(call=number)
         if call is not None and (started_at := call.started_at):
             head.queue_s = started_at - call.arrived_at
             head.compute_s = time.monotonic() - started_at
         tensors: Any = ()
-        if isinstance(result, BaseException):
+        if isinstance(result, Outputs):
+            tensors = result.tensors
+            if result.is_sequence:
+                head.is_sequence = True
+        elif isinstance(result, BaseException):
             head.status.CopyFrom(status_of(result))
-        elif isinstance(result, Outputs):
-            head.is_sequence, tensors = result.is_sequence, result.tensors
         else:
             tensors = result
         try:
-            self._writer.add(head, tensors, encoding)
+            self._writer.add(head, tensors, pb.RAW if call is None else call.reply_encoding)
         except TypeError as error:  # the module returned something that cannot travel
             self._answer(number, error, call)
         if call is None:
             self._wake.set()
 
 
-def _forward(head: pb.ForwardCall, tensors: Tensors, stream: PassStream) -> ForwardCall:
-    inputs = tuple(t for t in tensors if t is not None)
-    if len(inputs) != len(tensors):
-        raise InvalidCallError("forward: expected tensors as inputs, got None among them. Send tensors only.")
+def _forward(head: pb.ForwardCall, tensors: Tensors, reply: Callable[[Call, Any], None]) -> ForwardCall:
+    for tensor in tensors:
+        if tensor is None:
+            raise InvalidCallError(
+                "forward: expected tensors as inputs, got None among them. Send tensors only."
+            )
+    inputs = cast(tuple[Tensor, ...], tensors)
     call = ForwardCall(
         head.client_id,
-        stream.take_result,
+        reply,
         head.call_id,
         inputs,
         tuple(head.input_requires_grad),
         head.keep_graph,
         head.evaluate,
     )
-    call.num_tokens = inputs[0].shape[0] if inputs and inputs[0].dim() else 1
+    call.reply_encoding = head.reply_encoding
+    call.num_tokens = len(inputs[0]) if inputs and inputs[0].dim() else 1
     return call
 
 
-def _backward(head: pb.BackwardCall, tensors: Tensors, stream: PassStream) -> BackwardCall:
+def _backward(head: pb.BackwardCall, tensors: Tensors, reply: Callable[[Call, Any], None]) -> BackwardCall:
     num_grads = head.num_grad_outputs
-    inputs = tuple(t for t in tensors[num_grads:] if t is not None)
+    inputs = tuple([t for t in tensors[num_grads:] if t is not None])
     if num_grads > len(tensors) or len(inputs) != len(tensors) - num_grads:
         raise InvalidCallError(
             f"backward: expected {num_grads} grad_outputs and then inputs, got {len(tensors)} tensors "
@@ -279,7 +296,7 @@ def _backward(head: pb.BackwardCall, tensors: Tensors, stream: PassStream) -> Ba
         )
     call = BackwardCall(
         head.client_id,
-        stream.take_result,
+        reply,
         head.call_id,
         head.sequence,
         head.settled_below,
@@ -290,5 +307,10 @@ def _backward(head: pb.BackwardCall, tensors: Tensors, stream: PassStream) -> Ba
         inputs if head.has_inputs else None,
         head.evaluate,
     )
-    call.num_tokens = next((g.shape[0] for g in call.grad_outputs if g is not None and g.dim()), 1)
+    call.reply_encoding = head.reply_encoding
+    call.num_tokens = 1
+    for grad in call.grad_outputs:
+        if grad is not None and grad.dim():
+            call.num_tokens = len(grad)
+            break
     return call

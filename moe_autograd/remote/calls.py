@@ -17,7 +17,6 @@ for all calls that have no outcome yet.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -29,14 +28,14 @@ from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError
 from moe_autograd.remote.channel import Channel, error_of_call
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
-from moe_autograd.timeline import add_span
+from moe_autograd.timeline import add_span, is_recording
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter, Tensors
 from moe_autograd.wire.status import error_of
 from moe_autograd.wire.tensors import TensorLimits
 
 
-@dataclass
+@dataclass(slots=True)
 class Request:
     """A call to be made.
 
@@ -57,7 +56,7 @@ class Request:
     on_settled: Callable[[bool], None] = lambda is_answered: None
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """What became of a call.
 
@@ -156,12 +155,15 @@ def _one_stream(
                 index, result = _result_of(parcel, index_of)
                 if index in outcomes:
                     raise CorruptDataError(f"call {result.call}: expected one result, got a second.")
-                outcomes[index] = _outcome(
-                    parcel, result, requests[index].expert, functools.partial(place, index)
-                )
-                add_span(requests[index].expert, rpc.lower(), started_s, time.perf_counter())
-                if outcomes[index].error is None:
-                    requests[index].on_settled(True)
+                request = requests[index]
+                if parcel.error is None and result.status.code == pb.OK:
+                    server_s = result.queue_s + result.compute_s
+                    outcomes[index] = Outcome(parcel.tensors, result.is_sequence, server_s=server_s)
+                    request.on_settled(True)
+                else:
+                    outcomes[index] = Outcome(error=_error_in(parcel, result, request.expert, place(index)))
+                if is_recording():
+                    add_span(request.expert, rpc.lower(), started_s, time.perf_counter())
         reader.finish()
         if channel.encodings.is_measuring(rpc) and len(outcomes) == len(requests):
             _measure(channel, rpc, requests, outcomes.values(), time.perf_counter() - started_s)
@@ -205,14 +207,12 @@ def _result_of(parcel: Parcel, index_of: dict[int, int]) -> tuple[int, pb.CallRe
     return index_of[parcel.head.call], parcel.head
 
 
-def _outcome(parcel: Parcel, result: pb.CallResult, expert: str, place: Callable[[], str]) -> Outcome:
+def _error_in(parcel: Parcel, result: pb.CallResult, expert: str, place: str) -> RemoteError:
     if parcel.error is not None:
-        return Outcome(error=_caused(CorruptDataError(f"{place()}: {parcel.error}"), parcel.error))
-    if result.status.code != pb.OK:
-        status = result.status
-        status.message = without_name(status.message, expert)
-        return Outcome(error=error_of(status, place()))
-    return Outcome(parcel.tensors, result.is_sequence, server_s=result.queue_s + result.compute_s)
+        return _caused(CorruptDataError(f"{place}: {parcel.error}"), parcel.error)
+    status = result.status
+    status.message = without_name(status.message, expert)
+    return error_of(status, place)
 
 
 def without_name(message: str, expert: str) -> str:

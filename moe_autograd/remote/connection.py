@@ -398,11 +398,13 @@ def _note_failures(calls: Sequence[Call], jobs: Sequence[Job], phase: str, failu
 def _mismatch(part: BackwardPart, outcome: Outcome) -> CorruptDataError | None:
     """Trust a server's gradients no more than it trusts our inputs: return what is wrong with them."""
     expected = [
-        (tuple(x.shape), x.dtype) if wanted else None
+        (x.shape, x.dtype) if wanted else None
         for x, wanted in zip(part.inputs, part.wants_input_grads, strict=True)
     ]
-    got = [None if grad is None else (tuple(grad.shape), grad.dtype) for grad in outcome.tensors]
-    if len(got) != len(expected) or any(g is not None and g != e for g, e in zip(got, expected, strict=True)):
+    got = [None if grad is None else (grad.shape, grad.dtype) for grad in outcome.tensors]
+    if got != expected and (
+        len(got) != len(expected) or any(g is not None and g != e for g, e in zip(got, expected, strict=True))
+    ):
         return CorruptDataError(
             f"expert {part.call.expert!r} at {part.call.address}, backward: expected gradients {expected}, got {got}. "
             "The server is broken, or of another version."

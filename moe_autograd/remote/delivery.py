@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _LOOK_TIMEOUT_S = 1.0
+_LEAST_ATTEMPT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Settings:
     hedge: HedgePolicy | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Job:
     """A call on its way.
 
@@ -157,8 +159,17 @@ class Delivery:
         errors: dict[str, Exception] = {**self.servers.resolve(deadline)}
 
         def info(address: str, _: None) -> pb.InfoReply:
-            channel, attempt_s = self.servers.channel(address), self.servers.patience_s(address)
-            return channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline, attempt_s)
+            channel = self.servers.channel(address)
+            until = time.monotonic() + self.servers.patience_s(address)
+            try:
+                return channel.unary(
+                    "Info", pb.InfoRequest(), pb.InfoReply, deadline, until - time.monotonic()
+                )
+            except ServerUnavailableError:  # it may have broken, as grpc's first connection after a fork may
+                left_s = min(until - time.monotonic(), deadline.remaining_s)
+                if left_s < _LEAST_ATTEMPT_S:
+                    raise
+                return channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline, left_s)
 
         results = self._looking.at_each(dict.fromkeys(self.servers.addresses), info, cancellation)
         replies: dict[str, pb.InfoReply] = {}

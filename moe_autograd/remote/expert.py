@@ -129,7 +129,7 @@ class RemoteExpert(nn.Module):
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One expert's part in a pass, from its forward to its backward.
 
@@ -156,7 +156,7 @@ class Call:
     address: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class BackwardPart:
     """What the backward of one call is given.
 
@@ -213,9 +213,9 @@ def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tupl
                 f"expert {expert.name!r}: expected tensors, got {type(x).__name__} (input={position}). "
                 "Only tensors travel; wrap a number in torch.tensor."
             )
-    _check_inputs(connection.hosted[expert.name], inputs)
-    wants_grad = connection.hosted[expert.name].is_trained or any(x.requires_grad for x in inputs)
-    keep_graph = torch.is_grad_enabled() and wants_grad
+    hosted = connection.hosted[expert.name]
+    _check_inputs(hosted, inputs)
+    keep_graph = torch.is_grad_enabled() and (hosted.is_trained or any(x.requires_grad for x in inputs))
     call_id = connection.numbering.next_call_id()
     return Call(index, expert.name, call_id, len(inputs), not expert.training, keep_graph)
 

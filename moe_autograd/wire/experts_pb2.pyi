@@ -122,13 +122,13 @@ class Announcement(_message.Message):
     STATE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     STATE_ENTRY_FIELD_NUMBER: _ClassVar[int]
     parcel: int
-    tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
+    tensors: _containers.RepeatedScalarFieldContainer[bytes]
     forward_call: ForwardCall
     backward_call: BackwardCall
     call_result: CallResult
     state_update: StateUpdate
     state_entry: StateEntry
-    def __init__(self, parcel: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., state_update: _Optional[_Union[StateUpdate, _Mapping]] = ..., state_entry: _Optional[_Union[StateEntry, _Mapping]] = ...) -> None: ...
+    def __init__(self, parcel: _Optional[int] = ..., tensors: _Optional[_Iterable[bytes]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., state_update: _Optional[_Union[StateUpdate, _Mapping]] = ..., state_entry: _Optional[_Union[StateEntry, _Mapping]] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("parcel", "tensor", "offset", "num_bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from google.protobuf.message import DecodeError
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import ALIGNMENT, take_packet_apart
-from moe_autograd.wire.heads import Head, Parcel
+from moe_autograd.wire.heads import Head, Parcel, Tensors
 from moe_autograd.wire.tensors import (
     Assembly,
     TensorForm,
@@ -20,6 +21,9 @@ from moe_autograd.wire.tensors import (
     memory_of,
     tensor_in,
 )
+
+_SUMMED = (torch.float32, torch.float64)
+_SUMMED_AT_ONCE = 1 << 14  # for more PyTorch would wake a team of threads, which then spin for a while
 
 
 class ParcelReader:
@@ -35,6 +39,9 @@ class ParcelReader:
         self._refused: set[int] = set()
         self._unfinished_bytes = 0
         self._next_number = 0
+        self._arrived: _Arrived | None = (
+            None  # the last message, if it brought whole parcels and nothing else
+        )
 
     def feed(self, message: bytes) -> list[Parcel]:
         """Take in one message; return the parcels that are whole now, and those refused.
@@ -51,11 +58,20 @@ class ParcelReader:
         except DecodeError as error:
             raise CorruptDataError(f"packet: expected its contents, got {error}.") from error
         done: list[Parcel] = []
+        arrived = _Arrived(contents.parts, message, payload, payload_start)
         for announcement in contents.announcements:
-            self._announce(announcement, done)
-        if contents.parts:
-            self._take_parts(contents.parts, _Payload(message, payload, payload_start), done)
+            self._announce(announcement, arrived, done)
+        self._arrived = arrived if arrived.next_part is None else None
+        self._take_parts(arrived, done)
         return done
+
+    def are_finite(self) -> bool:
+        """Tell whether all values of the parcels that the last message brought are finite; False: they may not be.
+
+        One sum for all of them: many small tensors would take longer one by one.
+        """
+        arrived, self._arrived = self._arrived, None
+        return arrived is not None and arrived.is_finite()
 
     def finish(self) -> None:
         """Say that the stream has ended.
@@ -72,7 +88,7 @@ class ParcelReader:
     def __repr__(self) -> str:
         return f"ParcelReader({len(self._incoming)} parcels unfinished, {self._unfinished_bytes} bytes)"
 
-    def _announce(self, announcement: pb.Announcement, done: list[Parcel]) -> None:
+    def _announce(self, announcement: pb.Announcement, arrived: _Arrived, done: list[Parcel]) -> None:
         number = announcement.parcel
         if number < self._next_number:
             raise CorruptDataError(
@@ -80,51 +96,55 @@ class ParcelReader:
                 "A message was repeated, or the sender is broken."
             )
         self._next_number = number + 1
-        head = _head_of(announcement)
+        field = announcement.WhichOneof("head")
+        head: Head | None = None if field is None else getattr(announcement, field)
         try:
-            incoming = self._accept(number, head, announcement.tensors)
+            forms = self._checked_forms(number, head, announcement.tensors)
+            if arrived.has_all_of(number, forms):
+                done.append(Parcel(number, head, arrived.tensors_of(forms)))
+            else:
+                self._begin(_Incoming(number, head, forms))
         except InvalidCallError as error:
             self._refused.add(number)
             done.append(Parcel(number, head, error=error))
-            return
-        if incoming.num_missing:
-            self._incoming[number] = incoming
-            self._unfinished_bytes += incoming.num_bytes
-        else:
-            done.append(incoming.parcel())
 
-    def _accept(self, number: int, head: Head | None, headers: Sequence[pb.TensorHeader]) -> _Incoming:
+    def _checked_forms(self, number: int, head: Head | None, headers: Sequence[bytes]) -> list[TensorForm]:
         """Check an announcement before anything is kept for it."""
-        limits = self._limits
         if head is None:
             raise InvalidCallError(f"parcel {number}: expected a head of experts.proto, got none.")
+        limits = self._limits
         if len(headers) > limits.max_tensors:
             raise InvalidCallError(
                 f"parcel {number}: expected at most {limits.max_tensors} tensors, "
                 f"got {len(headers)}. Send fewer in one call."
             )
+        return [check_header(header, limits) for header in headers]
+
+    def _begin(self, incoming: _Incoming) -> None:
+        """Let a parcel wait for its parts."""
+        limits, number = self._limits, incoming.number
         if len(self._incoming) >= limits.max_unfinished_parcels:
             raise InvalidCallError(
                 f"parcel {number}: expected at most {limits.max_unfinished_parcels} unfinished parcels in a "
                 "stream, got more. Finish some before you begin others."
             )
-        forms = [check_header(header.SerializeToString(), limits) for header in headers]
-        incoming = _Incoming(number, head, forms)
         if self._unfinished_bytes + incoming.num_bytes > limits.max_unfinished_bytes:
             raise InvalidCallError(
                 f"parcel {number}: expected at most {limits.max_unfinished_bytes} unfinished bytes in a stream, "
                 f"got {self._unfinished_bytes} and {incoming.num_bytes} more. Send it in a stream of its own."
             )
-        return incoming
+        self._incoming[number] = incoming
+        self._unfinished_bytes += incoming.num_bytes
 
-    def _take_parts(self, parts: Iterable[pb.Part], payload: _Payload, done: list[Parcel]) -> None:
-        for part in parts:
-            number, index, num_bytes = part.parcel, part.tensor, part.num_bytes
-            start = payload.take(number, num_bytes)
+    def _take_parts(self, arrived: _Arrived, done: list[Parcel]) -> None:
+        """Take the parts that are left: those of parcels that do not come whole in this message."""
+        while (part := arrived.next_part) is not None:
+            number = part.parcel
+            start = arrived.take()
             incoming = self._incoming.get(number)
             if incoming is not None:
                 try:
-                    incoming.take(index, part.offset, num_bytes, payload, start)
+                    incoming.take(part, arrived, start)
                 except InvalidCallError as error:
                     self._forget(incoming)
                     self._refused.add(number)
@@ -135,7 +155,7 @@ class ParcelReader:
                     done.append(incoming.parcel())
             elif number not in self._refused:
                 raise CorruptDataError(
-                    f"parcel {number}: expected no more parts, got one of tensor {index} at offset "
+                    f"parcel {number}: expected no more parts, got one of tensor {part.tensor} at offset "
                     f"{part.offset}. A part was repeated, or was never announced."
                 )
 
@@ -144,25 +164,78 @@ class ParcelReader:
         self._unfinished_bytes -= incoming.num_bytes
 
 
-class _Payload:
-    """The payload of one message, taken part by part."""
+class _Arrived:
+    """The parts in one message, taken one after another, and the payload that holds their bytes."""
 
-    def __init__(self, message: bytes, payload: memoryview, start: int) -> None:
-        self.bytes = payload
+    def __init__(self, parts: Iterable[pb.Part], message: bytes, payload: memoryview, start: int) -> None:
+        self.payload = payload
         self.memory = memory_of(message)
         self.start_in_message = start
+        self._parts = list(parts)
+        self._num_taken = 0
         self._position = 0
+        self._forms: set[tuple[torch.dtype | None, int]] = set()  # dtypes and encodings of whole tensors
 
-    def take(self, parcel: int, num_bytes: int) -> int:
-        """Return where in the payload the next part begins."""
+    @property
+    def next_part(self) -> pb.Part | None:
+        """The part that comes next; None after the last."""
+        return self._parts[self._num_taken] if self._num_taken < len(self._parts) else None
+
+    def take(self) -> int:
+        """Take the next part; return where in the payload it begins."""
+        part = self._parts[self._num_taken]
+        num_bytes = part.num_bytes
         start = self._position + -self._position % ALIGNMENT
-        self._position = end = start + num_bytes
-        if end > len(self.bytes) or num_bytes == 0:
+        end = start + num_bytes
+        if end > len(self.payload) or num_bytes == 0:
             raise CorruptDataError(
-                f"parcel {parcel}: expected 1 to {max(len(self.bytes) - start, 0)} more bytes in this "
+                f"parcel {part.parcel}: expected 1 to {max(len(self.payload) - start, 0)} more bytes in this "
                 f"message, got a part of {num_bytes}. The sender is broken."
             )
+        self._num_taken += 1
+        self._position = end
         return start
+
+    def has_all_of(self, number: int, forms: Sequence[TensorForm]) -> bool:
+        """Tell whether the next parts are all tensors of parcel `number`, each of them whole."""
+        at = self._num_taken
+        for index, form in enumerate(forms):
+            if form.num_bytes:
+                if at == len(self._parts):
+                    return False
+                part = self._parts[at]
+                if (
+                    part.parcel != number
+                    or part.tensor != index
+                    or part.num_bytes != form.num_bytes
+                    or part.offset
+                ):
+                    return False
+                self._forms.add((form.dtype, form.encoding))
+                at += 1
+        return True
+
+    def tensors_of(self, forms: Sequence[TensorForm]) -> Tensors:
+        """Return the tensors that `has_all_of` has found."""
+        return tuple(
+            [
+                tensor_in(self.memory, self.start_in_message + self.take(), form)
+                if form.num_bytes
+                else empty_of(form)
+                for form in forms
+            ]
+        )
+
+    def is_finite(self) -> bool:
+        """Tell whether a finite sum proves all values in the payload finite; only where they are of one dtype."""
+        if len(self._forms) != 1:
+            return False
+        ((dtype, encoding),) = self._forms
+        if dtype not in _SUMMED or encoding != pb.RAW or self.start_in_message % dtype.itemsize:
+            return False
+        count = self._position // dtype.itemsize
+        values = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.start_in_message)
+        return all(math.isfinite(piece.sum().item()) for piece in values.split(_SUMMED_AT_ONCE))
 
 
 class _Incoming:
@@ -179,7 +252,7 @@ class _Incoming:
         "tensors",
     )
 
-    def __init__(self, number: int, head: Head, forms: list[TensorForm]) -> None:
+    def __init__(self, number: int, head: Head | None, forms: list[TensorForm]) -> None:
         self.number = number
         self.head = head
         self.num_bytes = 0
@@ -194,8 +267,9 @@ class _Incoming:
             self.num_missing += num_bytes > 0
             self.tensors.append(None if num_bytes else empty_of(form))
 
-    def take(self, index: int, offset: int, num_bytes: int, payload: _Payload, start: int) -> None:
+    def take(self, part: pb.Part, arrived: _Arrived, start: int) -> None:
         """Take a part, if it is the very one that comes next."""
+        index, offset, num_bytes = part.tensor, part.offset, part.num_bytes
         if index >= len(self._forms):
             raise CorruptDataError(
                 f"parcel {self.number}: expected tensor 0 to {len(self._forms) - 1}, got {index}."
@@ -209,20 +283,15 @@ class _Incoming:
             )
         self._received[index] = received + num_bytes
         if num_bytes == form.num_bytes:
-            self.tensors[index] = tensor_in(payload.memory, payload.start_in_message + start, form)
+            self.tensors[index] = tensor_in(arrived.memory, arrived.start_in_message + start, form)
             self.num_missing -= 1
             return
         if offset == 0:
             self._assemblies[index] = Assembly(form)
-        self._assemblies[index].write(offset, payload.bytes[start : start + num_bytes])
+        self._assemblies[index].write(offset, arrived.payload[start : start + num_bytes])
         if received + num_bytes == form.num_bytes:
             self.tensors[index] = self._assemblies.pop(index).finish()
             self.num_missing -= 1
 
     def parcel(self) -> Parcel:
         return Parcel(self.number, self.head, tuple(self.tensors))
-
-
-def _head_of(announcement: pb.Announcement) -> Head | None:
-    field = announcement.WhichOneof("head")
-    return None if field is None else getattr(announcement, field)

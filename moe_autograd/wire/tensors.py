@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from google.protobuf.message import DecodeError
 
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.wire import compression
@@ -109,16 +110,21 @@ def travelling_form(
     """
     if tensor is None:
         return b"", None
-    check_can_travel(tensor)
+    dtype = tensor.dtype
+    if dtype not in DTYPES or tensor.layout is not torch.strided:
+        check_can_travel(tensor)
     form = plain(tensor)
-    if encoding != pb.RAW and compression.is_applicable(tensor.dtype, encoding):
-        form = compression.encode(form, encoding)
-    else:
-        encoding = pb.RAW
-    return _header(DTYPES[tensor.dtype], tensor.shape, encoding, form.nbytes), form
+    if encoding == pb.RAW or not compression.is_applicable(dtype, encoding):
+        return _raw_header(dtype, form.shape), form
+    form = compression.encode(form, encoding)
+    return _header(DTYPES[dtype], tensor.shape, encoding, form.nbytes), form
 
 
 @functools.lru_cache(maxsize=1024)
+def _raw_header(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return _header(DTYPES[dtype], shape, pb.RAW, shape.numel() * dtype.itemsize)
+
+
 def _header(dtype: pb.DType, shape: torch.Size, encoding: pb.Encoding, num_bytes: int) -> bytes:
     header = pb.TensorHeader(dtype=dtype, shape=shape, encoding=encoding, num_bytes=num_bytes)
     return header.SerializeToString()
@@ -144,7 +150,12 @@ def check_header(header: bytes, limits: TensorLimits) -> TensorForm:
 # The same few headers come again and again, and to parse one costs more than its tensor.
 @functools.lru_cache(maxsize=1024)
 def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
-    header = pb.TensorHeader.FromString(serialized)
+    try:
+        header = pb.TensorHeader.FromString(serialized)
+    except DecodeError as error:
+        raise InvalidCallError(
+            f"tensor: expected a TensorHeader, got {error}. The sender is broken."
+        ) from error
     shape, encoding, num_bytes = tuple(header.shape), header.encoding, header.num_bytes
     dtype = TORCH_DTYPES.get(header.dtype)
     if dtype is None:

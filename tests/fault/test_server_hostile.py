@@ -85,7 +85,7 @@ backwards = st.builds(
 announcements = st.builds(
     lambda parcel, tensors, head: pb.Announcement(parcel=parcel, tensors=tensors, **head),
     numbers,
-    st.lists(headers, max_size=3),
+    st.lists(headers.map(lambda header: header.SerializeToString()) | st.binary(max_size=8), max_size=3),
     st.builds(lambda head: {"forward_call": head}, forwards)
     | st.builds(lambda head: {"backward_call": head}, backwards)
     | st.just({}),
@@ -163,7 +163,9 @@ def test_good_calls_beside_malformed_ones_are_all_served_right(server: ServerPro
     lying = seal(
         pb.Packet(
             contents=pb.Contents(
-                announcements=[pb.Announcement(parcel=0, tensors=[header], forward_call=head)]
+                announcements=[
+                    pb.Announcement(parcel=0, tensors=[header.SerializeToString()], forward_call=head)
+                ]
             )
         )
     )

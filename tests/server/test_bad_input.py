@@ -219,7 +219,8 @@ def test_a_truncated_message_a_repeated_one_and_an_unfinished_stream_are_data_lo
 def test_a_tensor_of_a_hundred_gigabytes_is_refused_before_it_comes(client: WireClient) -> None:
     head = pb.ForwardCall(client_id=b"x", call_id=1, expert="ffn.0")
     header = pb.TensorHeader(dtype=pb.FLOAT32, shape=[25_000_000_000], num_bytes=100_000_000_000)
-    contents = pb.Contents(announcements=[pb.Announcement(parcel=0, tensors=[header], forward_call=head)])
+    announcement = pb.Announcement(parcel=0, tensors=[header.SerializeToString()], forward_call=head)
+    contents = pb.Contents(announcements=[announcement])
     [(_, answer)] = client.stream_messages("Forward", [seal(pb.Packet(contents=contents))])
     assert answer.code == "INVALID_CALL"
     assert "expected at most" in answer.text

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import experts_server.saving as saving_module
 import experts_server.server as server_module
 from experts_server import ExpertsServer
+from experts_server.batching import QueueLimits
+from experts_server.budget import Budget
 from experts_server.checkpoint import CheckpointFolder
 from experts_server.cli import main
 from experts_server.config import LimitsConfig, ServingConfig
@@ -61,7 +63,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def saver_of(folder: Path, clock: Clock) -> Saver:
     pool: Any = None  # there are no experts that could need one
     config = ServingConfig(checkpoint_dir=folder, checkpoint_interval_s=60, keep_checkpoints=10)
-    saver = Saver(Registry([], pool), config, clock=clock)
+    limits = QueueLimits(Budget(0, ""), Budget(0, ""))
+    saver = Saver(Registry([], pool, limits), config, clock=clock)
     saver.open()
     return saver
 

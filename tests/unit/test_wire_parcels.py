@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 
@@ -58,7 +59,8 @@ def packet(*announcements: pb.Announcement, parts: tuple[pb.Part, ...] = (), pay
 
 
 def announce(number: int = 0, *headers: pb.TensorHeader) -> pb.Announcement:
-    return pb.Announcement(parcel=number, tensors=headers, state_entry=entry())
+    written = [header.SerializeToString() for header in headers]
+    return pb.Announcement(parcel=number, tensors=written, state_entry=entry())
 
 
 def floats(numel: int) -> pb.TensorHeader:
@@ -217,7 +219,7 @@ class TestProtobuf:
         assert payload == bytes([1, 2, 3]) + bytes(13) + bytes([4, 0, 5, 0])
 
     def test_a_packet_without_padding_is_read_into_aligned_tensors(self):
-        head = pb.Announcement(tensors=[floats(1)], state_entry=entry("odd"))
+        head = pb.Announcement(tensors=[floats(1).SerializeToString()], state_entry=entry("odd"))
         message = packet(head, parts=(pb.Part(num_bytes=4),), payload=bytes([0, 0, 0x80, 0x3F]))
         assert take_packet_apart(message).payload_start % 4 != 0
         (parcel,) = read([message])
@@ -276,6 +278,43 @@ class TestMalformed:
         message = packet(*(announce(number, floats(1)) for number in range(3)))
         (refused,) = reader.feed(message)
         assert refused.number == 2
+
+    def test_a_header_that_is_none_is_refused_alone(self):
+        odd = pb.Announcement(parcel=0, tensors=[b"\xff"], state_entry=entry())
+        refused, good = read([packet(odd, announce(1))])
+        assert "expected a TensorHeader" in str(refused.error)
+        assert good.error is None
+
+    @pytest.mark.parametrize(
+        ("tensors", "are_finite"),
+        [
+            ([torch.randn(3), torch.randn(200, 200)], True),
+            ([torch.randn(3, dtype=torch.float64), torch.zeros(0, dtype=torch.float64), None], True),
+            ([torch.randn(3), torch.tensor([math.inf])], False),
+            ([torch.randn(200, 200), torch.tensor([math.nan]), torch.randn(3)], False),
+            ([torch.tensor([math.inf]), torch.tensor([-math.inf])], False),
+            ([torch.full((2,), 3e38)], False),  # they are, but their sum is not
+            ([torch.randn(3), torch.randn(3).double()], False),  # nobody has looked
+            ([torch.arange(3)], False),
+            ([torch.randn(3).bfloat16()], False),
+            ([], False),
+        ],
+    )
+    def test_one_look_tells_whether_all_values_of_a_message_are_finite(self, tensors, are_finite):
+        writer, reader = ParcelWriter(), ParcelReader()
+        for tensor in tensors:
+            writer.add(entry(), [tensor])
+        writer.add(entry())
+        assert len(reader.feed(writer.next_message())) == len(tensors) + 1
+        assert reader.are_finite() is are_finite
+        assert reader.are_finite() is False, "the message is let go of"
+
+    def test_nothing_is_known_of_values_that_came_in_parts(self):
+        writer, reader = ParcelWriter(part_bytes=64), ParcelReader()
+        writer.add(entry(), [torch.zeros(20)])
+        while (message := writer.next_message()) is not None:
+            reader.feed(message)
+            assert not reader.are_finite()
 
     def test_a_parcel_without_a_head_is_refused(self):
         (parcel,) = read([packet(pb.Announcement())])
