@@ -7,11 +7,14 @@ budget for ever; a client that comes back with a step after that is told, since 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from experts_server.budget import Budget
 from experts_server.gradients import Gradients, num_bytes
+
+MAX_LOST = 4096  # clients; a step of one that is forgotten fails for its count of backwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class GatheredGradients:
         self._clock = clock
         self._by_client: dict[bytes, Gathered] = {}
         self._touched_at: dict[bytes, float] = {}
-        self._lost: set[bytes] = set()
+        self._lost: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_client)
@@ -63,19 +66,19 @@ class GatheredGradients:
         self._budget.take(num_bytes(gathered.grads) - num_bytes(before.grads if before else ()))
         self._by_client[client_id] = gathered
         self._touched_at[client_id] = self._clock()
-        self._lost.discard(client_id)
+        self._lost.pop(client_id, None)
 
     def forget(self, client_id: bytes) -> None:
         """Let go of a client's gradients, as it wished or because they are applied."""
         gathered = self._by_client.pop(client_id, None)
         self._budget.give_back(num_bytes(gathered.grads if gathered else ()))
         self._touched_at.pop(client_id, None)
-        self._lost.discard(client_id)
+        self._lost.pop(client_id, None)
 
     def has_lost(self, client_id: bytes) -> bool:
         """Whether the client's gradients were let go without its knowing; it is told once."""
         was_lost = client_id in self._lost
-        self._lost.discard(client_id)
+        self._lost.pop(client_id, None)
         return was_lost
 
     def has_stale(self) -> bool:
@@ -88,4 +91,6 @@ class GatheredGradients:
         oldest = self._clock() - self.max_age_s
         for client_id in [client for client, at in self._touched_at.items() if at < oldest]:
             self.forget(client_id)
-            self._lost.add(client_id)
+            self._lost[client_id] = None
+            if len(self._lost) > MAX_LOST:
+                self._lost.popitem(last=False)

@@ -6,7 +6,8 @@ Rules, from which exactly-once follows:
    it is applied, and turns of one expert never overlap: either both have happened or neither.
 2. A pair that is written down is answered from here and not applied again.
 3. A number below the client's `settled_below` is refused: the client has the answer already, or has given up, so
-   this is a copy that went astray. Hence such numbers can be forgotten.
+   this is a copy that went astray. Hence such numbers can be forgotten. Of a client that never settles anything the
+   last `MAX_UNSETTLED` are remembered, and lower ones are refused likewise.
 4. A checkpoint of the expert holds its ledger, taken in a turn like any other: weights and ledger are of one
    moment.
 
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from experts_server.budget import Budget
 from moe_autograd.errors import InvalidCallError
+
+MAX_UNSETTLED = 1 << 16  # many times what a client can have under way
 
 Reply = tuple[Tensor | None, ...]
 
@@ -80,7 +83,10 @@ class Ledger:
         num_bytes = sum(grad.nbytes for grad in reply or () if grad is not None)
         if reply is not None and self._reply_budget.has_taken(num_bytes):
             entry.reply, entry.reply_bytes = reply, num_bytes
-        self._client(client_id).applied[sequence] = entry
+        client = self._client(client_id)
+        client.applied[sequence] = entry
+        if len(client.applied) > MAX_UNSETTLED:
+            self._settle(client, sorted(client.applied)[MAX_UNSETTLED // 2])
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Return what a checkpoint holds of it."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from experts_server import ExpertsServer
+from experts_server import ledger as ledger_module
 from experts_server.budget import Budget
 from experts_server.calls import BackwardCall, UpdateCall
 from experts_server.hosted import HostedExpert, SharedMemory
@@ -108,6 +109,25 @@ def test_the_same_number_of_another_client_is_another_update(client: WireClient)
             one.backward("e", tokens(3, D), sequence=1)
             one.step(sequence=2)
         assert client.num_updates() == {"e": 2}
+
+
+def test_a_client_that_never_settles_fills_no_memory_and_still_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger_module, "MAX_UNSETTLED", 10)
+    replies = Budget(1 << 20, "replies")
+    ledger = Ledger(8, replies)
+    for sequence in range(1000):
+        assert ledger.find(b"client", sequence, 0) is None
+        ledger.record(b"client", sequence, sequence, (torch.ones(1),))
+        assert len(ledger.to_plain()[0]["applied"]) <= 10
+        assert replies.in_use <= 10 * 4
+    known = ledger.find(b"client", 999, 0)
+    assert known is not None
+    assert known.num_updates == 999
+    for forgotten in (0, 500, 989):
+        with pytest.raises(InvalidCallError, match="late copy and changes nothing"):
+            ledger.find(b"client", forgotten, 0)
 
 
 def _trained_once() -> FeedForwardExpert:

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from experts_server import gathered as gathered_module
+from experts_server.budget import Budget
 from experts_server.config import BatchingConfig, LimitsConfig, ServingConfig
+from experts_server.gathered import Gathered, GatheredGradients
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import methods
 from moe_autograd.wire.parcels import ParcelWriter
@@ -210,6 +213,18 @@ def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back
         late = client.step("e").updates[0]
         assert "its gradients had been let go" in " ".join(late.status.message.split()).replace("when ", "")
         assert client.step("e").updates[0].num_updates == 0
+
+
+def test_only_so_many_clients_that_went_away_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_module, "MAX_LOST", 3)
+    now = 0.0
+    waiting = GatheredGradients(Budget(1 << 20, "gathered"), max_age_s=1.0, clock=lambda: now)
+    for number in range(5):
+        waiting.put(bytes([number]), Gathered([torch.ones(1)], 1, 1))
+        now += 2.0
+        waiting.forget_stale()
+    assert len(waiting) == 0
+    assert [waiting.has_lost(bytes([number])) for number in range(5)] == [False, False, True, True, True]
 
 
 def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
