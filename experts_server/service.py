@@ -6,9 +6,10 @@ the translation of errors at the edge, and the calls that are one message each.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -32,6 +33,10 @@ from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import status_of
 from moe_autograd.wire.tensors import TensorLimits
+
+MAX_WEIGHTS_UNDER_WAY = (
+    16  # RPCs that fetch or set weights; each holds a copy of an expert's, for as long as it takes
+)
 
 Save = Callable[[], Awaitable[str]]
 
@@ -70,6 +75,9 @@ class Service:
         self.latency_s = latency_s
         self.server_id = secrets.token_hex(8)
         self.received = Budget(max_received_bytes, "bytes of unfinished calls")
+        self.weights_under_way = Budget(
+            MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0
+        )
         self.doorway = Doorway(max_concurrent_rpcs)
         self.gate = gate
         self._save = save
@@ -193,20 +201,30 @@ class Service:
             self.gate.check(context.invocation_metadata(), "read")
             request = unseal(pb.GetStateRequest, sealed)
             writer = ParcelWriter()
-            for name in list(request.experts) or list(self.registry):
-                (state,) = await self.registry.inspect([name], copy_state)
-                _raise(state)
-                for key, tensor in state.items():
-                    writer.add(pb.StateEntry(expert=name, key=key), [tensor])
-                while (message := writer.next_message()) is not None:
-                    await context.write(message)
+            with self._weights_under_way():
+                for name in list(request.experts) or list(self.registry):
+                    (state,) = await self.registry.inspect([name], copy_state)
+                    _raise(state)
+                    for key, tensor in state.items():
+                        writer.add(pb.StateEntry(expert=name, key=key), [tensor])
+                    while (message := writer.next_message()) is not None:
+                        await context.write(message)
 
     async def _set_state(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
         async with self.doorway.passing(context):
             self.gate.check(context.invocation_metadata(), "train")
-            head, states = await self._receive_state(requests)
-            return seal(await self._apply_state(head, states))
+            with self._weights_under_way():
+                head, states = await self._receive_state(requests)
+                return seal(await self._apply_state(head, states))
         raise AssertionError("abort raises")
+
+    @contextlib.contextmanager
+    def _weights_under_way(self) -> Iterator[None]:
+        self.weights_under_way.take(1)
+        try:
+            yield
+        finally:
+            self.weights_under_way.give_back(1)
 
     async def _receive_state(
         self, requests: AsyncIterator[bytes]

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server import gathered as gathered_module
+from experts_server import service as service_module
 from experts_server.budget import Budget
 from experts_server.config import BatchingConfig, LimitsConfig, ServingConfig
 from experts_server.gathered import Gathered, GatheredGradients
 from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
+from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
 from tests.support.servers import (
@@ -213,6 +216,31 @@ def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back
         late = client.step("e").updates[0]
         assert "its gradients had been let go" in " ".join(late.status.message.split()).replace("when ", "")
         assert client.step("e").updates[0].num_updates == 0
+
+
+def test_only_so_many_copies_of_weights_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads slowly holds one."""
+    monkeypatch.setattr(service_module, "MAX_WEIGHTS_UNDER_WAY", 2)
+    with serving({"large": nn.Linear(1, 12_000_000)}) as server, WireClient(server.address) as client:
+        get_state = client.channel.unary_stream(methods.path("GetState"))
+
+        def begin() -> Any:
+            call = get_state(seal(pb.GetStateRequest()), timeout=START_S)
+            next(call)
+            return call
+
+        slow = [begin(), begin()]
+        with pytest.raises(grpc.RpcError) as refused:
+            begin()
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "RPCs that fetch or set weights: expected at most 2" in refused.value.details()
+        assert RETRY_AFTER_KEY in dict(refused.value.trailing_metadata())
+        for call in slow:
+            call.cancel()
+        assert server._server is not None
+        under_way = server._server.service.weights_under_way
+        wait_until(lambda: not under_way.in_use)
+        begin().cancel()
 
 
 def test_only_so_many_clients_that_went_away_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

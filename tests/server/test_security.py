@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from tests.support.certificates import make_certificates
-from tests.support.servers import WireClient, tokens
+from tests.support.servers import ServerProcess, WireClient, tokens
 
 TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
 D = 8
@@ -118,6 +119,36 @@ def test_a_gate_shows_and_keeps_no_token(tmp_path: Path) -> None:
     file.write_text(f"train {TRAIN}")
     gate = Gate(read_tokens(file))
     assert TRAIN not in repr(gate) + repr(vars(gate))
+
+
+def test_no_token_and_no_tensor_gets_into_the_log(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text(f"train {TRAIN}\nread {READ}")
+    file, wrong = tmp_path / "server.toml", "wrong-token-of-length-32-and-more"
+    file.write_text(
+        f'listen = "127.0.0.1:0"\ncheckpoint_dir = "{tmp_path}/saved"\n[security]\ntokens_file = "{tmp_path}/tokens"\n'
+        '[experts.e]\nclass = "ffn"\nargs = { d_model = 2 }\n'
+    )
+    secret = torch.tensor([[1234.5678, 8765.4321]])
+    with ServerProcess("--config", str(file), "--log-level", "debug") as server:
+        for token in (TRAIN, READ, wrong):
+            with WireClient(server.address, token=token) as client:
+                for call in (
+                    lambda c: c.forward("e", secret),
+                    lambda c: c.forward("e", secret / 0),
+                    lambda c: c.forward("e", secret.T),
+                    lambda c: c.backward("e", secret, inputs=[secret], call_id=9),
+                    lambda c: c.stream_messages("Forward", [b"noise"]),
+                    lambda c: c.step(),
+                    lambda c: c.save(),
+                ):
+                    with contextlib.suppress(grpc.RpcError):
+                        call(client)
+        assert server.stop() == 0
+    log = "".join(server.log)
+    assert "stopped" in log
+    assert [
+        word for word in (TRAIN, READ, wrong, "1234.5", "1.2346e", "8765.4", "8.7654e") if word in log
+    ] == []
 
 
 # ---- TLS
