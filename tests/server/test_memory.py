@@ -443,7 +443,7 @@ FFN: dict[str, Any] = {"class": "ffn", "args": {"d_model": D}}
             {"memory": {"split_backward": True}, "update": "on_backward"},
             "key 'experts.e.memory.split_backward': expected false with update = 'on_backward', got true",
         ),
-        ({"memory": {"recompute": "maybe"}}, "key 'memory.recompute': expected a valid boolean"),
+        ({"memory": {"recompute": "maybe"}}, "key 'memory.recompute': expected true or false"),
         ({"memory": {"recompte": True}}, "expected one of offload, prefetch, recompute, split_backward"),
         (
             {"offload": {"max_resident_bytes": 0}},
