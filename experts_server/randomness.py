@@ -54,6 +54,8 @@ class RandomStream:
     def __init__(self, module: nn.Module) -> None:
         may_draw = any(type(part) not in DRAWS_NOTHING for part in module.modules())
         self._seeds = CallSeeds() if may_draw else None
+        if self._seeds is not None:  # seeded now: not by which expert happens to draw first
+            self._seeds.draw(0, torch.device("cpu"))
         self.is_silent = self._seeds is None
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
