@@ -22,10 +22,10 @@ from click.testing import CliRunner
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.checkpoint import CheckpointFolder
+from experts_server.checkpoint import CheckpointFolder, _sealed
 from experts_server.cli import main
 from experts_server.config import ServingConfig
-from experts_server.snapshot import Snapshot
+from experts_server.snapshot import FORMAT, Snapshot
 from moe_autograd.errors import CheckpointError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from tests.support.servers import ROOT, ServerProcess, WireClient, tokens
@@ -143,6 +143,7 @@ def flip_a_byte(folder: Path) -> None:
     file.write_bytes(content)
 
 
+ENTRY = {"file": "../generation-00000001/ffn.0.safetensors", "num_bytes": 1, "xxh3_64": ""}
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "flipped byte": flip_a_byte,
     "truncated file": lambda folder: (folder / "glu.0.safetensors").write_bytes(b"short"),
@@ -151,6 +152,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "empty manifest": lambda folder: (folder / "manifest.json").write_bytes(b""),
     "foreign manifest": lambda folder: (folder / "manifest.json").write_bytes(
         b'{"manifest": "{}", "xxh3_64": ""}'
+    ),
+    "manifest that leaves its folder": lambda folder: (folder / "manifest.json").write_bytes(
+        _sealed({"format": FORMAT, "generation": 2, "experts": {"../generation-00000001/ffn.0": ENTRY}})
     ),
     "list as manifest": lambda folder: (folder / "manifest.json").write_bytes(b"[]"),
 }

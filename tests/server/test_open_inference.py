@@ -20,7 +20,7 @@ from torch import Tensor
 
 from experts_server import ExpertsServer
 from experts_server.config import BatchingConfig, SecurityConfig, ServingConfig
-from experts_server.open_inference import MESSAGES, SERVICE
+from experts_server.open_inference import MESSAGES, RPCS, SERVICE
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire.tensors import raw_bytes
 from tests.server.test_isolation import Gated, serving, wait_until_queued
@@ -122,20 +122,26 @@ def test_contents_that_are_not_raw_and_bytes_that_are_no_request_are_refused(ser
     assert refused.value.code() == grpc.StatusCode.DATA_LOSS
 
 
-def test_it_asks_for_the_same_token_as_everything_else(tmp_path: Any) -> None:
-    (tmp_path / "tokens").write_text("read read-token-of-length-32-and-more")
-    config = ServingConfig(security=SecurityConfig(tokens_file=tmp_path / "tokens"))
-    with ExpertsServer({"ffn.0": module()}, config=config) as server:
-        for method in (
-            "ServerLive",
-            "ServerReady",
-            "ModelReady",
-            "ServerMetadata",
-            "ModelMetadata",
-            "ModelInfer",
-        ):
+@pytest.mark.parametrize("rpc", RPCS)
+def test_each_rpc_is_accepted_exactly_with_a_token_that_the_server_knows(tmp_path: Any, rpc: str) -> None:
+    tokens_file = tmp_path / "tokens"
+    tokens_file.write_text("read read-token-of-length-32-and-more\ntrain train-token-of-length-32-and-more")
+    fields: dict[str, Any] = {"ModelReady": {"name": "ffn.0"}, "ModelMetadata": {"name": "ffn.0"}}.get(
+        rpc, {}
+    )
+    if rpc == "ModelInfer":
+        tensor = {"name": "input.0", "datatype": "FP32", "shape": [0, D]}
+        fields = {"model_name": "ffn.0", "inputs": [tensor], "raw_input_contents": [b""]}
+    request = MESSAGES[f"{rpc}Request"](**fields).SerializeToString()
+    config = ServingConfig(security=SecurityConfig(tokens_file=tokens_file))
+    with ExpertsServer({"ffn.0": module()}, config=config) as server, WireClient(server.address) as client:
+        call = client.channel.unary_unary(f"/{SERVICE}/{rpc}")
+        for word in ("read", "train"):
+            header = (("authorization", f"Bearer {word}-token-of-length-32-and-more"),)
+            call(request, metadata=header, timeout=START_S)
+        for header in ((), (("authorization", "Bearer wrong-token-of-length-32-and-more"),)):
             with pytest.raises(grpc.RpcError) as refused:
-                ask(server, method)
+                call(request, metadata=header, timeout=START_S)
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 

@@ -177,7 +177,9 @@ def test_over_tls_the_right_authority_is_served_and_plain_text_is_not(certificat
         assert shown.exit_code == 0, shown.output
 
 
-def test_with_a_client_ca_only_clients_with_its_certificate_are_served(certificates: Path) -> None:
+def test_with_a_client_ca_only_clients_with_its_certificate_are_served(
+    certificates: Path, tmp_path: Path
+) -> None:
     security = SecurityConfig(
         tls_cert=certificates / "server.pem",
         tls_key=certificates / "server.key",
@@ -196,10 +198,13 @@ def test_with_a_client_ca_only_clients_with_its_certificate_are_served(certifica
                 main, ["info", server.address, f"--ca={certificates / 'ca.pem'}", *own]
             )
             assert shown.exit_code == status, shown.output
-        anonymous = WireClient(server.address, credentials=grpc.ssl_channel_credentials(ca))
-        with anonymous, pytest.raises(grpc.RpcError) as refused:
-            anonymous.info()
-        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        make_certificates(tmp_path)
+        stranger = (tmp_path / "client.key").read_bytes(), (tmp_path / "client.pem").read_bytes()
+        for own in ((), stranger):
+            unknown = WireClient(server.address, credentials=grpc.ssl_channel_credentials(ca, *own))
+            with unknown, pytest.raises(grpc.RpcError) as refused:
+                unknown.info()
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize(

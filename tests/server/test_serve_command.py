@@ -42,6 +42,14 @@ def test_the_log_can_be_json_one_event_a_line() -> None:
     assert all(event.keys() == {"time", "level", "logger", "message"} for event in events)
 
 
+def test_serve_listens_beyond_loopback_only_if_it_is_told_so() -> None:
+    with ServerProcess(*FLAGS, "--listen", "0.0.0.0:0", "--insecure") as server:
+        host, _, port = server.address.rpartition(":")
+        assert host == "0.0.0.0"
+        with WireClient(f"127.0.0.1:{port}") as client:
+            assert client.forward("ffn.2", tokens(4, 8)).code == "OK"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "terminal closed"])
 def test_serve_stops_on_these_too(number: signal.Signals) -> None:
     with ServerProcess(*FLAGS) as server:
