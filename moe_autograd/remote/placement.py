@@ -71,6 +71,7 @@ class Placement:
         ] = {}  # by address and expert: its replicas, itself included
         self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
         self._favourites: dict[str, str] = {}  # expert: the replica that was chosen
+        self._found: dict[str, tuple[str, ...]] = {}  # by expert, since servers were asked last
 
     def note_replies(self, known: Iterable[str], replies: Mapping[str, pb.InfoReply]) -> None:
         """Take servers' word for what they host.
@@ -86,6 +87,7 @@ class Placement:
                 self._replies[address] = {info.name: info for info in reply.experts}
                 self._rests.pop(address, None)
             self._answered = frozenset(replies)
+            self._found = {}
             self._note_replicas()
 
     def _note_replicas(self) -> None:
@@ -119,23 +121,32 @@ class Placement:
 
     def hosts_of(self, name: str) -> tuple[str, ...]:
         """Return the servers that host an expert, in the order in which this client would ask them."""
+        found = None if self._rests else self._found.get(name)
+        if found is not None:
+            return found
         with self._lock:
-            hosts = [address for address in self._addresses if self._hosts(address, name)]
-            if not hosts:
-                return ()
-            favourite = self._favourites.get(name)
-            if favourite not in hosts:
-                favourite = self._favourites[name] = hosts[self._seed % len(hosts)]
-            if len(hosts) == 1:
-                return (favourite,)
-            now = time.monotonic()
-            first = hosts.index(favourite)
-            return tuple(
-                sorted(
-                    hosts[first:] + hosts[:first],
-                    key=lambda address: max(0.0, self._rests.get(address, (0.0,))[0] - now),
-                )
+            hosts = self._ordered_hosts(name)
+            if not self._rests:  # which change the order with time
+                self._found[name] = hosts
+        return hosts
+
+    def _ordered_hosts(self, name: str) -> tuple[str, ...]:
+        hosts = [address for address in self._addresses if self._hosts(address, name)]
+        if not hosts:
+            return ()
+        favourite = self._favourites.get(name)
+        if favourite not in hosts:
+            favourite = self._favourites[name] = hosts[self._seed % len(hosts)]
+        if len(hosts) == 1:
+            return (favourite,)
+        now = time.monotonic()
+        first = hosts.index(favourite)
+        return tuple(
+            sorted(
+                hosts[first:] + hosts[:first],
+                key=lambda address: max(0.0, self._rests.get(address, (0.0,))[0] - now),
             )
+        )
 
     def moved_to(self, name: str, lost: str) -> tuple[str, ...]:
         """Return the servers that an expert of a lost one has moved to, as far as they answered when asked last."""
