@@ -2,7 +2,7 @@
 
 hivemind wants versions of its own, so it runs in an interpreter of its own, which has to be told::
 
-    python3.11 -m venv hivemind-venv && hivemind-venv/bin/pip install hivemind==1.1.12
+    python3.11 -m venv hivemind-venv && hivemind-venv/bin/pip install hivemind==1.1.12 torch==2.13.0
     python -m benchmarks.against_hivemind.main --hivemind hivemind-venv/bin/python
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.against_hivemind.workloads import WORKLOADS, Workload
-from benchmarks.measure import Times, print_table, stopwatch, take_turns
+from benchmarks.measure import print_table, stopwatch, take_turns
 from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
@@ -68,17 +69,91 @@ def serve(name: str) -> None:
         sys.stdin.read()
 
 
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Run a part of this benchmark in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.against_hivemind.main", *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(
+            f"against_hivemind: expected a line of a process of ours, got its end ({process.wait()})."
+        )
+    return line.strip()
+
+
 @contextmanager
-def serving(name: str) -> Iterator[RemoteExperts]:
-    """Run our server in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.against_hivemind.main", "--serve", name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+def serving(name: str) -> Iterator[str]:
+    """Run our server in a process of its own; its address."""
+    with start("--serve", name) as process:
         try:
-            with connect(process.stdout.readline().strip(), timeout_s=120.0) as experts:
-                yield experts
+            yield line_of(process)
         finally:
             process.communicate("")
+
+
+# ---- clients in processes of their own
+
+
+def be_client(name: str, client: int, address: str) -> None:
+    """Call experts whenever told to, as hivemind's `benchmark_throughput` does."""
+    workload = WORKLOADS[name]
+    torch.set_num_threads(1)
+    with connect(address, timeout_s=120.0) as experts:
+        modules = list(experts.values())
+        x = torch.randn(workload.num_rows, workload.width, requires_grad=workload.wants_input_grads)
+        print("ready", flush=True)
+        for turn in sys.stdin:
+            for index in workload.chosen_experts(client, int(turn)):
+                modules[index](x).sum().backward()
+            print("done", flush=True)
+
+
+@contextmanager
+def clients_calling(name: str, address: str) -> Iterator[Callable[[], object]]:
+    """Start the clients; yield what lets all of them call at once, until the last is done."""
+    workload, turns = WORKLOADS[name], itertools.count()
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(start("--serve", name, "--client", str(client), address))
+            for client in range(workload.num_clients)
+        ]
+
+        def all_say(word: str) -> None:
+            for client in clients:
+                assert (said := line_of(client)) == word, said
+
+        def turn() -> None:
+            number = next(turns)
+            for client in clients:
+                assert client.stdin is not None
+                client.stdin.write(f"{number}\n")
+                client.stdin.flush()
+            all_say("done")
+
+        all_say("ready")
+        yield turn
+
+
+def clients_turn(workload: Workload, experts: dict[str, nn.Module]) -> Callable[[], object]:
+    """The same calls in a plain loop, without processes and network."""
+    modules = list(experts.values())
+    optimizers = [adam(module.parameters()) for module in modules]
+    x = torch.randn(workload.num_rows, workload.width, requires_grad=workload.wants_input_grads)
+    turns = itertools.count()
+
+    def turn() -> None:
+        number = next(turns)
+        calls = [workload.chosen_experts(client, number) for client in range(workload.num_clients)]
+        for index in itertools.chain(*zip(*calls, strict=True)):
+            modules[index](x).sum().backward()
+            optimizers[index].step()
+            optimizers[index].zero_grad()
+
+    return turn
 
 
 # ---- turns
@@ -133,6 +208,29 @@ def echo_turn(workload: Workload, experts: RemoteExperts | dict[str, nn.Module])
 TURNS = {"layer": layer_turn, "experts": experts_turn, "echo": echo_turn}
 
 
+@contextmanager
+def ours(name: str) -> Iterator[Callable[[], object]]:
+    """Serve the experts and yield a turn of their clients."""
+    workload = WORKLOADS[name]
+    with serving(name) as address:
+        if workload.kind == "clients":
+            with clients_calling(name, address) as turn:
+                yield turn
+        else:
+            with connect(address, timeout_s=120.0) as experts:
+                yield TURNS[workload.kind](workload, experts)
+
+
+def in_one_process(name: str) -> Callable[[], object]:
+    workload = WORKLOADS[name]
+    experts = make_experts(workload)
+    return (
+        clients_turn(workload, experts)
+        if workload.kind == "clients"
+        else TURNS[workload.kind](workload, experts)
+    )
+
+
 class Peer:
     """hivemind, in the other interpreter; a turn is a line there and a line back."""
 
@@ -182,10 +280,8 @@ def peer(python: str, name: str) -> Iterator[Peer]:
 
 def compare(name: str, python: str, rounds: int) -> list[object]:
     """Return a row of the table."""
-    workload = WORKLOADS[name]
-    make_turn = TURNS[workload.kind]
-    with peer(python, name) as hivemind, serving(name) as experts:
-        remote, local = make_turn(workload, experts), make_turn(workload, make_experts(workload))
+    local = in_one_process(name)
+    with peer(python, name) as hivemind, ours(name) as remote:
         times = take_turns(
             {
                 "ours": lambda: {"s": stopwatch(remote)},
@@ -196,19 +292,16 @@ def compare(name: str, python: str, rounds: int) -> list[object]:
             warmup=1,
         )
         num_processes = hivemind.num_processes
-    ours, theirs, here = (times[who]["s"] for who in ("ours", "hivemind", "in one process"))
+    us, theirs, here = (times[who]["s"] for who in ("ours", "hivemind", "in one process"))
+    num_samples = WORKLOADS[name].num_samples
     return [
         name,
-        ours.median_ms,
-        theirs.median_ms,
-        here.median_ms,
-        *ratios(ours, theirs, here),
+        *(round(who.median_ms, 1) for who in (us, theirs, here)),
+        round(num_samples / us.median_ms * 1e3) if num_samples else "",
+        theirs.ratio_to(us),
+        here.ratio_to(us),
         num_processes,
     ]
-
-
-def ratios(ours: Times, theirs: Times, here: Times) -> tuple[float, float]:
-    return theirs.ratio_to(ours), ours.ratio_to(here)
 
 
 def main(python: str, rounds: int, names: list[str]) -> None:
@@ -217,8 +310,9 @@ def main(python: str, rounds: int, names: list[str]) -> None:
         "ours, ms",
         "hivemind, ms",
         "in one process, ms",
-        "hivemind / ours",
-        "ours / in one process",
+        "ours, samples/s",
+        "times hivemind's speed",
+        "of one process's speed",
         "hivemind's processes",
     )
     rows = []
@@ -236,14 +330,19 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="may be given several times")
     parser.add_argument("--serve", choices=WORKLOADS, help="be our server")
+    parser.add_argument(
+        "--client", nargs=2, metavar=("NUMBER", "ADDRESS"), help="with --serve: be a client of it"
+    )
     arguments = parser.parse_args()
-    if arguments.serve:
+    if arguments.client:
+        be_client(arguments.serve, int(arguments.client[0]), arguments.client[1])
+    elif arguments.serve:
         serve(arguments.serve)
     elif arguments.hivemind is None:
         print(
             f"against_hivemind: NOT RUN: expected --hivemind PYTHON or {VARIABLE}, the path of an interpreter with "
             "hivemind 1.1.12, got neither.\nMake one: "
-            "python3.11 -m venv hivemind-venv && hivemind-venv/bin/pip install hivemind==1.1.12"
+            "python3.11 -m venv hivemind-venv && hivemind-venv/bin/pip install hivemind==1.1.12 torch==2.13.0"
         )
     else:
         main(arguments.hivemind, arguments.rounds, arguments.only or list(WORKLOADS))

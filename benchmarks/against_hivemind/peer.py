@@ -6,9 +6,10 @@ Reads a line for each turn from stdin and answers with a line of JSON. The first
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 
 import hivemind
@@ -71,9 +72,72 @@ def echo_turn(workload: Workload, expert: RemoteExpert) -> Callable[[], object]:
     return turn
 
 
+class Clients:
+    """Client processes, each with one thread of torch; in a turn all of them call at once, until the last is done."""
+
+    def __init__(self, name: str, addresses: Sequence[object]) -> None:
+        self._num_turns = 0
+        self._processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    __file__,
+                    name,
+                    "--client",
+                    str(client),
+                    *map(str, addresses),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for client in range(WORKLOADS[name].num_clients)
+        ]
+        self._wait_for("ready")
+
+    def turn(self) -> None:
+        for process in self._processes:
+            process.stdin.write(f"{self._num_turns}\n")
+            process.stdin.flush()
+        self._wait_for("done")
+        self._num_turns += 1
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.communicate()
+
+    def _wait_for(self, word: str) -> None:
+        for process in self._processes:
+            while (line := process.stdout.readline()) != f"{word}\n":  # its libraries print too
+                if not line:
+                    raise SystemExit(
+                        f"hivemind: expected {word!r} of a client, got its end ({process.wait()})"
+                    )
+
+
+def be_client(name: str, client: int, addresses: list[str]) -> None:
+    workload = WORKLOADS[name]
+    torch.set_num_threads(1)
+    dht = hivemind.DHT(initial_peers=addresses, start=True, client_mode=True)
+    experts = find(dht, uids_of(workload))
+    x = torch.randn(workload.num_rows, workload.width, requires_grad=workload.wants_input_grads)
+    print("ready", flush=True)
+    for turn in sys.stdin:
+        for index in workload.chosen_experts(client, int(turn)):
+            experts[index](x).sum().backward()
+        print("done", flush=True)
+    dht.shutdown()
+
+
+def uids_of(workload: Workload) -> list[str]:
+    return [f"expert.{index}" for index in range(workload.num_experts)]
+
+
 def main(name: str) -> None:
     workload = WORKLOADS[name]
-    uids = [f"expert.{index}" for index in range(workload.num_experts)]
+    uids = uids_of(workload)
     server = background_server(
         expert_uids=uids,
         expert_cls="nop" if workload.kind == "echo" else "ffn",
@@ -85,7 +149,10 @@ def main(name: str) -> None:
     with server as info:
         dht = hivemind.DHT(initial_peers=info.addrs, start=True, client_mode=True)
         experts = find(dht, uids)
-        if workload.kind == "layer":
+        clients = Clients(name, info.addrs) if workload.kind == "clients" else None
+        if clients is not None:
+            turn = clients.turn
+        elif workload.kind == "layer":
             turn = layer_turn(workload, dht)
         elif workload.kind == "experts":
             turn = experts_turn(workload, experts)
@@ -96,8 +163,13 @@ def main(name: str) -> None:
             began_s = time.perf_counter()
             turn()
             print(json.dumps({"s": time.perf_counter() - began_s}), flush=True)
+        if clients is not None:
+            clients.close()
         dht.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[2:3] == ["--client"]:
+        be_client(sys.argv[1], int(sys.argv[3]), sys.argv[4:])
+    else:
+        main(sys.argv[1])
