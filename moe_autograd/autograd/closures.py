@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import types
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+MOST_LOOKED_AT = 256  # objects that one callable holds
+
 Cut = tuple[GradientEdge, Tensor]  # where an inner graph ends, and the outer tensor that stands there
+
+_HOLDS_NOTHING = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+)
+_OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
 
 def find_cuts(module: object) -> list[Cut]:
-    """Return the tensors with history that a callable holds: by name, in its closure or bound arguments (Rule 3)."""
+    """Return the tensors with history that a callable holds (Rule 3).
+
+    They are looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules;
+    nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole program: so there
+    is a bound, and of the globals that a function names only tensors and containers are followed.
+    """
     if isinstance(module, torch.nn.Module):
         tensors = _held_by_module(module)
         return [(get_gradient_edge(tensor), tensor) for tensor in tensors] if tensors else []
     found: dict[int, Tensor] = {}
-    seen: set[int] = set()
-    to_visit: list[object] = [module]
-    while to_visit:
-        held = to_visit.pop()
-        if id(held) in seen:
-            continue
-        seen.add(id(held))
+    seen = {id(module)}
+    to_visit = [module]
+    for held in to_visit:  # grows
         if isinstance(held, Tensor):
             if held.grad_fn is not None:
                 found[id(held)] = held
-        else:
-            to_visit += _held_by(held)
+            continue
+        for value in _held_by(held):
+            if not isinstance(value, _HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:
+                seen.add(id(value))
+                to_visit.append(value)
     return [(get_gradient_edge(tensor), tensor) for tensor in found.values()]
 
 
@@ -43,24 +66,21 @@ def _held_by(value: object) -> Iterable[object]:
         return (value.__func__, value.__self__)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
-        # Of the globals only tensors: following functions there would walk through whole libraries.
+        # Of the globals no functions and objects: following them would walk through whole libraries.
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        tensors = [held for held in named if isinstance(held, Tensor)]
-        return (*cells, *tensors, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    if isinstance(value, list | tuple):
-        return value
+        named = [held for held in named if isinstance(held, Tensor | list | tuple | dict)]
+        return (*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return _first(value)
     if isinstance(value, dict):
-        return value.values()
-    # Of other objects only their tensors: following the rest could walk through a whole program.
+        return _first(value.values())
     attributes = getattr(value, "__dict__", None)
-    is_plain = isinstance(attributes, dict) and not isinstance(value, type | types.ModuleType)
-    return (
-        [held for held in attributes.values() if isinstance(held, Tensor)] if is_plain and attributes else ()
-    )
+    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return (*attributes.values(), *slots) if isinstance(attributes, dict) else slots
 
 
 def _held_by_module(module: torch.nn.Module) -> list[Tensor]:
-    """Computed weights stand as attributes, as parameters (`torch.func.functional_call`) or as buffers.
+    """Computed weights stand as attributes, in lists of them, as parameters (`functional_call`) or as buffers.
 
     Every call of a module asks, so this reads the dictionaries themselves, not `Module.modules()`.
     """
@@ -73,15 +93,39 @@ def _held_by_module(module: torch.nn.Module) -> list[Tensor]:
             attributes["_buffers"],
             attributes["_modules"],
         )
-        for held in attributes.values():
-            if type(held) is Tensor and held.grad_fn is not None:
-                found.append(held)
+        for name, held in tuple(attributes.items()):  # at once, since other threads may add some
+            kind = type(held)
+            if kind is Tensor:
+                if held.grad_fn is not None:
+                    found.append(held)
+            elif (kind is dict or kind is list or kind is tuple) and held and name not in _OF_TORCH:
+                found += _within(held)
         for held in (*parameters.values(), *buffers.values()):
             if held is not None and held.grad_fn is not None:
                 found.append(held)
         if children:
             parts += [child for child in children.values() if child is not None]
     return found
+
+
+def _within(container: Any) -> list[Tensor]:
+    """Return the tensors with history in nested lists, tuples and dictionaries."""
+    found = []
+    containers = [container]
+    for held in containers:  # grows
+        for value in _first(held.values() if type(held) is dict else held):
+            kind = type(value)
+            if kind is Tensor:
+                if value.grad_fn is not None:
+                    found.append(value)
+            elif (kind is dict or kind is list or kind is tuple) and len(containers) < MOST_LOOKED_AT:
+                containers.append(value)
+    return found
+
+
+def _first(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the first of them, at once: other threads may change the container meanwhile."""
+    return tuple(itertools.islice(values, MOST_LOOKED_AT))
 
 
 def _is_empty(cell: types.CellType) -> bool:

@@ -15,10 +15,12 @@ Rule 1. Inputs are cut at the *entry*: one node that gives every tensor which re
         same storage and version counter. Inner graphs end there; an in-place change is noticed on both sides.
 Rule 2. Leaves need no cut: the inner graph ends at them by itself. Which ones a call reached is found by walking
         its graph after the forward, so a closure's parameters count as much as a module's own.
-Rule 3. Tensors with history that a callable holds in its closure are looked up there before the walk, which stops at
-        them. One hidden deeper is walked through, down to its leaves; if two calls meet behind it, neither frees
-        what they share. (Two limits: a hook on it sees the gradient in parts, one a call; and if it serves outside
-        the map as well, the backward complains that its graph is freed.)
+Rule 3. Tensors with history that a callable holds are looked up (`closures`) before the walk, which stops at them.
+        Cuts that the walk does not meet, inputs among them, are forgotten: the engine would run what is behind them,
+        as it does not natively, and what a module kept of its last forward is freed. A tensor that the look does not
+        find is walked through, down to its leaves; if two calls meet behind it, neither frees what they share. (Two
+        limits: a hook on it sees the gradient in parts, one a call; and if it serves outside the map as well, the
+        backward complains that its graph is freed.)
 Rule 4. The inner backward is `torch.autograd.grad`, which captures gradients and accumulates none. The outer engine
         accumulates: `.grad`, hooks and DDP see each parameter once. A tensor hook on a leaf would run at the
         capture as well, so such hooks are made to sleep while an inner backward runs.
@@ -148,7 +150,6 @@ class ModuleCall(CallResults):
         if versions != [tensor._version for tensor in entered]:
             changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
             self._take_changed(changed, [aliases[id(tensor)] for tensor in changed])
-        self.inputs: tuple[Tensor, ...] = tuple([tensor for _, tensor in self.cuts])
 
     def find_leaves(self, owners: dict[Node, ModuleCall]) -> None:
         """Walk the inner graph for the leaves that the call reached (Rules 2 and 3).
@@ -157,25 +158,34 @@ class ModuleCall(CallResults):
             owners: the nodes found so far by all calls, each with the first call that found it. Calls that meet
                 at a node share what lies behind it, and neither may free it.
         """
-        ends = [edge for edge, _ in self.cuts]
-        stop_at = {(edge.node, edge.output_nr) for edge in ends}
+        stop_at = {(edge.node, edge.output_nr) for edge, _ in self.cuts}
+        met: set[tuple[Node | None, int]] = set()
+        ends_at_leaves: list[GradientEdge] = []
         seen: set[Node] = set()
         to_visit: list[tuple[Node | None, int]] = [(edge.node, edge.output_nr) for edge in self._edges]
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
-            if node is None or node in seen or edge in stop_at:
+            if edge in stop_at:
+                met.add(edge)
+                continue
+            if node is None or node in seen:
                 continue
             seen.add(node)
             if type(node) is ACCUMULATE_GRAD:
                 self.leaves.append(node.variable)  # type: ignore[attr-defined]
-                ends.append(GradientEdge(node, 0))
+                ends_at_leaves.append(GradientEdge(node, 0))
                 continue
             if (owner := owners.setdefault(node, self)) is not self:
                 owner._shares_graph = self._shares_graph = True
             to_visit += node.next_functions
-        self._ends = ends
-        self.inputs += tuple(self.leaves)
+        if len(met) < len(self.cuts):
+            changed = {id(tensor) for tensor in self.dirty}
+            self.cuts = [
+                cut for cut in self.cuts if (cut[0].node, cut[0].output_nr) in met or id(cut[1]) in changed
+            ]
+        self._ends = [*[edge for edge, _ in self.cuts], *ends_at_leaves]
+        self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
 
     def backward(
         self,

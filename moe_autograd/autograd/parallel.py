@@ -78,7 +78,8 @@ def map_with_parallel_backward(
 
     Autograd: what a call saves is saved by one outer node: saved-tensor hooks see it, an in-place change before the
         backward raises, it is freed when the call's backward is done. Second order works if `func` supports it.
-        Two calls must not change the same tensor in place.
+        Two calls must not change the same tensor in place. A backward through one result is the map's: for another
+        one later, through another result, it takes `retain_graph=True`.
 
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once.
 
@@ -216,7 +217,8 @@ def parallel_apply(
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call.
 
     Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
-        `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order.
+        `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order. A backward through
+        one result is the map's: for another one later, through another result, it takes `retain_graph=True`.
 
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Modules that would rather be called together have a

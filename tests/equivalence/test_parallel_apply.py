@@ -20,7 +20,7 @@ from tests.support.comparison import (
     one_after_another,
 )
 from tests.support.module_programs import NUM_CALLS, PROGRAMS, leaves, parameters, seeded
-from tests.support.module_programs_shared import ESCAPES, hooks_on_a_hidden_tensor
+from tests.support.module_programs_shared import ESCAPES, hidden_from_every_look, hooks_on_a_tensor
 
 ORDER = 1e-12  # gradients that several calls share may be added up in another order
 
@@ -67,7 +67,8 @@ def test_a_program_says_the_same_when_it_recomputes(program: Callable[[MapFuncti
 
 def test_a_hook_on_a_tensor_that_no_look_finds_runs_once_a_call() -> None:
     """A limit, said in the docstring of `module_calls`: the gradients are right, the hook sees them in parts."""
-    native, mapped = (hooks_on_a_hidden_tensor(apply) for apply in (one_after_another, parallel_apply))
+    ways = (one_after_another, parallel_apply)
+    native, mapped = (hooks_on_a_tensor(apply, hidden_from_every_look) for apply in ways)
     assert_same(native[0], mapped[0], tolerance=ORDER)
     assert len(native[1]) == 1
     assert_same(native[1][0], sum(mapped[1]), tolerance=ORDER)

@@ -5,6 +5,7 @@ Registered with those of `module_programs`.
 
 from __future__ import annotations
 
+import contextvars
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +19,32 @@ from tests.support.module_programs import NUM_CALLS, finish, leaves, parameters,
 
 
 def hidden_in_object(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """A callable that reaches a tensor only through an object, a list, another object and a dictionary."""
+    holder = types.SimpleNamespace(parts=[types.SimpleNamespace(tensors={"the one": tensor})])
+    return lambda x: x * holder.parts[0].tensors["the one"]
+
+
+def hidden_from_every_look(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     """A callable that reaches a tensor where no look at its closure can find it."""
-    holder = types.SimpleNamespace(deeper=types.SimpleNamespace(tensor=tensor))
-    return lambda x: x * holder.deeper.tensor
+    holder = contextvars.ContextVar[Tensor]("holder")
+    holder.set(tensor)
+    return lambda x: x * holder.get()
 
 
+def a_tensor_that_no_look_finds_used_by_a_call_and_outside(apply: MapFunction) -> Any:
+    (weight,), (x,) = leaves(1, 4), leaves(1)
+    hidden = weight.exp()
+    return finish([*apply([hidden_from_every_look(hidden)], [(x,)]), hidden * 2], x, weight)
+
+
+@program
 def a_hidden_tensor_used_by_a_call_and_outside(apply: MapFunction) -> Any:
     (weight,), (x,) = leaves(1, 4), leaves(1)
     hidden = weight.exp()
     return finish([*apply([hidden_in_object(hidden)], [(x,)]), hidden * 2], x, weight)
 
 
+@program
 def a_hidden_tensor_used_by_two_maps(apply: MapFunction) -> Any:
     (weight,), xs = leaves(1, 4), leaves()
     call = hidden_in_object(weight.exp())
@@ -57,14 +73,66 @@ def a_hidden_tensor_computed_from_an_input(apply: MapFunction) -> Any:
     return finish(apply([hidden_in_object(middle.exp())] * 2, [(middle,), (y,)]), x, y)
 
 
-def hooks_on_a_hidden_tensor(apply: MapFunction) -> Any:
+def hooks_on_a_tensor(
+    apply: MapFunction, hide: Callable[[Tensor], Callable[[Tensor], Tensor]]
+) -> tuple[Any, list[Tensor], Tensor | None]:
     """Once, with the whole gradient."""
     (weight,), xs = leaves(1, 4), leaves()
-    hidden, log = weight.exp(), []
+    hidden, log = weight.exp(), list[Tensor]()
     hidden.retain_grad()
     hidden.register_hook(lambda grad: (log.append(grad.clone()), grad * 2)[1])
-    said = finish(apply([hidden_in_object(hidden)] * NUM_CALLS, [(x,) for x in xs]), *xs, weight)
+    said = finish(apply([hide(hidden)] * NUM_CALLS, [(x,) for x in xs]), *xs, weight)
     return said, log, hidden.grad
+
+
+@program
+def hooks_on_a_hidden_tensor(apply: MapFunction) -> Any:
+    return hooks_on_a_tensor(apply, hidden_in_object)
+
+
+class Remembers(nn.Module):
+    """Keeps what it computed last, with its history, in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
+        self.all: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, last: Tensor | None = None) -> Tensor:
+        y = (x * self.weight).tanh()
+        self.last = y * y
+        self.all.append(y.exp())
+        return y
+
+
+def three_steps(apply: MapFunction, calls: list[Any], **options: Any) -> Any:
+    said = []
+    for _ in range(3):
+        xs = leaves()
+        said.append(finish(apply(calls, [(x,) for x in xs], **options), *xs))
+    return said
+
+
+@program
+def modules_that_keep_what_they_computed_last(apply: MapFunction) -> Any:
+    return three_steps(apply, seeded(Remembers))
+
+
+@program
+def closures_over_modules_that_keep_what_they_computed_last(apply: MapFunction) -> Any:
+    return three_steps(apply, [lambda x, m=m: m(x) for m in seeded(Remembers)])
+
+
+@program
+def inputs_that_no_call_uses_and_whose_graph_is_freed(apply: MapFunction) -> Any:
+    modules, last, said = seeded(Remembers), leaves(), []
+    for _ in range(3):
+        xs = leaves()
+        outputs = apply(modules, list(zip(xs, last, strict=True)))
+        last = [y * y for y in outputs]
+        said.append(finish(last, *xs))
+    return said
 
 
 @program
@@ -219,8 +287,7 @@ ESCAPES = [a_state_with_history_kept_between_maps, an_auxiliary_loss_kept_on_a_m
 ESCAPES += [an_auxiliary_loss_beside_the_outputs, results_in_an_object_of_ones_own]
 ESCAPES += [inputs_in_an_object_of_ones_own, an_input_returned_and_changed_in_place]
 ESCAPES += [an_input_changed_in_place_after_it_was_returned, results_that_share_memory_changed_in_place]
-ESCAPES += [a_hidden_tensor_used_by_a_call_and_outside, a_hidden_tensor_used_by_two_maps]
-ESCAPES += [a_constant_changed_in_place]
+ESCAPES += [a_tensor_that_no_look_finds_used_by_a_call_and_outside, a_constant_changed_in_place]
 
 
 @program
