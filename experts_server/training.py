@@ -15,6 +15,7 @@ Gradients are summed, not averaged, as torch does. A client that stays away for 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ from experts_server.budget import Budget
 from experts_server.checks import check_finite
 from experts_server.gathered import Gathered, GatheredGradients
 from experts_server.gradients import Gradients, added, clipped_to_norm, clipped_to_value
-from moe_autograd.errors import GradientsLostError
+from moe_autograd.errors import ExpertFailedError, GradientsLostError
+
+logger = logging.getLogger(__name__)
 
 UpdateMode = Literal["on_step", "on_backward", "on_samples"]
 
@@ -92,6 +95,7 @@ class Trainer:
         self.gathered = GatheredGradients(budget, max_age_s)
         self.num_updates = 0
         self._after_update = after_update
+        self._schedule_end: str | None = None  # what the schedule raised
 
     def __repr__(self) -> str:
         gathering = f"{len(self.gathered)} gathering"
@@ -160,6 +164,11 @@ class Trainer:
         """Apply one update; a parameter without a gradient is skipped, as in torch."""
         if all(grad is None for grad in grads):
             return
+        if self._schedule_end is not None:
+            raise ExpertFailedError(
+                f"expert {self.name!r}: expected a schedule that goes on, got one that ended with update "
+                f"{self.num_updates} ({self._schedule_end}). Nothing was changed. Configure a longer one."
+            )
         if self.training.clip_grad_value is not None:
             grads = clipped_to_value(grads, self.training.clip_grad_value)
         if self.training.clip_grad_norm is not None:
@@ -168,10 +177,19 @@ class Trainer:
             for parameter, grad in zip(self.parameters, grads, strict=True):
                 parameter.grad = grad
             self.training.optimizer.step()
-            if self.training.schedule is not None:
-                self.training.schedule.step()
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
             self._after_update()
         self.num_updates += 1
+        self._step_schedule()
+
+    def _step_schedule(self) -> None:
+        """Go on to the next rate. Where there is none, this update has counted all the same; the next is refused."""
+        if self.training.schedule is None:
+            return
+        try:
+            self.training.schedule.step()
+        except Exception as error:  # `OneCycleLR` raises after `total_steps`
+            self._schedule_end = f"{type(error).__name__}: {error}"
+            logger.error("expert %r: its schedule has ended: %s", self.name, error)

@@ -23,7 +23,7 @@ from experts_server.server import from_config
 from experts_server.settings import check_config
 from experts_server.snapshot import restore, take
 from experts_server.training import Training, UpdateMode
-from moe_autograd.errors import ConfigError, InvalidCallError
+from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import WireClient, tokens
 
@@ -171,6 +171,28 @@ def test_a_schedule_goes_on_once_an_update_also_over_a_restart(name: str, tmp_pa
         theirs, ours = expert.training.optimizer.param_groups[0], optimizer.param_groups[0]
         assert [theirs["lr"], *theirs["betas"]] == pytest.approx([ours["lr"], *ours["betas"]])
     assert_same_weights(expert, local)
+
+
+def test_a_schedule_that_ends_changes_nothing_more_and_no_update_counts_twice() -> None:
+    schedule = {"name": "OneCycleLR", "args": {"max_lr": 0.3, "total_steps": 3}}
+    client = Client(hosted(sgd(schedule=schedule, args={"momentum": 0.5})))
+
+    def weights() -> dict[str, Tensor]:
+        return copy.deepcopy(client.expert.module.state_dict())
+
+    for update in range(1, 5):
+        client.update("zero_grad")
+        client.backward(tokens(4, D), tokens(4, D, seed=9))
+        assert client.update("step") == update
+    after_the_last = weights()
+    client.sequence -= 1
+    assert client.update("step") == 4, "the step that was the last one, repeated"
+    for _ in range(2):
+        with pytest.raises(
+            ExpertFailedError, match=r"ended with update 4 .ValueError: .* Nothing was changed"
+        ):
+            client.update("step")
+    torch.testing.assert_close(weights(), after_the_last, rtol=0, atol=0)
 
 
 def restarted(expert: HostedExpert, config: Trained, folder: Path, *training: Any) -> HostedExpert:
