@@ -29,6 +29,7 @@ _HOLDS_NOTHING = (
     types.ModuleType,
     types.BuiltinFunctionType,
 )
+_CONTAINERS = frozenset([list, tuple, dict])
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
 
@@ -93,12 +94,13 @@ def _held_by_module(module: torch.nn.Module) -> list[Tensor]:
             attributes["_buffers"],
             attributes["_modules"],
         )
-        for name, held in tuple(attributes.items()):  # at once, since other threads may add some
+        for name in sorted(attributes.keys() - _OF_TORCH):
+            held: Any = attributes.get(name)
             kind = type(held)
             if kind is Tensor:
                 if held.grad_fn is not None:
                     found.append(held)
-            elif (kind is dict or kind is list or kind is tuple) and held and name not in _OF_TORCH:
+            elif kind in _CONTAINERS and held:
                 found += _within(held)
         for held in (*parameters.values(), *buffers.values()):
             if held is not None and held.grad_fn is not None:
@@ -118,7 +120,7 @@ def _within(container: Any) -> list[Tensor]:
             if kind is Tensor:
                 if value.grad_fn is not None:
                     found.append(value)
-            elif (kind is dict or kind is list or kind is tuple) and len(containers) < MOST_LOOKED_AT:
+            elif kind in _CONTAINERS and len(containers) < MOST_LOOKED_AT:
                 containers.append(value)
     return found
 
