@@ -104,6 +104,24 @@ def test_a_second_backward_through_one_result_only_raises_as_pytorch() -> None:
     assert isinstance(assert_same_program(program), Raised)
 
 
+def test_a_later_backward_through_another_result_takes_retain_graph() -> None:
+    """Said in the docstring of the map: natively the results have graphs of their own."""
+
+    def program(apply: MapFunction) -> Any:
+        x = torch.ones(3, requires_grad=True)
+        first, second = apply(SavesInput, (x,), (x * 2,))
+        return torch.autograd.grad(loss_of(first), x, retain_graph=True), torch.autograd.grad(
+            loss_of(second), x
+        )
+
+    assert not isinstance(assert_same_program(program), Raised)
+    x = torch.ones(3, requires_grad=True)
+    first, second = map_with_parallel_backward(SavesInput, (x,), (x * 2,))
+    first.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        second.sum().backward()
+
+
 @pytest.mark.parametrize("changed", [0, 2])
 def test_changing_a_saved_input_before_the_backward_raises_as_pytorch(changed: int) -> None:
     def program(apply: MapFunction) -> Any:
