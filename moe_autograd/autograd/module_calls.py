@@ -76,6 +76,8 @@ Flat = tuple[
     list[Any], TreeSpec | None
 ]  # arguments and how they were nested; `None`: positional ones, not nested
 
+_Edge = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
+
 
 class _Entry(Function):
     """Rule 1. The anchor is a leaf that makes the aliases part of a graph."""
@@ -158,11 +160,29 @@ class ModuleCall(CallResults):
             owners: the nodes found so far by all calls, each with the first call that found it. Calls that meet
                 at a node share what lies behind it, and neither may free it.
         """
+        met, leaf_nodes = self._walk(owners)
+        while self._has_history and (upper := self._cuts_above(met | {(node, 0) for node in leaf_nodes})):
+            # The engine goes on through such a cut to the ends behind it, which would get its gradient twice.
+            self.cuts = [cut for cut in self.cuts if (cut[0].node, cut[0].output_nr) not in upper]
+            self._shares_graph = True  # with the outer graph, which must find it unfreed
+            met, leaf_nodes = self._walk(owners)
+        self.leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
+        ends_at_leaves = [GradientEdge(node, 0) for node in leaf_nodes]
+        if len(met) < len(self.cuts):
+            changed = {id(tensor) for tensor in self.dirty}
+            self.cuts = [
+                cut for cut in self.cuts if (cut[0].node, cut[0].output_nr) in met or id(cut[1]) in changed
+            ]
+        self._ends = [*[edge for edge, _ in self.cuts], *ends_at_leaves]
+        self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
+
+    def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[_Edge], list[Node]]:
+        """Return the cuts and the leaves where the inner graph ends."""
         stop_at = {(edge.node, edge.output_nr) for edge, _ in self.cuts}
-        met: set[tuple[Node | None, int]] = set()
-        ends_at_leaves: list[GradientEdge] = []
+        met: set[_Edge] = set()
+        leaf_nodes: list[Node] = []
         seen: set[Node] = set()
-        to_visit: list[tuple[Node | None, int]] = [(edge.node, edge.output_nr) for edge in self._edges]
+        to_visit: list[_Edge] = [(edge.node, edge.output_nr) for edge in self._edges]
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
@@ -173,19 +193,31 @@ class ModuleCall(CallResults):
                 continue
             seen.add(node)
             if type(node) is ACCUMULATE_GRAD:
-                self.leaves.append(node.variable)  # type: ignore[attr-defined]
-                ends_at_leaves.append(GradientEdge(node, 0))
+                leaf_nodes.append(node)
                 continue
             if (owner := owners.setdefault(node, self)) is not self:
                 owner._shares_graph = self._shares_graph = True
             to_visit += node.next_functions
-        if len(met) < len(self.cuts):
-            changed = {id(tensor) for tensor in self.dirty}
-            self.cuts = [
-                cut for cut in self.cuts if (cut[0].node, cut[0].output_nr) in met or id(cut[1]) in changed
-            ]
-        self._ends = [*[edge for edge, _ in self.cuts], *ends_at_leaves]
-        self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
+        return met, leaf_nodes
+
+    def _cuts_above(self, ends: set[_Edge]) -> set[_Edge]:
+        """Return those cuts that lead on to others of the ends."""
+        above: set[_Edge] = set()
+        for edge, _ in self.cuts:
+            cut = (edge.node, edge.output_nr)
+            if cut not in ends or type(edge.node) is ACCUMULATE_GRAD:
+                continue
+            seen: set[Node] = set()
+            to_visit: list[_Edge] = list(edge.node.next_functions)
+            while to_visit:
+                one = to_visit.pop()
+                if one in ends:
+                    above.add(cut)
+                    break
+                if one[0] is not None and one[0] not in seen:
+                    seen.add(one[0])
+                    to_visit += one[0].next_functions
+        return above
 
     def backward(
         self,

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -303,6 +306,40 @@ def test_many_threads_may_go_backward_at_once() -> None:
     expected = gradients(one_after_another, sets[8])
     for one in found:
         assert_same(expected, one, tolerance=ORDER)
+
+
+FORKING = """
+import os, sys, torch
+from torch import nn
+from moe_autograd import parallel_apply
+
+def gradients(defers):
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 4) for _ in range(4)]
+    h = torch.ones(3, 4)
+    for _ in range(3):
+        h = sum(parallel_apply(modules, [(h,)] * 4, defer_weight_grads=defers))
+    h.sin().sum().backward()
+    return [parameter.grad for module in modules for parameter in module.parameters()]
+
+torch.set_num_threads(1)  # as PyTorch asks for of who forks
+expected = gradients(False)
+gradients(True)  # the parent has a worker, and a backlog
+child = os.fork()
+same = all(torch.allclose(a, b) for a, b in zip(gradients(True), expected, strict=True))
+if child == 0:
+    os._exit(0 if same else 3)
+_, status = os.waitpid(child, 0)
+sys.exit(0 if same and os.waitstatus_to_exitcode(status) == 0 else 4)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_a_forked_child_defers_with_workers_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], timeout=PATIENCE_S, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_layer_does_not_defer_what_it_may_have_to_leave_out() -> None:

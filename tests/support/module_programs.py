@@ -102,6 +102,21 @@ def closures_over_tensors_with_history(apply: MapFunction) -> Any:
 
 
 @program
+def closures_over_a_leaf_and_what_was_computed_from_it(apply: MapFunction) -> Any:
+    """Also over two tensors with history of which one leads to the other; and one serves outside as well."""
+    (weight,), xs = leaves(1, 4), leaves()
+    hidden = weight.exp()
+    deeper = hidden.sin()
+    calls = [
+        lambda x: x * weight + x.sin() * hidden,
+        lambda x: x * hidden * deeper,
+        lambda x: x * hidden,
+        lambda x: (x * deeper + weight).exp(),
+    ]
+    return finish([*apply(calls, [(x,) for x in xs]), hidden * 2, deeper * 3], *xs, weight)
+
+
+@program
 def tensors_with_history_in_an_object(apply: MapFunction) -> Any:
     (weight,), xs = leaves(1, 4), leaves()
     holder = types.SimpleNamespace(hidden=weight.exp())
