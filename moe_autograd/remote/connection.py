@@ -3,16 +3,14 @@
 All experts of one connection share it as their call group, so a map over them is one pass: one stream for each
 server, all servers at the same time. How calls get there, and what is tried again, is `delivery`'s.
 
-Mutable state: `hosted`, which only grows and is replaced as a whole, and `_gathered`, under `_lock`.
+Mutable state: `hosted`, which only grows and is replaced as a whole; what `updates` counts is guarded there.
 
 Threads: any number of operations at once.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import CallFailure, Failures
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, RemoteError
-from moe_autograd.remote.calls import Outcome, Request, without_name
-from moe_autograd.remote.channel import PHASES, Channel
+from moe_autograd.remote.calls import Outcome, Request
+from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.delivery import Delivery, Job, Operation, Settings, raise_first
 from moe_autograd.remote.expecting import Expectations
@@ -30,28 +28,8 @@ from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import State, fetch_states, send_states
+from moe_autograd.remote.updates import Updates, check_updates
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.status import error_of
-
-
-@dataclass
-class _Gathered:
-    """Gradients of ours that one server may have of one expert.
-
-    Args:
-        count: of how many backwards.
-        is_stale: whether they should have been forgotten, and their server could not be told.
-    """
-
-    count: pb.GatheredBackwards = field(default_factory=pb.GatheredBackwards)
-    is_stale: bool = False
-
-    def joined_by(self, other: _Gathered) -> _Gathered:
-        """Count what `other` counted too, since it has moved here."""
-        self.count.at_least += other.count.at_least
-        self.count.at_most += other.count.at_most
-        self.is_stale |= other.is_stale
-        return self
 
 
 class Connection:
@@ -70,8 +48,7 @@ class Connection:
         self.hosted: dict[str, HostedExpert] = {}
         self._delivery = Delivery(servers, settings, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._expectations = Expectations(self._delivery.expect)
-        self._lock = threading.Lock()
-        self._gathered: dict[str, dict[str, _Gathered]] = {}  # by expert and address
+        self._updates = Updates(self._delivery, self.numbering)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -212,13 +189,12 @@ class Connection:
 
     def _note_gathered(self, parts: Sequence[BackwardPart], jobs: Sequence[Job], has_come_back: bool) -> None:
         """Count the backwards gathered at each server; one that failed may have been."""
-        with self._lock:
-            for part, job in zip(parts, jobs, strict=True):
-                name = part.call.expert
-                if part.wants_weight_grads and self.hosted[name].update == "on_step":
-                    at = self._gathered.setdefault(name, {}).setdefault(job.address, _Gathered())
-                    at.count.at_least += has_come_back and job.outcome.error is None
-                    at.count.at_most += 1
+        gathered = [
+            (part.call.expert, job.address, has_come_back and job.outcome.error is None)
+            for part, job in zip(parts, jobs, strict=True)
+            if part.wants_weight_grads and self.hosted[part.call.expert].update == "on_step"
+        ]
+        self._updates.note_backwards(gathered)
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor]) -> Request:
         encoding = self._delivery.settings.encodings.encoding("Forward")
@@ -267,65 +243,8 @@ class Connection:
     # ---- updates
 
     def update(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
-        """Send `Step` or `ZeroGrad` to where gradients of these experts are.
-
-        Args:
-            rpc: which of them.
-            names: of the experts.
-            failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
-                could not be forgotten is not stepped before they are.
-        """
-        gathered_at: dict[str, dict[str, _Gathered]] = {}
-        with self._lock:
-            for name in names:
-                for address, gathered in self._gathered.get(name, {}).items():
-                    if rpc == "ZeroGrad" or not gathered.is_stale:
-                        gathered_at.setdefault(address, {})[name] = gathered
-        with self.numbering.sequences(1) as ((sequence,), settled_below):
-
-            def once(channel: Channel, own: dict[str, _Gathered], operation: Operation) -> None:
-                request = pb.UpdateRequest(
-                    client_id=self.numbering.client_id,
-                    sequence=sequence,
-                    settled_below=settled_below,
-                    experts=own,
-                    gathered=[gathered.count for gathered in own.values()],
-                    kind=pb.STEP if rpc == "Step" else pb.ZERO_GRAD,
-                )
-                attempt_s = self._delivery.settings.retry.update_attempt_s
-                reply = channel.unary(rpc, request, pb.UpdateReply, operation.deadline, attempt_s)
-                if (answered := [update.expert for update in reply.updates]) != list(own):
-                    raise CorruptDataError(
-                        f"server at {channel.address}, {PHASES[rpc]}: expected answers for {list(own)}, "
-                        f"got {answered}. The server is broken, or of another version."
-                    )
-                _check_updates(rpc, channel, reply, operation)
-                if rpc == "ZeroGrad":
-                    with self._lock:
-                        for name in own:
-                            self._gathered[name].pop(channel.address, None)
-
-            with self._delivery.operation() as operation:
-                self._delivery.at_each(
-                    gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
-                )
-        if rpc == "ZeroGrad":
-            with self._lock:
-                for name in names:
-                    for gathered in self._gathered.get(name, {}).values():
-                        gathered.is_stale = True
-
-    def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
-        """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""
-        parts: dict[str, dict[str, _Gathered]] = {}
-        with self._lock:
-            for name, gathered in own.items():
-                new = next(iter(self._delivery.placement.now_at(name, address)), address)
-                if new != address:
-                    del self._gathered[name][address]
-                    gathered = self._gathered[name].setdefault(new, _Gathered()).joined_by(gathered)
-                parts.setdefault(new, {})[name] = gathered
-        return {} if parts.keys() == {address} else parts
+        """Send `Step` or `ZeroGrad` to where gradients of these experts are; see `Updates.send`."""
+        self._updates.send(rpc, names, failures)
 
     # ---- weights
 
@@ -364,7 +283,7 @@ class Connection:
 
             def once(channel: Channel, own: Mapping[str, Mapping[str, Tensor]], operation: Operation) -> None:
                 reply = send_states(channel, own, update, operation.deadline)
-                _check_updates("SetState", channel, reply, operation)
+                check_updates("SetState", channel, reply, operation)
 
             with self._delivery.operation() as operation:
                 self._delivery.at_each(states_at, once, operation, self._moved_states)
@@ -378,11 +297,6 @@ class Connection:
             for new in self._delivery.placement.now_at(name, address) or (address,):
                 parts.setdefault(new, {})[name] = state
         return {} if parts.keys() == {address} else parts
-
-
-def _has_news(own: Mapping[str, _Gathered]) -> bool:
-    """Tell whether a server is asked for the first time; one that could not be told before will be asked again."""
-    return not all(gathered.is_stale for gathered in own.values())
 
 
 def _note_failures(calls: Sequence[Call], jobs: Sequence[Job], phase: str, failures: Failures | None) -> None:
@@ -410,13 +324,3 @@ def _mismatch(part: BackwardPart, outcome: Outcome) -> CorruptDataError | None:
             "The server is broken, or of another version."
         )
     return None
-
-
-def _check_updates(rpc: str, channel: Channel, reply: pb.UpdateReply, operation: Operation) -> None:
-    errors = []
-    for update in reply.updates:
-        if update.status.code != pb.OK:
-            update.status.message = without_name(update.status.message, update.expert)
-            place = f"expert {update.expert!r} at {channel.address}, {PHASES[rpc]}, {operation.deadline}"
-            errors.append(error_of(update.status, place))
-    raise_first(errors, "experts of this server")

@@ -1,0 +1,152 @@
+"""Updates of hosted experts: which gradients of ours are gathered where, and `Step` and `ZeroGrad` sent there.
+
+::
+
+    backward of ffn.3 at A  ──  note_backwards  ──▶  gathered["ffn.3"]["A"]: 1 to 1 backwards
+    step                    ──  send            ──▶  A: Step(ffn.3, of 1 to 1 backwards)   once, under its number
+    A is gone, ffn.3 at B   ──  send            ──▶  B: the same number: B knows whether it has them
+
+A server that counts fewer backwards, or more, has been restarted in between from an older checkpoint: it changes
+nothing and says so.
+
+Mutable state: `_gathered`, under `_lock`.
+
+Threads: any number of operations at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_autograd.errors import CorruptDataError, RemoteError
+from moe_autograd.remote.calls import without_name
+from moe_autograd.remote.channel import PHASES, Channel
+from moe_autograd.remote.delivery import Delivery, Operation, raise_first
+from moe_autograd.remote.numbering import Numbering
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.status import error_of
+
+
+@dataclass
+class _Gathered:
+    """Gradients of ours that one server may have of one expert.
+
+    Args:
+        count: of how many backwards.
+        is_stale: whether they should have been forgotten, and their server could not be told.
+    """
+
+    count: pb.GatheredBackwards = field(default_factory=pb.GatheredBackwards)
+    is_stale: bool = False
+
+    def joined_by(self, other: _Gathered) -> _Gathered:
+        """Count what `other` counted too, since it has moved here."""
+        self.count.at_least += other.count.at_least
+        self.count.at_most += other.count.at_most
+        self.is_stale |= other.is_stale
+        return self
+
+
+class Updates:
+    """Sends updates to where gradients are.
+
+    Args:
+        delivery: finds servers and tries again.
+        numbering: gives each update its number.
+    """
+
+    def __init__(self, delivery: Delivery, numbering: Numbering) -> None:
+        self._delivery = delivery
+        self._numbering = numbering
+        self._lock = threading.Lock()
+        self._gathered: dict[str, dict[str, _Gathered]] = {}  # by expert and address
+
+    def __repr__(self) -> str:
+        return f"Updates({len(self._gathered)} experts with gathered gradients)"
+
+    def note_backwards(self, backwards: Iterable[tuple[str, str, bool]]) -> None:
+        """Count backwards: of which expert, at which server, and whether it is certain that they were gathered."""
+        with self._lock:
+            for name, address, is_certain in backwards:
+                at = self._gathered.setdefault(name, {}).setdefault(address, _Gathered())
+                at.count.at_least += is_certain
+                at.count.at_most += 1
+
+    def send(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
+        """Send `Step` or `ZeroGrad` to where gradients of these experts are.
+
+        Args:
+            rpc: which of them.
+            names: of the experts.
+            failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
+                could not be forgotten is not stepped before they are.
+        """
+        gathered_at: dict[str, dict[str, _Gathered]] = {}
+        with self._lock:
+            for name in names:
+                for address, gathered in self._gathered.get(name, {}).items():
+                    if rpc == "ZeroGrad" or not gathered.is_stale:
+                        gathered_at.setdefault(address, {})[name] = gathered
+        with self._numbering.sequences(1) as ((sequence,), settled_below):
+
+            def once(channel: Channel, own: dict[str, _Gathered], operation: Operation) -> None:
+                request = pb.UpdateRequest(
+                    client_id=self._numbering.client_id,
+                    sequence=sequence,
+                    settled_below=settled_below,
+                    experts=own,
+                    gathered=[gathered.count for gathered in own.values()],
+                    kind=pb.STEP if rpc == "Step" else pb.ZERO_GRAD,
+                )
+                attempt_s = self._delivery.settings.retry.update_attempt_s
+                reply = channel.unary(rpc, request, pb.UpdateReply, operation.deadline, attempt_s)
+                if (answered := [update.expert for update in reply.updates]) != list(own):
+                    raise CorruptDataError(
+                        f"server at {channel.address}, {PHASES[rpc]}: expected answers for {list(own)}, "
+                        f"got {answered}. The server is broken, or of another version."
+                    )
+                check_updates(rpc, channel, reply, operation)
+                if rpc == "ZeroGrad":
+                    with self._lock:
+                        for name in own:
+                            self._gathered[name].pop(channel.address, None)
+
+            with self._delivery.operation() as operation:
+                self._delivery.at_each(
+                    gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
+                )
+        if rpc == "ZeroGrad":
+            with self._lock:
+                for name in names:
+                    for gathered in self._gathered.get(name, {}).values():
+                        gathered.is_stale = True
+
+    def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
+        """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""
+        parts: dict[str, dict[str, _Gathered]] = {}
+        with self._lock:
+            for name, gathered in own.items():
+                new = next(iter(self._delivery.placement.now_at(name, address)), address)
+                if new != address:
+                    del self._gathered[name][address]
+                    gathered = self._gathered[name].setdefault(new, _Gathered()).joined_by(gathered)
+                parts.setdefault(new, {})[name] = gathered
+        return {} if parts.keys() == {address} else parts
+
+
+def _has_news(own: Mapping[str, _Gathered]) -> bool:
+    """Tell whether a server is asked for the first time; one that could not be told before will be asked again."""
+    return not all(gathered.is_stale for gathered in own.values())
+
+
+def check_updates(rpc: str, channel: Channel, reply: pb.UpdateReply, operation: Operation) -> None:
+    """Raise the first failure of an update."""
+    errors = []
+    for update in reply.updates:
+        if update.status.code != pb.OK:
+            update.status.message = without_name(update.status.message, update.expert)
+            place = f"expert {update.expert!r} at {channel.address}, {PHASES[rpc]}, {operation.deadline}"
+            errors.append(error_of(update.status, place))
+    raise_first(errors, "experts of this server")
