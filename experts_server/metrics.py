@@ -70,6 +70,7 @@ class ExpertStats:
     def __init__(self) -> None:
         self.kinds = {kind: _Kind() for kind in KINDS}
         self.sent_bytes = dict.fromkeys(ENCODINGS, 0)  # as they travel, by encoding
+        self.num_refused = 0  # before they were in the queue; counted by the event loop
 
     def computed(
         self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
@@ -144,11 +145,16 @@ class ServerCollector(Collector):
         updates = GaugeMetricFamily(
             "experts_updates", "updates so far, as in the checkpoint", labels=("expert",)
         )
+        refused = CounterMetricFamily(
+            "experts_refused_calls", "calls that had no room or could not be right", labels=("expert",)
+        )
         for watched in self._experts:
             waiting.add_metric((watched.name,), watched.num_waiting())
             updates.add_metric((watched.name,), watched.num_updates())
+            refused.add_metric((watched.name,), watched.stats.num_refused)
         yield waiting
         yield updates
+        yield refused
         yield self._sent()
         for name, (help_text, read) in self._values.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily

@@ -62,6 +62,8 @@ class Registry(Mapping[str, ExpertQueue]):
             except RemoteError as error:
                 if has_room:
                     self._limits.give_back(call)
+                if name in self._queues:
+                    self._queues[name].stats.num_refused += 1
                 call.reply(call, error)
                 continue
             queue.hosted.prefetch()

@@ -41,6 +41,7 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
             client.forward("ffn.0", tokens(5, D), call_id=call_id)
         client.backward("ffn.0", tokens(5, D), call_id=0)
         client.forward("ffn.0", tokens(5, D) / 0)
+        client.forward("ffn.0", tokens(5, D + 1))
         client.step()
         client.get_state("ffn.0")  # a look, and no call
         assert server.metrics_address is not None
@@ -49,6 +50,10 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     assert shown["experts_calls_total", "ffn.0", "forward"] == 4
     assert shown["experts_calls_total", "ffn.0", "update"] == 1
     assert shown["experts_failed_calls_total", "ffn.0", "forward"] == 1
+    assert (shown["experts_refused_calls_total", "ffn.0"], shown["experts_refused_calls_total", "ffn.1"]) == (
+        1,
+        0,
+    )
     assert shown["experts_tokens_total", "ffn.0", "forward"] == 20
     assert shown["experts_received_bytes_total", "ffn.0", "forward"] == 4 * 5 * D * 4
     assert shown["experts_sent_bytes_total", "ffn.0", "backward"] == 5 * D * 4
