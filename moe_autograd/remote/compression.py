@@ -4,7 +4,8 @@
 
 1. Until it has chosen, tensors travel as they are.
 2. A stream is measured if it moves at least 256 KiB: its bytes, and the time that it took beyond the server's own
-   and a round trip. After four such streams and 4 MiB there is a bandwidth.
+   and a round trip. After four such streams and 4 MiB the fastest of them tells the bandwidth: a first connection or
+   a busy machine slows a stream down, and nothing makes it faster than the link.
 3. Above 500 MB/s: "none". From 50 to 500 MB/s: "bfloat16", which halves the bytes. Below 50 MB/s: "int8" in the
    forward, and "bfloat16" in the backward: in blocks, a gradient much smaller than its neighbours would vanish.
 4. The choice is made once a direction, for all servers of the connection, and stays until it is closed: later steps
@@ -85,7 +86,7 @@ class Encodings:
     def __init__(self, compression: Compression) -> None:
         self._lock = threading.Lock()
         self._names = {"Forward": compression.forward, "Backward": compression.backward}
-        self._measured: dict[str, tuple[int, int, float]] = {}  # streams, bytes, seconds
+        self._measured: dict[str, tuple[int, int, float]] = {}  # streams, bytes, the fastest's bytes a second
 
     def encoding(self, rpc: str) -> pb.Encoding:
         """Return the encoding for `Forward` or `Backward`."""
@@ -100,12 +101,13 @@ class Encodings:
         if num_bytes < MEASURED_BYTES:
             return
         with self._lock:
-            streams, total_bytes, total_s = self._measured.get(rpc, (0, 0, 0.0))
-            streams, total_bytes, total_s = streams + 1, total_bytes + num_bytes, total_s + taken_s
-            self._measured[rpc] = streams, total_bytes, total_s
+            streams, total_bytes, bytes_per_s = self._measured.get(rpc, (0, 0, 0.0))
+            streams, total_bytes = streams + 1, total_bytes + num_bytes
+            bytes_per_s = max(bytes_per_s, num_bytes / taken_s)
+            self._measured[rpc] = streams, total_bytes, bytes_per_s
             is_enough = streams >= _ENOUGH_STREAMS and total_bytes >= _ENOUGH_BYTES
             if is_enough and self.is_measuring(rpc):
-                self._names[rpc] = choose(_DIRECTIONS[rpc], total_bytes / total_s)
+                self._names[rpc] = choose(_DIRECTIONS[rpc], bytes_per_s)
 
     @property
     def compression(self) -> Compression:

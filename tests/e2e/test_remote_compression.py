@@ -87,6 +87,8 @@ class TestAuto:
             Proxy(server.address) as proxy,
             connect(proxy.address, compression="auto", timeout_s=120.0) as experts,
         ):
+            for _ in range(10):  # the fastest tells the round trip; the first also had to connect
+                experts.info()
             proxy.bytes_per_s = 20e6
             assert [self.echo_once(experts) for _ in range(4)] == 4 * [(0.0, 0.0)]
             assert experts.compression == Compression("int8", "bfloat16")
@@ -128,3 +130,11 @@ class TestAuto:
         for rpc in ("Forward", "Backward"):
             encodings.note_transfer(rpc, 1 << 30, 100.0)
         assert encodings.compression == chosen
+
+
+def test_streams_that_a_busy_machine_slowed_down_do_not_make_a_link_slow():
+    encodings = Encodings(Compression("auto", "auto"))
+    for taken_s in (1.0, 0.5, 0.002, 1.0):  # 1 MiB each: 1, 2, 524 and 1 MB/s
+        assert encodings.compression == Compression("auto", "auto")
+        encodings.note_transfer("Forward", 1 << 20, taken_s)
+    assert encodings.compression == Compression("none", "auto")
