@@ -1,0 +1,149 @@
+"""A server that lies: what it sends is checked as strictly as what a client sends, and is an error, never a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+
+from moe_autograd.errors import CorruptDataError, RemoteError
+from moe_autograd.remote import RemoteExpert, RetryPolicy, connect
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.framing import seal
+from moe_autograd.wire.methods import SERVICE
+from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
+
+Answer = Callable[[int], list[bytes]]  # given the number of the call, the messages of the answer
+ONCE = RetryPolicy(patience_s=0.0, max_retries=0)
+X = torch.ones(2, 4)
+
+
+def results(*parcels: tuple[int, list[torch.Tensor | None]]) -> list[bytes]:
+    writer = ParcelWriter()
+    for call, tensors in parcels:
+        writer.add(pb.CallResult(call=call), tensors)
+    return list(iter(writer.next_message, None))
+
+
+def flipped(messages: list[bytes]) -> list[bytes]:
+    return [bytes([*message[:-1], message[-1] ^ 1]) for message in (bytes(message) for message in messages)]
+
+
+class Liar:
+    """Hosts `ffn.0`, and answers passes as it is told to."""
+
+    def __init__(self) -> None:
+        self.forward: Answer = lambda call: results((call, [X]))
+        self.backward: Answer = lambda call: results((call, [X]))
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        self._server.add_registered_method_handlers(
+            SERVICE,
+            {
+                "Info": grpc.unary_unary_rpc_method_handler(self._info),
+                "Forward": grpc.stream_stream_rpc_method_handler(
+                    lambda messages, _: self._answer(messages, self.forward)
+                ),
+                "Backward": grpc.stream_stream_rpc_method_handler(
+                    lambda messages, _: self._answer(messages, self.backward)
+                ),
+            },
+        )
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> Liar:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+
+    def _info(self, request: bytes, context: object) -> bytes:
+        return seal(pb.InfoReply(experts=[pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True)]))
+
+    def _answer(self, messages: Iterator[bytes], answer: Answer) -> Iterator[bytes]:
+        reader = ParcelReader()
+        (parcel,) = [parcel for message in messages for parcel in reader.feed(message)]
+        yield from map(bytes, answer(parcel.number))
+
+
+@pytest.fixture
+def liar() -> Iterator[Liar]:
+    with Liar() as liar:
+        yield liar
+
+
+@pytest.fixture
+def expert(liar) -> Iterator[RemoteExpert]:
+    with connect(liar.address, timeout_s=60.0, retry=ONCE, max_tensor_bytes=1024) as experts:
+        yield experts["ffn.0"]
+
+
+def test_it_is_believed_where_it_does_not_lie(expert):
+    x = X.clone().requires_grad_()
+    expert(x).sum().backward()
+    assert torch.equal(x.grad, X)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda call: [b"no message of ours"],
+        lambda call: [b""],
+        lambda call: flipped(results((call, [X]))),
+        lambda call: results((call + 1, [X])),
+        lambda call: results((call, [torch.ones(1 << 20)]))[:1],
+        lambda call: results((call, [torch.ones(257)])),
+    ],
+    ids=[
+        "no message",
+        "nothing in it",
+        "a bit is wrong",
+        "another call",
+        "cut off",
+        "above the limit",
+    ],
+)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_what_is_wrong_with_its_messages_is_found(liar, expert, phase, lie):
+    x = X.clone().requires_grad_()
+    if phase == "forward":
+        liar.forward = lie
+        with pytest.raises(CorruptDataError, match=r"expert 'ffn\.0' at 127\.0\.0\.1:\d+, forward"):
+            expert(x)
+    else:
+        y = expert(x)
+        liar.backward = lie
+        with pytest.raises(CorruptDataError, match=r"expert 'ffn\.0' at 127\.0\.0\.1:\d+, backward"):
+            y.sum().backward()
+        assert x.grad is None
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_answer_that_is_none_is_an_error(liar, expert, phase):
+    x = X.clone().requires_grad_()
+    if phase == "forward":
+        liar.forward = lambda call: []
+        with pytest.raises(RemoteError, match="expected a result, got none"):
+            expert(x)
+    else:
+        y = expert(x)
+        liar.backward = lambda call: []
+        with pytest.raises(RemoteError, match="expected a result, got none"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [[torch.ones(2, 5)], [X.double()], [X, X], [], [torch.ones(4, 2)]],
+    ids=["shape", "dtype", "one more", "one less", "turned"],
+)
+def test_gradients_that_do_not_fit_their_inputs_are_refused(liar, expert, grads):
+    x = X.clone().requires_grad_()
+    y = expert(x)
+    liar.backward = lambda call: results((call, grads))
+    with pytest.raises(CorruptDataError, match="expected gradients"):
+        y.sum().backward()
+    assert x.grad is None
