@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import Times, print_table
-from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.autograd.offload import OffloadedExperts, return_freed_memory_at_once
 
 D_MODEL, D_FF, NUM_EXPERTS, NUM_TOKENS = (
     1024,
@@ -29,7 +28,6 @@ D_MODEL, D_FF, NUM_EXPERTS, NUM_TOKENS = (
     512,
 )  # 33.6 MB of weights each, 100.8 MB with Adam's state
 LIMIT_BYTES = 512 * 10**6
-GIVE_BACK_FREED_MEMORY = {"MALLOC_TOP_PAD_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000"}  # glibc; see README
 
 
 def ffn() -> nn.Module:
@@ -92,6 +90,7 @@ def peak_bytes() -> int:
 
 def serve(kind: str, folder: str) -> None:
     """Run a step for every line of input, and answer with what it took."""
+    return_freed_memory_at_once()
     torch.manual_seed(0)
     step = {"offloaded": offloaded, "all resident": all_resident}[kind](folder)
     for _ in sys.stdin:
@@ -119,7 +118,6 @@ def main() -> None:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **GIVE_BACK_FREED_MEMORY},
             )
             for kind in kinds
         }

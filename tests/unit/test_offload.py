@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import platform
 import random
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -585,3 +588,27 @@ def test_read_ahead_starts_with_the_backward_of_the_layer_above() -> None:
     store.events.clear()
     y.sum().backward()
     assert store.events.count("read expert-00000.weights") == 1
+
+
+RETURNING = """
+import re, sys, torch
+from moe_autograd.autograd.offload import return_freed_memory_at_once
+
+def resident_kb():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+assert return_freed_memory_at_once()
+for _ in range(2):  # the C library would put the second into its heap, having seen the first freed
+    blocks = [torch.ones(1_000_000) for _ in range(20)]
+    held = resident_kb()
+    del blocks[:-1]  # the last would keep the others' heap
+sys.exit(0 if held - resident_kb() > 60_000 else 3)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_is_returned_at_once_where_that_is_asked_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RETURNING], timeout=120, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -75,6 +75,9 @@ class HeldExpert:
             for name, view in part.layout.views(part.buffer).items():
                 view.copy_(copies[name])
             self.residency.changed(part)
+        del copies
+        tensors.clear()
+        self.residency.freed(part.layout.num_bytes)
 
     def _attach(self, flat: Tensor) -> None:
         tensors = self._tensors()

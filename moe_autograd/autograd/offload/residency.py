@@ -21,10 +21,12 @@ Rules:
 4. When not everything fits, a changed part is written as soon as it is let go, so that room is made without
    waiting. Nobody waits for that: a part that is needed again before its turn comes is not written, one that is
    changed while it is written is written once more.
+5. Whenever a sixteenth of the limit has come in, memory that others have freed in the meantime is given back to the
+   system: what computes between the moves is not counted, but should not pile up.
 
 State (`_lock` guards all of it, and the fields of all parts): `_buffers`, `_resident` in the order of use, `_wishes`,
-`_to_write` in the order of writing, `_error`, `_holding`, `_waiting`. Reading and writing happen with the lock
-released, on parts that are marked so.
+`_to_write` in the order of writing, `_come_in_bytes` since memory was given back, `_error`, `_holding`, `_waiting`.
+Reading and writing happen with the lock released, on parts that are marked so.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from typing import TypeVar
 import torch
 
 from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.parts import Buffers, Part
 from moe_autograd.autograd.offload.stores import Store
 
@@ -70,6 +73,7 @@ class Residency:
         self._free_names: dict[tuple[str, int], list[str]] = {}
         self._serial_numbers = itertools.count()
         self._error: BaseException | None = None
+        self._come_in_bytes = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
@@ -319,6 +323,17 @@ class Residency:
             self._start_writing()
             self._start_reading()
             self._lock.notify_all()
+        self.freed(0)
+
+    def freed(self, num_bytes: int) -> None:
+        """Say that as much memory beside the buffers was let go of (Rule 5)."""
+        with self._lock:
+            self._come_in_bytes += num_bytes
+            gives_back = self._come_in_bytes > self.limit_bytes / 16
+            if gives_back:
+                self._come_in_bytes = 0
+        if gives_back:
+            give_back_freed_memory()
 
     def _finish_kernels(self) -> None:
         """Wait for what this thread has started on the device, and may still use buffers."""
@@ -350,6 +365,7 @@ class Residency:
     def _allocate(self, part: Part) -> None:
         part.buffer = self._buffers.take(part.layout.num_bytes)
         self._resident[part] = None
+        self._come_in_bytes += part.layout.num_bytes
 
     def _free(self, part: Part) -> None:
         assert part.buffer is not None

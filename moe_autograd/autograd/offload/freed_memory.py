@@ -1,0 +1,46 @@
+"""Give memory that was freed back to the system.
+
+The C library keeps what is freed for the next who asks. Blocks of up to 32 MB (activations, gradients) lie in heaps
+that fragment, and stay the process's: with glibc some 0.5 GB in `benchmarks/offload`. Its `malloc_trim` gives free
+pages back, but not while an expert computes. Whoever wants the last hundred megabytes asks for blocks that never lie
+in heaps (`return_freed_memory_at_once`). Other C libraries have no such functions; there these do nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def give_back_freed_memory() -> None:
+    """Give free pages back; takes milliseconds, with the GIL released."""
+    trim = _of_c_library("malloc_trim", ctypes.c_size_t)
+    if trim is not None:
+        trim(0)
+
+
+def return_freed_memory_at_once() -> bool:
+    """Let this process return every freed block of 128 KiB or more to the system at once; return whether it will.
+
+    For programs whose peak memory counts more than their speed: such a block costs page faults each time. Applies to
+    the whole process, from now on, as `MALLOC_MMAP_THRESHOLD_` in its environment would.
+    """
+    mallopt = _of_c_library("mallopt", ctypes.c_int, ctypes.c_int)
+    return mallopt is not None and mallopt(_MMAP_THRESHOLD, 128 * 1024) == 1
+
+
+_MMAP_THRESHOLD = -3  # malloc.h
+
+
+@functools.cache
+def _of_c_library(name: str, *argument_types: Any) -> Callable[..., int] | None:
+    try:
+        library = ctypes.CDLL(None)
+        library.malloc_trim  # noqa: B018  # glibc has it, and others do not
+        function = getattr(library, name)
+    except (AttributeError, OSError, TypeError):  # not glibc, or Windows
+        return None
+    function.argtypes, function.restype = argument_types, ctypes.c_int
+    return function  # type: ignore[no-any-return]
