@@ -48,13 +48,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.entry import Flat, enter, flatten, gate
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import (
     ACCUMULATE_GRAD,
@@ -72,40 +72,7 @@ from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part, split_backward
 
 _ANY_THREAD = contextlib.nullcontext()
-Flat = tuple[
-    list[Any], TreeSpec | None
-]  # arguments and how they were nested; `None`: positional ones, not nested
-
 _Edge = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
-
-
-class _Entry(Function):
-    """Rule 1. The anchor is a leaf that makes the aliases part of a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple([tensor.detach() for tensor in tensors])  # as they are, each would be a view of itself
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(  # Rule 9
-            "parallel_apply: expected tensors with history to leave a call as its result, got one that left by "
-            "another way (an attribute, a list, an object that is no pytree). Return it, or register its class with "
-            "torch.utils._pytree.register_pytree_node."
-        )
-
-
-class _Gate(Function):
-    """Rule 5. Leads to all leaves, and carries no gradient there."""
-
-    @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
-        return (None,) * len(ctx.needs_input_grad)
 
 
 class ModuleCall(CallResults):
@@ -330,7 +297,7 @@ class JoinedModules(Joined):
         """Return what leads through the gate to the leaves of all calls (Rule 5); `None` without leaves."""
         leaves = {id(leaf): leaf for call in self.calls for leaf in call.leaves}
         self._has_gate = bool(leaves)
-        return _Gate.apply(*leaves.values()) if leaves else None  # type: ignore[no-untyped-call]
+        return gate(leaves.values()) if leaves else None
 
     def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
         """See `Joined`; of leaves it wants all or none, of tensors that are leaves as inputs all."""
@@ -437,25 +404,3 @@ def run_module_calls(
         with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(changed):
             tied = join(joined(calls, names, max_concurrency, title))
     return [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
-
-
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
-    """Flatten the arguments of a call; most calls take tensors alone, and need no pytree."""
-    if not kwargs and all(type(value) is Tensor for value in args):
-        return list(args), None
-    return tree_flatten((args, kwargs))
-
-
-def enter(values: Sequence[Any]) -> dict[int, Tensor]:
-    """Return an alias of each tensor that requires a gradient, by the tensor's `id` (Rule 1)."""
-    if torch.is_inference_mode_enabled():
-        return {}
-    tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}
-    if not tensors:
-        return {}
-    # Detached: were the entry to lead on to the callers' graph, an inner backward could run on into it and reach
-    # a parameter that serves there, too.
-    detached = [tensor.detach() for tensor in tensors.values()]
-    with torch.enable_grad():
-        aliases = _Entry.apply(torch.empty(0, requires_grad=True), *detached)  # type: ignore[no-untyped-call]
-    return dict(zip(tensors, aliases, strict=True))
