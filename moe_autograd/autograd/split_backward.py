@@ -22,7 +22,8 @@ whatever does not lead to them, inside such a node too. That is what this file b
    the borders is computed once.
 4. A `torch.autograd.Function` written in Python always computes all its gradients, and calling it twice may
    not be harmless. So it runs in the first part only, and what it sends over its borders is kept. One that
-   leaves out what the engine does not want (a parallel map does) has to ask `is_in_first_part`, too.
+   leaves out what the engine does not want (a parallel map does) has to ask `is_in_first_part`, too; one whose
+   weights are elsewhere, behind a tensor that stands for them, `is_wanted_later`.
 
 `torch.distributed.pipelining._backward` knows the idea too. It starts a pass for each group of weights that
 share a node, fires the hooks of those nodes twice, keeps the saved tensors of all nodes between them, and
@@ -196,12 +197,18 @@ class _SecondPart:
             drop_saved_tensors(node)
 
 
-_first_parts: set[int] = set()  # the engine's numbers of those that run now
+_first_parts: dict[int, Graph] = {}  # those that run now, by the engine's numbers
 
 
 def is_in_first_part() -> bool:
     """Whether the backward that runs now is a first part: what a node in Python leaves out is lost then (Rule 4)."""
     return torch._C._current_graph_task_id() in _first_parts
+
+
+def is_wanted_later(node: Node | None) -> bool:
+    """Whether the backward that runs now is a first part, whose second part wants what flows to `node`."""
+    graph = _first_parts.get(torch._C._current_graph_task_id())
+    return graph is not None and node in graph.wanted
 
 
 def _first_part(graph: Graph, roots: Sequence[_Root]) -> tuple[Gradients, PendingWeightGradients]:
@@ -220,7 +227,8 @@ def _first_part(graph: Graph, roots: Sequence[_Root]) -> tuple[Gradients, Pendin
     finally:
         for handle in handles:
             handle.remove()
-        _first_parts.difference_update(numbers)
+        for number in numbers:
+            _first_parts.pop(number, None)
     _drop_all(graph.inner - flowed.keys())
     grads_of_inputs, rest = grads[: len(graph.inputs)], grads[len(graph.inputs) :]
     second.known.update(zip(known, rest, strict=False))
@@ -246,16 +254,16 @@ def _watch_inner_nodes(
     for node in graph.inner:
         borders = graph.borders(node)
         if borders and is_python(node):
-            handles.append(node.register_prehook(functools.partial(_note_first_part, numbers)))
+            handles.append(node.register_prehook(functools.partial(_note_first_part, graph, numbers)))
             handles.append(node.register_hook(functools.partial(_keep_made, second, borders)))
         elif borders:
             handles.append(node.register_prehook(functools.partial(flowed.__setitem__, node)))
     return handles
 
 
-def _note_first_part(numbers: list[int], _: Gradients) -> None:
+def _note_first_part(graph: Graph, numbers: list[int], _: Gradients) -> None:
     numbers.append(torch._C._current_graph_task_id())
-    _first_parts.add(numbers[-1])
+    _first_parts[numbers[-1]] = graph
 
 
 def _keep_made(second: _SecondPart, borders: Borders, made: Gradients, _: Gradients) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import Failures
-from moe_autograd.autograd.split_backward import is_in_first_part
+from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.placement import HostedExpert
 
@@ -268,7 +268,7 @@ class _RemoteCalls(torch.autograd.Function):
         grads_of = ctx.connection.run_backward(
             [part for part in parts if any(grad is not None for grad in part.grad_outputs)],  # rule 3
             ctx.failures,
-            wants_weight_grads=_is_wanted(anchor_node),
+            wants_weight_grads=_is_wanted(anchor_node) or is_wanted_later(anchor_node),
             keep_graph=torch._C._autograd._get_current_graph_task_keep_graph(),
         )
         grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]

@@ -28,6 +28,7 @@ from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
+from moe_autograd.autograd.split_backward import is_wanted_later
 
 
 class _Piece(NamedTuple):
@@ -245,7 +246,10 @@ class _Node(Function):
             raise RuntimeError(BACKWARD_TWICE)
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.is_spent = not keep_graph
-        for_weights = ctx.has_anchor and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        anchor = ctx.next_functions[0][0]
+        for_weights = ctx.has_anchor and (
+            is_wanted_later(anchor) or torch._C._will_engine_execute_node(anchor)
+        )
         found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
         if torch.is_grad_enabled():  # create_graph=True
             found = [grad if grad is None else _not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
