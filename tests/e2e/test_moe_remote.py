@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
+from moe_autograd.remote.channel import Channel
 from moe_autograd.timeline import record_timeline
 
 D_MODEL, NUM_EXPERTS = 8, 6
@@ -114,3 +116,27 @@ def test_an_expert_that_cannot_compute_is_named_by_the_error(hosted: Hosted) -> 
     with pytest.raises(ValueError, match=r"expert 'ffn\.\d'.*expected") as caught:
         layer(torch.randn(5, D_MODEL))
     assert hosted.server.address in str(caught.value)
+
+
+def test_a_step_of_a_layer_is_one_request_a_pass_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many experts and tokens: updates made by the backward need no request of their own."""
+    made: list[str] = []
+
+    def counted(method: Any) -> Any:
+        def call(channel: Channel, rpc: str, *args: Any, **kwargs: Any) -> Any:
+            made.append(rpc)
+            return method(channel, rpc, *args, **kwargs)
+
+        return call
+
+    for name in ("stream", "unary", "upload", "tell"):
+        monkeypatch.setattr(Channel, name, counted(getattr(Channel, name)))
+    modules = {f"ffn.{index}": FeedForwardExpert(D_MODEL).double() for index in range(NUM_EXPERTS)}
+    with (
+        ExpertsServer(modules, optimizer=make_sgd, update="on_backward") as server,
+        connect(server.address) as experts,
+    ):
+        layer = MixtureOfExperts(TopKRouter(D_MODEL, NUM_EXPERTS, top_k=2).double(), experts)
+        made.clear()
+        layer(tokens(3, 7)).square().sum().backward()
+    assert made == ["Forward", "Backward"]
