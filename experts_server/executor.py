@@ -9,6 +9,7 @@ What is guaranteed:
 3. A turn that waits instead of computing (its thread uses no processor time for `STALL_S`) stops counting, so
    it costs a thread and nothing else, up to `max_threads` of them. A turn that was thought shorter and lasts
    counts as long from then on.
+4. A worker that nobody needs for `IDLE_S` ends.
 
 Knows nothing of experts, tensors or grpc. One lock guards all state; turns run without it.
 """
@@ -32,6 +33,7 @@ STALL_S = 0.01
 WAITING_SHARE = 0.02  # a turn that uses less than this share of one core waits
 LATE_S = 0.005  # a watcher so late fights for a core or the interpreter, and so may the turns
 SURELY_S = 1.0  # a turn that has lasted so long is judged by a late watcher, too
+IDLE_S = 10.0  # a worker that nobody needs for so long ends, and its memory can be used again
 DOZE_S = 0.1  # the watcher goes on looking for so long, so that the next turns need not wake it
 
 
@@ -202,9 +204,14 @@ class WorkerPool:
             self._idle.append(worker)
             self._lock.release()
             try:
-                worker.bell.acquire()
+                is_rung = worker.bell.acquire(timeout=IDLE_S)
             finally:
                 self._lock.acquire()
+            if not is_rung:
+                if worker in self._idle:
+                    self._idle.remove(worker)
+                    return None
+                worker.bell.acquire()  # it was rung just then
             self._num_woken -= 1
 
     def _team_size(self, worker: _Worker) -> int:

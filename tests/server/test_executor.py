@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,22 @@ class Taking(nn.Module):
         self.clock.wall += wall_ms / 1000
         self.clock.cpu += cpu_ms / 1000
         return x
+
+
+def test_workers_that_nobody_needs_end_and_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "IDLE_S", 0.02)
+    pool = WorkerPool(num_computing=3)
+    for _ in range(3):
+        turns = [Lasting(1.0) for _ in range(3)]
+        pool.put(turns)
+        for turn in turns:
+            assert turn.has_begun.wait(START_S)
+            turn.may_end.set()
+        until = time.monotonic() + START_S
+        while pool.has_threads:
+            assert time.monotonic() < until, repr(pool)
+            threading.Event().wait(0.01)
+    assert pool.close(START_S)
 
 
 @pytest.mark.parametrize(
