@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,24 +52,33 @@ def test_serve_listens_beyond_loopback_only_if_it_is_told_so() -> None:
             assert client.forward("ffn.2", tokens(4, 8)).code == "OK"
 
 
+@contextlib.contextmanager
+def children_begin_with(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    """Whatever these tests themselves were started with, as by nohup."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "terminal closed"])
 def test_serve_stops_on_these_too(number: signal.Signals) -> None:
-    with ServerProcess(*FLAGS) as server:
+    with children_begin_with(signal.SIGHUP, signal.SIG_DFL), ServerProcess(*FLAGS) as server:
         server.signal(number)
         assert server.wait() == 0
     assert any("stopped" in line for line in server.log)
 
 
 def test_serve_goes_on_without_its_terminal_under_nohup() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children begin with it
-    try:
-        server = ServerProcess(*FLAGS)
-        with server, WireClient(server.address) as client:
-            server.signal(signal.SIGHUP)
-            assert client.forward("ffn.2", tokens(4, 8)).code == "OK"
-            assert server.stop() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with (
+        children_begin_with(signal.SIGHUP, signal.SIG_IGN),
+        ServerProcess(*FLAGS) as server,
+        WireClient(server.address) as client,
+    ):
+        server.signal(signal.SIGHUP)
+        assert client.forward("ffn.2", tokens(4, 8)).code == "OK"
+        assert server.stop() == 0
 
 
 def test_serve_reads_a_config_and_flags_win(tmp_path: Path) -> None:
