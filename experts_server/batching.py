@@ -264,11 +264,10 @@ class ExpertQueue:
         return [self._results([call])[0] for call in batch]
 
     def _call_expert(self, batch: list[Call]) -> Sequence[Any]:
-        call = batch[0]
-        # A backward may be an update as well.
         if not self.hosted.comes_and_goes:
             return self._call_resident_expert(batch)
-        with self.hosted.in_memory(for_update=not isinstance(call, ForwardCall)):
+        # A backward may be an update as well.
+        with self.hosted.in_memory(for_update=not isinstance(batch[0], ForwardCall)):
             return self._call_resident_expert(batch)
 
     def _call_resident_expert(self, batch: list[Call]) -> Sequence[Any]:

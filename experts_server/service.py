@@ -34,9 +34,8 @@ from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import status_of
 from moe_autograd.wire.tensors import TensorLimits
 
-MAX_WEIGHTS_UNDER_WAY = (
-    16  # RPCs that fetch or set weights; each holds a copy of an expert's, for as long as it takes
-)
+# RPCs that fetch or set weights; each holds a copy of an expert's, for as long as it takes.
+MAX_WEIGHTS_UNDER_WAY = 16
 
 Save = Callable[[], Awaitable[str]]
 

@@ -39,9 +39,8 @@ class ParcelReader:
         self._refused: set[int] = set()
         self._unfinished_bytes = 0
         self._next_number = 0
-        self._arrived: _Arrived | None = (
-            None  # the last message, if it brought whole parcels and nothing else
-        )
+        # The last message, if it brought whole parcels and nothing else.
+        self._arrived: _Arrived | None = None
 
     def feed(self, message: bytes) -> list[Parcel]:
         """Take in one message; return the parcels that are whole now, and those refused.
