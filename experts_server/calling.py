@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from experts_server.calls import Outputs
 from experts_server.gradients import GraphWeigher
+from experts_server.kept import SAVED_BYTES
 from experts_server.randomness import RandomStream
 from experts_server.spec import infer_spec
 from moe_autograd.errors import ExpertFailedError, RemoteError
@@ -36,7 +37,8 @@ class ModuleCaller:
         self.random = RandomStream(module)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.is_on_cpu = self.device.type == "cpu"
-        self._graph_bytes_per_row: dict[torch.Size, float] = {}  # by the shape of a row
+        # By the shape of a row: bytes for each row, and beside them.
+        self._graph_bytes: dict[torch.Size, tuple[float, int]] = {}
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
@@ -89,21 +91,23 @@ class ModuleCaller:
     def call_and_weigh(self, leaves: tuple[Tensor, ...], evaluate: bool) -> tuple[Outputs, int]:
         """Call the module with gradients on; return also how many bytes its graph holds.
 
-        They are measured for the first call of a shape and scaled by the number of rows for later ones:
+        They are measured for the first call of a shape, and elements are scaled by the number of rows for later ones:
         measuring costs more than a small expert.
         """
         shape = leaves[0].shape
         row_shape, num_rows = shape[1:], max(1, shape[0]) if shape else 1
-        known = self._graph_bytes_per_row.get(row_shape)
+        known = self._graph_bytes.get(row_shape)
         if known is not None:
-            return self.call(leaves, evaluate), int(known * num_rows)
+            per_row, fixed = known
+            return self.call(leaves, evaluate), int(per_row * num_rows) + fixed
         weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
         with weigher.weighing():
             outputs = self.call(leaves, evaluate)
-        if len(self._graph_bytes_per_row) >= MAX_KNOWN_SHAPES:
-            self._graph_bytes_per_row.clear()
-        self._graph_bytes_per_row[row_shape] = weigher.num_bytes / num_rows
-        return outputs, weigher.num_bytes
+        if len(self._graph_bytes) >= MAX_KNOWN_SHAPES:
+            self._graph_bytes.clear()
+        fixed = SAVED_BYTES * weigher.num_saved
+        self._graph_bytes[row_shape] = weigher.num_bytes / num_rows, fixed
+        return outputs, weigher.num_bytes + fixed
 
     def leaves(self, inputs: tuple[Tensor, ...], requires_grad: tuple[bool, ...]) -> tuple[Tensor, ...]:
         """Make leaves of tensors that are ours alone."""

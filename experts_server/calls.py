@@ -13,6 +13,19 @@ from moe_autograd.wire import experts_pb2 as pb
 
 
 @dataclass(slots=True)
+class Message:
+    """Memory that the tensors of several calls share: the message that brought them, alive while one of them is.
+
+    Args:
+        num_bytes: its length.
+        num_kept: how many kept forwards have their inputs in it; counted by `KeptForwards`.
+    """
+
+    num_bytes: int
+    num_kept: int = 0
+
+
+@dataclass(slots=True)
 class Call:
     """One thing asked of one expert.
 
@@ -25,6 +38,7 @@ class Call:
         tag: the asker's own.
         num_tokens: rows of its inputs, or of the gradients of its outputs.
         num_bytes: of its tensors.
+        message: where its tensors are; `None`: in memory of their own.
         is_finite: whether all their values are known to be.
         reply_encoding: how the tensors of the answer will travel.
     """
@@ -38,6 +52,7 @@ class Call:
     tag: Any = field(default=None, kw_only=True)
     num_tokens: int = field(default=0, kw_only=True)
     num_bytes: int = field(default=0, kw_only=True)
+    message: Message | None = field(default=None, kw_only=True)
     is_finite: bool = field(default=False, kw_only=True)
     reply_encoding: pb.Encoding = field(default=pb.RAW, kw_only=True)
 

@@ -11,6 +11,7 @@ import sys
 
 from experts_server.config import ServerConfig
 from experts_server.server import from_config
+from moe_autograd.autograd.offload.freed_memory import limit_heaps
 from moe_autograd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Threads share the interpreter lock; a worker in pure Python gives it up to the event loop after so long.
 SWITCH_INTERVAL_S = 0.001
+# A heap for each thread keeps what is free in it from the others: in 20 minutes of `make soak`, 37 MB and growing.
+NUM_HEAPS = 1
+LOOK_FOR_MODULES_S = 5.0
 
 
 def ready_line(num_experts: int, address: str) -> str:
@@ -39,20 +43,19 @@ async def run(config: ServerConfig) -> int:
         stopping.set()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    limit_heaps(NUM_HEAPS)
     server = from_config(config)
     await server.start()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
             loop.add_signal_handler(number, take_signal, number)
-    # Whole collections come when a quarter of all objects is new. Beside torch's that takes hundreds of thousands, and
-    # the errors of damaged streams, each a cycle with its traceback, pile up: so what is here by now is left out.
     gc.collect()
-    gc.freeze()
-    gc.collect()  # counts what is left
+    leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
     if server.metrics is not None:
         logger.info("metrics at http://%s/metrics", server.metrics.address)
     print(ready_line(len(server.registry), server.address), flush=True)
     await stopping.wait()
+    leaving_out.cancel()
     status = 0
     try:
         await server.stop()
@@ -64,3 +67,19 @@ async def run(config: ServerConfig) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+async def _leave_modules_out_of_collections() -> None:
+    """Freeze what modules have brought, now and whenever some were loaded late.
+
+    Whole collections come when a quarter of all objects is new. Beside torch's that takes hundreds of thousands, and
+    the errors of damaged streams, each a cycle with its traceback, pile up. (The first step of any of torch's
+    optimizers loads 800 modules more: torch._dynamo, SymPy.)
+    """
+    num_modules = 0
+    while True:
+        if len(sys.modules) > num_modules:
+            num_modules = len(sys.modules)
+            gc.freeze()
+            gc.collect()  # counts what is left
+        await asyncio.sleep(LOOK_FOR_MODULES_S)

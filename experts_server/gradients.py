@@ -76,10 +76,11 @@ def num_bytes(grads: Gradients) -> int:
 
 
 class GraphWeigher:
-    """Adds up what autograd saves, leaving out tensors that are there anyhow."""
+    """Adds up what autograd saves: all tensors, and the bytes of those that are not there anyhow."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         self.num_bytes = 0
+        self.num_saved = 0
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
 
     @contextlib.contextmanager
@@ -89,6 +90,7 @@ class GraphWeigher:
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        self.num_saved += 1
         address = tensor.untyped_storage().data_ptr()
         if address not in self._seen:
             self._seen.add(address)

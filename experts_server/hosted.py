@@ -183,13 +183,12 @@ class HostedExpert:
         random_state = self.caller.random.state()
         if self._saving.recompute:
             outputs = self.caller.call_without_graph(leaves, call.evaluate)
-            kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, random_state)
-            kept.input_bytes = call.num_bytes
+            self._keep(call, KeptForward(leaves, None, outputs.shapes, call.evaluate, random_state))
         else:
             outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate)
             kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, random_state)
-            kept.input_bytes, kept.graph_bytes = call.num_bytes, graph_bytes
-        self.kept.put(call.client_id, call.call_id, kept)
+            kept.graph_bytes = graph_bytes
+            self._keep(call, kept)
         return outputs.detached()
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
@@ -198,10 +197,15 @@ class HostedExpert:
         for call, outputs in zip(calls, shares, strict=True):
             if call.keep_graph:
                 leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
-                kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, None)
-                kept.input_bytes = call.num_bytes
-                self.kept.put(call.client_id, call.call_id, kept)
+                self._keep(call, KeptForward(leaves, None, outputs.shapes, call.evaluate, None))
         return shares
+
+    def _keep(self, call: ForwardCall, kept: KeptForward) -> None:
+        if call.message is not None and self.caller.is_on_cpu:
+            kept.message = call.message
+        else:
+            kept.input_bytes = call.num_bytes
+        self.kept.put(call.client_id, call.call_id, kept)
 
     # ---- backward
 

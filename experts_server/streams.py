@@ -28,7 +28,7 @@ import grpc
 from torch import Tensor
 
 from experts_server.budget import Budget
-from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs
+from experts_server.calls import BackwardCall, Call, ForwardCall, Message, Outputs
 from experts_server.registry import Registry
 from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
@@ -127,11 +127,16 @@ class PassStream:
         are_finite = len(parcels) > 1 and self._reader.are_finite()
         calls = []
         num_bytes = 0
+        shared = Message(len(message))
         for parcel in parcels:
             named = self._accept(parcel)
             if named is not None:
                 call = named[1]
                 call.is_finite = are_finite
+                if (
+                    call.num_bytes <= shared.num_bytes
+                ):  # else in parts, each copied into memory of the call's own
+                    call.message = shared
                 num_bytes += call.num_bytes
                 calls.append(named)
         self._hold(max(0, self._num_held - num_bytes))

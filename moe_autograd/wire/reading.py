@@ -282,7 +282,9 @@ class _Incoming:
             )
         self._received[index] = received + num_bytes
         if num_bytes == form.num_bytes:
-            self.tensors[index] = tensor_in(arrived.memory, arrived.start_in_message + start, form)
+            tensor = tensor_in(arrived.memory, arrived.start_in_message + start, form)
+            # A small part of a message would keep all of it alive, beside the other messages of its parcel.
+            self.tensors[index] = tensor.clone() if 2 * num_bytes < len(arrived.payload) else tensor
             self.num_missing -= 1
             return
         if offset == 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from experts_server import service as service_module
 from experts_server.budget import Budget
 from experts_server.config import BatchingConfig, LimitsConfig, ServingConfig
 from experts_server.gathered import Gathered, GatheredGradients
+from experts_server.kept import RECORD_BYTES, SAVED_BYTES
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -168,13 +170,51 @@ def test_a_full_queue_answers_busy_at_once_with_a_hint_and_serves_again_after(
 
 
 def test_kept_forwards_stay_within_their_budget_and_the_oldest_go_first() -> None:
-    one_call = 100 * D * 4
+    one_call = 100 * D * 4 + RECORD_BYTES + 2 * SAVED_BYTES
     limits = LimitsConfig(kept_forward_bytes=3 * one_call + 2000)
     with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
         for call_id in range(6):
             client.forward("e", tokens(100, D), call_id=call_id)
         codes = [client.backward("e", tokens(100, D), call_id=n).code for n in range(6)]
     assert codes == ["INPUTS_NEEDED"] * 3 + ["OK"] * 3
+
+
+def test_a_kept_forward_counts_the_whole_message_that_keeps_its_inputs_once() -> None:
+    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept = server._server.memory.kept
+        large = 1000 * D * 4
+        calls = [
+            client.forward_call("e", tokens(rows, D), call_id=rows, keep_graph=rows < 1000)
+            for rows in (1, 2, 1000)
+        ]
+        client.stream("Forward", calls)
+        assert large < kept.num_bytes < large + 16_000, "two small ones hold the message of a large one"
+        client.backward("e", tokens(1, D), call_id=1)
+        assert large < kept.num_bytes < large + 8_000
+        client.backward("e", tokens(2, D), call_id=2)
+        assert kept.num_bytes == 0
+
+
+def test_what_small_kept_forwards_weigh_in_memory_is_counted() -> None:
+    num_calls = 20_000
+    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept = server._server.memory.kept
+        process = psutil.Process()
+
+        def forwards(first: int, num: int) -> None:
+            for start in range(first, first + num, 100):
+                client.stream(
+                    "Forward",
+                    [client.forward_call("e", tokens(1, D), call_id=n) for n in range(start, start + 100)],
+                )
+
+        forwards(0, 1000)
+        held, counted = process.memory_info().rss, kept.num_bytes
+        forwards(1000, num_calls)
+        held, counted = process.memory_info().rss - held, kept.num_bytes - counted
+    assert held < 2 * counted, f"{held} bytes held, {counted} counted"
 
 
 def test_gathered_gradients_stay_within_their_budget() -> None:

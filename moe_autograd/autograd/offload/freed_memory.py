@@ -31,7 +31,18 @@ def return_freed_memory_at_once() -> bool:
     return mallopt is not None and mallopt(_MMAP_THRESHOLD, 128 * 1024) == 1
 
 
-_MMAP_THRESHOLD = -3  # malloc.h
+def limit_heaps(num_heaps: int) -> bool:
+    """Let the threads of this process share `num_heaps` heaps, and the first; return whether they will.
+
+    By default glibc gives each new thread a heap of its own, up to eight for each core, and what is free in one is of
+    no use to the others. For programs that live long and whose threads mostly hold the interpreter lock. Applies to
+    heaps that are not there yet, as `MALLOC_ARENA_MAX` in its environment would.
+    """
+    mallopt = _of_c_library("mallopt", ctypes.c_int, ctypes.c_int)
+    return mallopt is not None and mallopt(_ARENA_MAX, num_heaps + 1) == 1
+
+
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # malloc.h
 
 
 @functools.cache
