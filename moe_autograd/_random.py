@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -71,9 +71,20 @@ class _Running(threading.local):
 
     seeds: CallSeeds | None = None
     index: int = 0
+    places: Sequence[int] | None = None  # of the calls that this one makes together, until it asks
 
 
 running = _Running()
+
+
+def take_places(num_calls: int) -> Sequence[int]:
+    """Return the indices of the calls that the running call of a map makes together.
+
+    Whoever makes them one after the other sets `running.index` to each: so each draws what it would draw as a call of
+    its own. Where nobody said which they are, all draw what the running call draws.
+    """
+    places, running.places = running.places, None
+    return [running.index] * num_calls if places is None else places
 
 
 def _current_generator(device: torch.device) -> torch.Generator | None:

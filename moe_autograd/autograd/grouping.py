@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
+from moe_autograd._random import running
 from moe_autograd.autograd.join import CallName
 
 
@@ -164,18 +165,30 @@ def _together(
 ) -> Unit:
     name = CallName(f"calls {positions[0]} to {positions[-1]} ({len(positions)} modules called together)")
     if all(len(args[i]) == 1 and not kwargs[i] for i in positions):  # mostly; and flat is a fifth of the cost
-        single = functools.partial(_call_group_with_one_argument, group, modules)
+        single = functools.partial(_call_group_with_one_argument, group, modules, positions)
         return Unit(positions, single, tuple([args[i][0] for i in positions]), {}, name, is_group=True)
     own = ([args[i] for i in positions], [kwargs[i] for i in positions])
-    return Unit(positions, functools.partial(_call_group, group, modules), own, {}, name, is_group=True)
+    return Unit(
+        positions, functools.partial(_call_group, group, modules, positions), own, {}, name, is_group=True
+    )
 
 
-def _call_group_with_one_argument(group: CallGroup, modules: list[Any], *arguments: Any) -> list[Any]:
-    return _call_group(group, modules, [(argument,) for argument in arguments], [{}] * len(modules))
+def _call_group_with_one_argument(
+    group: CallGroup, modules: list[Any], positions: list[int], *arguments: Any
+) -> list[Any]:
+    return _call_group(
+        group, modules, positions, [(argument,) for argument in arguments], [{}] * len(modules)
+    )
 
 
-def _call_group(group: CallGroup, modules: list[Any], inputs: list[Any], kwargs: list[Any]) -> list[Any]:
-    returned = list(group.call_together(modules, inputs, kwargs))
+def _call_group(
+    group: CallGroup, modules: list[Any], positions: list[int], inputs: list[Any], kwargs: list[Any]
+) -> list[Any]:
+    running.places = positions
+    try:
+        returned = list(group.call_together(modules, inputs, kwargs))
+    finally:
+        running.places = None
     if len(returned) != len(modules):
         raise RuntimeError(
             f"{type(group).__name__}.call_together: expected {len(modules)} results, one for each module, got "

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd._random import CallSeeds, own_streams, running
@@ -40,6 +39,7 @@ from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import Joined, join, run_calls
 from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
+from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
@@ -183,7 +183,7 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     *,
     max_concurrency: int | None = None,
-    recompute: bool = False,
+    recompute: bool | Recompute = False,
     defer_weight_grads: bool = False,
     names: Sequence[str] | None = None,
 ) -> list[Any]:
@@ -199,7 +199,7 @@ def parallel_apply(
         kwargs_tup: for each module its keyword arguments, any pytrees.
         max_concurrency: at most so many calls at once, at least 1; `None` leaves the number to the library.
         recompute: keep only inputs, and run each forward again when its backward comes, with the same random
-            numbers and autocast (`torch.utils.checkpoint`, without its `use_reentrant`).
+            numbers and autocast (`torch.utils.checkpoint`, without its `use_reentrant`). A `Recompute` says how.
         defer_weight_grads: let the backward go on upstream as soon as the gradients of the inputs are there; idle
             workers compute those of the weights meanwhile, and all are there when the backward returns. Where a
             backward cannot be in two parts (`deferred`, Rule 4), with `recompute` and on an accelerator, whose kernels
@@ -243,11 +243,12 @@ def _apply(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None,
     max_concurrency: int | None,
-    recompute: bool,
+    recompute: bool | Recompute,
     defer_weight_grads: bool,
     names: Sequence[str] | None,
 ) -> list[Any]:
     modules = list(modules)
+    how = as_recompute(recompute)
     args = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
     kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(k) for k in kwargs_tup]
     if not len(modules) == len(args) == len(kwargs):
@@ -259,20 +260,27 @@ def _apply(
     refuse_transforms(_tensors_in(args, kwargs))
     if not modules:
         return []
-    if not (recompute or defer_weight_grads or _is_observed()):
+    if not (how or defer_weight_grads or _is_observed()):
         returned = call_in_turn(modules, args, kwargs)
         if returned is not None:
             return returned
+    if how is not None:
+        modules = [recomputed_in_group(module, how) for module in modules]
     together = group_calls(modules, args, kwargs, names)
-    if len(together) == 1 and together[0].is_group and not recompute:  # it sees to its own concurrency
+    if len(together) == 1 and together[0].is_group:  # it sees to its own concurrency
         return ungroup(
             together, [_run_alone(together[0].run, together[0].name, "parallel_apply")], len(modules)
         )
-    called = [unit.call for unit in together]
+    called = [
+        unit.call if how is None or unit.is_group else functools.partial(how, unit.call) for unit in together
+    ]
+    if len(together) < len(modules):  # those beside a group draw what they would draw without it
+        called = [
+            call if unit.is_group else functools.partial(_in_place, unit.positions[0], call)
+            for unit, call in zip(together, called, strict=True)
+        ]
     # On an accelerator nobody waits for the gradients of weights: their kernels are queued.
-    defers = defer_weight_grads and not recompute and accelerator_in_use() is None
-    if recompute:
-        called = [functools.partial(_recomputed, call) for call in called]
+    defers = defer_weight_grads and how is None and accelerator_in_use() is None
     returned = run_module_calls(
         called,
         [unit.args for unit in together],
@@ -300,8 +308,9 @@ def _tensors_in(*trees: Any) -> Iterator[Tensor]:
     yield from (value for value in tree_leaves(trees) if isinstance(value, Tensor))
 
 
-def _recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(functools.partial(call, **kwargs), *args, use_reentrant=False)
+def _in_place(position: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    running.index = position
+    return call(*args, **kwargs)
 
 
 def check_max_concurrency(caller: str, max_concurrency: int | None) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moe_autograd.autograd.grouping import CallFailure, LenientCallGroup
 from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.errors import StragglerError
 from moe_autograd.moe.dispatch import DispatchPlan
 from moe_autograd.moe.failures import ExpertFailure, Rests, Tolerance, may_be_left_out
@@ -52,9 +52,12 @@ class Attendance:
         self._tolerance = tolerance
         self._waits: dict[str, Wait] = {}  # by phase; empty for those who wait for all
 
-    def call(self, slices: Sequence[Tensor], *, max_concurrency: int | None, recompute: bool) -> list[Tensor]:
+    def call(
+        self, slices: Sequence[Tensor], *, max_concurrency: int | None, recompute: bool | Recompute
+    ) -> list[Tensor]:
         """Call each expert with its tokens; return its output, or anything where it was lost."""
         self._start_wait("forward", range(len(self._experts)))
+        how = as_recompute(recompute)
         groups: dict[int, _Group] = {}
         calls: list[Callable[..., Any]] = []
         for position, expert in enumerate(self._experts):
@@ -62,9 +65,9 @@ class Attendance:
             if _is_lenient(expert):
                 calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), expert, position))
             elif group is None:
-                calls.append(_LocalCall(self, expert, position, recompute))
+                calls.append(_LocalCall(self, expert, position, how))
             else:
-                calls.append(expert)
+                calls.append(expert if how is None else recomputed_in_group(expert, how))
         return parallel_apply(
             calls,
             [(tokens,) for tokens in slices],
@@ -127,7 +130,9 @@ def name_of(expert: nn.Module, expert_index: int) -> str:
 class _LocalCall(nn.Module):
     """An expert that runs here, in one pass; a module, so that the map finds the tensors that the expert holds."""
 
-    def __init__(self, attendance: Attendance, expert: nn.Module, position: int, recompute: bool) -> None:
+    def __init__(
+        self, attendance: Attendance, expert: nn.Module, position: int, recompute: Recompute | None
+    ) -> None:
         super().__init__()
         self.expert = expert
         self.__qualname__ = type(expert).__qualname__  # what errors call it
@@ -140,9 +145,7 @@ class _LocalCall(nn.Module):
         try:
             if wait is not None and wait.reason:
                 raise StragglerError(f"expected to begin in time, got there late: {wait.reason}")
-            if self._recompute:
-                return checkpoint(self.expert, tokens, use_reentrant=False)
-            return self.expert(tokens)
+            return self.expert(tokens) if self._recompute is None else self._recompute(self.expert, tokens)
         except Exception as error:
             self._attendance.note_failure(self._position, "forward", error)
             return None

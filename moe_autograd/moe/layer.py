@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import Rests, Tolerance
@@ -44,7 +45,8 @@ class MixtureOfExperts(nn.Module):
             remote experts that `moe_autograd.remote.connect` returns. They become submodules
             (``layer.experts``), so `parameters()`, `state_dict()` and `to()` cover the local ones.
         max_concurrency: how many experts run at once at most; `None` lets the library choose.
-        recompute: keep only each expert's input and run its forward again in the backward, to save memory.
+        recompute: keep only each expert's input and run its forward again in the backward, to save memory;
+            a `Recompute` says how. Experts on servers keep only inputs here anyway.
         defer_weight_grads: in a backward, go on upstream as soon as the gradients of the experts' inputs are there;
             see `parallel_apply`. Not with "drop".
         on_failure: what to do if an expert cannot be reached or fails on its server. "raise" raises its error.
@@ -90,7 +92,7 @@ class MixtureOfExperts(nn.Module):
         experts: Experts,
         *,
         max_concurrency: int | None = None,
-        recompute: bool = False,
+        recompute: bool | Recompute = False,
         defer_weight_grads: bool = False,
         zero_grads_for_idle_experts: bool = False,
         on_failure: Literal["raise", "drop"] = "raise",

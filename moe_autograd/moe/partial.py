@@ -24,6 +24,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.errors import TooFewExpertsError
 from moe_autograd.moe.attendance import Attendance, name_of
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, renormalize, select
@@ -43,7 +44,7 @@ def compute_with_those_that_answer(
     tolerance: Tolerance,
     *,
     max_concurrency: int | None,
-    recompute: bool,
+    recompute: bool | Recompute,
 ) -> tuple[Tensor, Sequence[int]]:
     """Dispatch tokens, call experts, and combine what those return that answer.
 
@@ -55,7 +56,7 @@ def compute_with_those_that_answer(
         rests: of the layer.
         tolerance: of the layer.
         max_concurrency: how many experts run at once at most.
-        recompute: whether experts that run here keep only their input.
+        recompute: whether, or how, experts that run here keep only their input.
 
     Returns:
         (T, D), and the experts that answered.

@@ -318,6 +318,25 @@ def test_an_update_between_forward_and_backward_raises() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("beside", [0, 2])
+def test_random_numbers_are_those_of_a_map_whose_experts_are_all_in_memory(
+    beside: int, options: dict[str, Any]
+) -> None:
+    """Also where some are not offloaded."""
+    experts, plain = both(lambda: nn.Sequential(ffn(), nn.Dropout(0.5)))
+    mixed = [*plain[:beside], *list(experts)[beside:]]
+    said = []
+    for modules, own in ((plain, {}), (mixed, options)):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.manual_seed(4)
+        outputs = parallel_apply(modules, [(x,)] * 5, **own)
+        torch.stack(outputs).square().sum().backward()
+        said.append([*outputs, x.grad, torch.rand(3)])
+    torch.testing.assert_close(said[1], said[0])
+    assert not torch.equal(said[0][0], said[0][1])
+
+
 @pytest.mark.parametrize("what", ["input", "result"])
 def test_a_change_in_place_between_forward_and_backward_raises(what: str) -> None:
     class Squared(nn.Module):
@@ -481,12 +500,8 @@ def test_updates_in_the_backward_of_experts_that_are_recomputed(way: str) -> Non
             x = torch.ones(4, 8)
             if way == "checkpoint":
                 results = [checkpoint(module, x, use_reentrant=False) for module in modules]
-            elif modules is plain:  # the calls of a group share their random numbers
-                results = parallel_apply([lambda x: [module(x) for module in plain]], [(x,)], recompute=True)[
-                    0
-                ]
             else:
-                results = parallel_apply(list(experts), [(x,)] * 5, recompute=True)
+                results = parallel_apply(list(modules), [(x,)] * 5, recompute=True)
             torch.stack(results).square().sum().backward()
         for one in optimizers:
             one.step()

@@ -28,8 +28,10 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.split_backward import split_backward
 
 WORKERS = [1, 2, 16]
@@ -306,6 +308,123 @@ def test_a_recomputation_that_differs_raises_and_lists_both_sides() -> None:
     assert any("call 3" in note for note in raised.value.__notes__)
 
 
+# the same, where the map is told how
+
+
+class Options:
+    """A layer and a map, called with the same options."""
+
+    @staticmethod
+    def map(experts: list[nn.Module], x: Tensor, **options: Any) -> Tensor:
+        return torch.stack(parallel_apply(experts, [(x,)] * len(experts), **options)).sum(0)
+
+    @staticmethod
+    def layer(experts: list[nn.Module], x: Tensor, **options: Any) -> Tensor:
+        router = TopKRouter(4, len(experts), top_k=len(experts))
+        torch.nn.init.zeros_(router.weight)  # each expert with the same weight
+        return MixtureOfExperts(router, experts, **options)(x) * len(experts)  # type: ignore[no-any-return, operator]
+
+    @staticmethod
+    def lenient_layer(experts: list[nn.Module], x: Tensor, **options: Any) -> Tensor:
+        return Options.layer(experts, x, on_failure="drop", **options)
+
+
+CALLERS = [Options.map, Options.layer, Options.lenient_layer]
+
+
+@pytest.mark.parametrize("call", CALLERS)
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_a_policy_chooses_what_is_saved_in_each_of_the_calls(
+    policy: CheckpointPolicy, call: Callable[..., Tensor]
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def choose(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return policy if op is torch.ops.aten.gelu.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    experts = experts_of(ffn)
+    plain, x = copy.deepcopy(experts), torch.randn(5, 4)
+    loss = call(experts, x, recompute=Recompute(context_fn=contexts)).sum()
+    with CountOperators(counts):
+        loss.backward()
+    sum(module(x) for module in plain).sum().backward()
+    assert_same(gradients(experts), gradients(plain))
+    assert counts["gelu"] == (0 if policy is CheckpointPolicy.MUST_SAVE else 8)
+
+
+@pytest.mark.parametrize("call", CALLERS)
+def test_early_stop_and_the_determinism_check_can_be_turned_off(call: Callable[..., Tensor]) -> None:
+    lock, tails = threading.Lock(), Counter[str]()
+
+    class Fickle(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with lock:
+                tails["begun"] += 1
+                is_again = tails["begun"] > 4
+            y = (x.double() if is_again else x).exp().to(x.dtype)
+            with lock:
+                tails["reached"] += 1
+            return y
+
+    x = torch.zeros(2, 4, requires_grad=True)
+    how = Recompute(early_stop=False, determinism_check="none")
+    experts: list[nn.Module] = [Fickle() for _ in range(4)]
+    call(experts, x, recompute=how).sum().backward()
+    assert tails == {"begun": 8, "reached": 8}
+    torch.testing.assert_close(x.grad, torch.full((2, 4), 4.0))
+
+
+def test_keyword_arguments_may_have_any_name() -> None:
+    def product(x: Tensor, **factors: float) -> Tensor:
+        return x * torch.tensor(list(factors.values())).prod()
+
+    x = torch.ones(3, requires_grad=True)
+    factors = {
+        "call": 2.0,
+        "self": 3.0,
+        "function": 5.0,
+        "context_fn": 7.0,
+        "use_reentrant": 1.0,
+        "position": 1.0,
+    }
+    for recompute in (False, True):
+        torch.stack(
+            parallel_apply([product] * 2, [(x,)] * 2, [factors] * 2, recompute=recompute)
+        ).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3,), 4 * 210.0))
+
+
+def test_hooks_run_as_often_as_under_checkpoint_in_a_plain_loop() -> None:
+    def run(apply: Callable[..., Any]) -> Counter[tuple[str, int]]:
+        lock, seen = threading.Lock(), Counter[tuple[str, int]]()
+
+        def note(kind: str, i: int) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                with lock:
+                    seen[kind, i] += 1
+
+            return hook
+
+        experts = experts_of(ffn, 4)
+        for i, expert in enumerate(experts):
+            expert.register_forward_pre_hook(note("before forward", i))
+            expert.register_forward_hook(note("forward", i))
+            expert.register_full_backward_hook(note("backward", i))
+            expert[0].register_full_backward_pre_hook(note("before backward", i))
+            expert[0].weight.register_hook(note("weight", i))
+            expert[0].weight.register_post_accumulate_grad_hook(note("accumulated", i))
+        x = torch.ones(2, 4, requires_grad=True)
+        torch.stack(apply(experts, [(x,)] * 4)).sum().backward()
+        return seen
+
+    in_a_loop = run(
+        lambda experts, inputs: [Checkpointed(e)(*x) for e, x in zip(experts, inputs, strict=True)]
+    )
+    assert run(functools.partial(parallel_apply, recompute=True)) == in_a_loop
+    assert in_a_loop["weight", 0] == in_a_loop["accumulated", 3] == 1
+
+
 @pytest.mark.usefixtures("no_gc")
 def test_only_inputs_are_kept_and_nothing_after_the_backward() -> None:
     alive: list[weakref.ref[Tensor]] = []
@@ -347,6 +466,41 @@ def test_offloaded_and_recomputed_experts(workers: int) -> None:
         offloaded.zero_grad()
     assert_same(*found)
     assert offloaded.residency.peak_bytes <= 1200
+
+
+class Counted(nn.Module):
+    """Notes how many activations are alive, of all experts of one list."""
+
+    def __init__(self, alive: list[weakref.ref[Tensor]]) -> None:
+        super().__init__()
+        self.weight, self.alive, self.most = nn.Parameter(torch.ones(4)), alive, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * self.weight).exp()
+        self.alive.append(weakref.ref(h))
+        self.most = max(self.most, sum(one() is not None for one in self.alive))
+        return h * h
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_of_a_recomputed_layer_of_offloaded_experts_one_has_its_activations_at_a_time() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    modules = [Counted(alive) for _ in range(8)]
+    offloaded = OffloadedExperts(modules, lambda p: torch.optim.SGD(p, lr=0.1), max_resident_bytes=64)
+    x = torch.ones(5, 4, requires_grad=True)
+    torch.stack(parallel_apply(list(offloaded), [(x,)] * 8, recompute=True)).sum().backward()
+    assert len(alive) == 16
+    assert [module.most for module in modules] == [1] * 8
+
+
+def test_an_update_before_the_backward_of_a_recomputed_offloaded_expert_raises() -> None:
+    offloaded = OffloadedExperts([ffn()], lambda p: torch.optim.SGD(p, lr=0.1), max_resident_bytes=1200)
+    x = torch.ones(5, 4)
+    first, second = (parallel_apply(list(offloaded), [(x,)], recompute=True)[0].sum() for _ in range(2))
+    first.backward()
+    offloaded.step()
+    with pytest.raises(RuntimeError, match="updated 1 times since"):
+        second.backward()
 
 
 def test_recomputed_and_offloaded_experts_with_split_backward() -> None:

@@ -478,6 +478,13 @@ def test_bad_arguments() -> None:
         OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, update="later")  # type: ignore[arg-type]
 
 
+def test_hooks_that_would_never_run_are_refused() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.bias.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ValueError, match=r"got 1 on bias of expert-00000, whose gradients are not in .grad"):
+        OffloadedExperts([module], sgd, max_resident_bytes=1000)
+
+
 def test_optimizer_state_that_does_not_fit_is_told_at_the_first_step() -> None:
     experts = OffloadedExperts([nn.Linear(8, 8, bias=False)], torch.optim.Adam, max_resident_bytes=600)
     experts[0](torch.ones(1, 8)).sum().backward()

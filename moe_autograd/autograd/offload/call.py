@@ -28,6 +28,7 @@ from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.split_backward import is_wanted_later
 
 
@@ -48,10 +49,18 @@ class OffloadedCall:
         held: the expert.
         num_microbatches: split the rows in so many, and let activations leave memory; `None` for neither.
         next_to_load: what the backward after this one will need.
+        recompute: how to run the forward again in the backward; `None`: not at all.
     """
 
-    def __init__(self, held: HeldExpert, num_microbatches: int | None, next_to_load: Sequence[Part]) -> None:
+    def __init__(
+        self,
+        held: HeldExpert,
+        num_microbatches: int | None,
+        next_to_load: Sequence[Part],
+        recompute: Recompute | None,
+    ) -> None:
         self._held, self._num_microbatches, self._next_to_load = held, num_microbatches, next_to_load
+        self._recompute, self._num_updates = recompute, held.num_updates
         self._shapes: list[torch.Size] = []
         self._num_rows = 0
         self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
@@ -86,7 +95,9 @@ class OffloadedCall:
         args, kwargs = tree_unflatten(
             [next(rest) if isinstance(one, Tensor) else one for one in leaves], spec
         )
-        return self._held.call(args, kwargs)
+        if self._recompute is None:
+            return self._held.call(*args, **kwargs)
+        return self._recompute(self._held.call, *args, **kwargs)
 
     def _without_graph(
         self, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
@@ -139,6 +150,8 @@ class OffloadedCall:
                 "one that a backward ran, as checkpoint(use_reentrant=True) does: others may still need these weights. "
                 "Pass use_reentrant=False, or update='on_step'."
             )
+        if self._recompute is not None:  # else what is saved of the weights tells
+            self._held.check_weights(self._num_updates)
         self._held.residency.prefetch(self._next_to_load)
         found: list[Sequence[Tensor | None]] = []
         updates = for_weights and self._held.updates_on_backward

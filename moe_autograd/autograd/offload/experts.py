@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_autograd._random import running, take_places
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
 from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
@@ -32,20 +33,25 @@ from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.errors import CheckpointError
 
 
 class OffloadedExpert(nn.Module):
     """One of `OffloadedExperts`: called like the module it stands for, and without parameters of its own."""
 
-    def __init__(self, owner: OffloadedExperts, held: HeldExpert) -> None:
+    def __init__(self, owner: OffloadedExperts, held: HeldExpert, recompute: Recompute | None = None) -> None:
         super().__init__()
-        self._owner, self._held = owner, held
+        self._owner, self._held, self._recompute = owner, held, recompute
 
     @property
     def call_group(self) -> OffloadedExperts:
         """Experts of one group are called together: here one after the other, while the next is read."""
         return self._owner
+
+    def recomputed(self, how: Recompute) -> OffloadedExpert:
+        """Return the same expert, for calls that keep only inputs; its weights are read once for both in a backward."""
+        return OffloadedExpert(self._owner, self._held, how)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the expert; see `OffloadedExperts`."""
@@ -87,11 +93,13 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         device: move the experts there; `None` leaves them on theirs.
 
     Raises:
-        ValueError: an expert's weights and gradients exceed the limit (its state: at the first step).
+        ValueError: an expert's weights and gradients exceed the limit (its state: at the first step), or a weight has
+            hooks that wait for `.grad`.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
     are any, except for weights, which are found again by place. `step` between a forward and its backward makes
-    that backward raise. The gradient is not differentiable a second time.
+    that backward raise. The gradient is not differentiable a second time. Hooks run as ever, but for tensor hooks
+    on weights: these run once for each call (and slice of its rows), with what that call adds to the gradient.
 
     Threads: any thread may call experts, also one expert from several; `step`, `zero_grad` and `checkpoint` belong
     where no forward or backward runs. With `update="on_backward"` a backward is a `step`, too.
@@ -147,6 +155,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         self._held: list[HeldExpert] = []
         for module in itertools.chain([first], modules):
             name = f"expert-{len(self._shared.held):05}"
+            _refuse_hooks_after_accumulation(name, module)
             held = HeldExpert(name, module, optimizer, self.residency, update == "on_backward")
             self.residency.check_fits(held.parts_to_update())
             self._held.append(held)
@@ -204,18 +213,24 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         `parallel_apply` and `MixtureOfExperts` call this for all experts of a layer; calling an expert is the same
         for one.
         """
-        called = [_held_by(module) for module in modules]
+        experts = [_checked(module) for module in modules]
+        called = [expert._held for expert in experts]
         if len(called) > 1:
             self._forget_wishes_beside(called)
         self.residency.prefetch([held.weights for held in called])
         if self._above is not None:
             self._above.prefetch()
         results = []
-        for i, held in enumerate(
-            called
-        ):  # in the order given, whoever is in memory: random numbers depend on it
-            call = OffloadedCall(held, self._num_microbatches, next_to_load=_backward_order(called[:i]))
-            results.append(call.apply(inputs[i], kwargs[i], self._own_anchor()))
+        own_index, indices = running.index, take_places(len(called))
+        try:
+            for i, expert in enumerate(experts):  # in the order given: random numbers may depend on it
+                running.index = indices[i]
+                call = OffloadedCall(
+                    called[i], self._num_microbatches, _backward_order(called[:i]), expert._recompute
+                )
+                results.append(call.apply(inputs[i], kwargs[i], self._own_anchor()))
+        finally:
+            running.index = own_index
         self._last_called = called
         if self._below is not None:
             below = self._below
@@ -354,12 +369,23 @@ def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
     return [part for held in reversed(experts) for part in held.parts_for_backward()]
 
 
+def _refuse_hooks_after_accumulation(name: str, module: nn.Module) -> None:
+    """Complain of hooks that would never run: nothing is accumulated in `.grad`."""
+    for parameter_name, parameter in module.named_parameters():
+        hooks = parameter._post_accumulate_grad_hooks  # a dict or None
+        if hooks:
+            raise ValueError(
+                f"OffloadedExperts: expected no post-accumulate-grad hooks, got {len(hooks)} on {parameter_name} of "
+                f"{name}, whose gradients are not in .grad. Remove them; update='on_backward' updates in the backward."
+            )
+
+
 def _device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
-def _held_by(module: nn.Module) -> HeldExpert:
+def _checked(module: nn.Module) -> OffloadedExpert:
     assert isinstance(module, OffloadedExpert)
-    return module._held
+    return module

@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,22 @@ class HeldExpert:
         for tensor in self._tensors().values():
             tensor.data = _nothing_of_shape(tensor.data)
 
-    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module, whose weights are held; notice if it changed them (batch norm's statistics)."""
         before = self._versions()
-        returned = self.module(*args, **kwargs)
-        if self._versions() != before:
-            self._keep_changes()
-        return returned
+        try:
+            return self.module(*args, **kwargs)
+        finally:  # a second run ends early, by an exception
+            if self._versions() != before:
+                self._keep_changes()
+
+    def check_weights(self, num_updates: int) -> None:
+        """Raise `RuntimeError` unless the weights are still those after so many updates."""
+        if self.num_updates != num_updates:
+            raise RuntimeError(
+                f"{self.name}: expected the weights of the forward in its backward, got weights that were "
+                f"updated {self.num_updates - num_updates} times since. Call backward before step."
+            )
 
     def _versions(self) -> list[tuple[int, int]]:
         return [(id(tensor), tensor._version) for tensor in self._tensors().values()]

@@ -42,11 +42,7 @@ class _InWeights(NamedTuple):
     start: int  # in bytes
 
     def unpack(self) -> Tensor:
-        if self.held.num_updates != self.num_updates:
-            raise RuntimeError(
-                f"{self.held.name}: expected the weights of the forward in its backward, got weights that were "
-                f"updated {self.held.num_updates - self.num_updates} times since. Call backward before step."
-            )
+        self.held.check_weights(self.num_updates)
         flat = self.held.weights.buffer
         assert flat is not None
         typed = flat[self.start % self.dtype.itemsize :]

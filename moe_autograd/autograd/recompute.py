@@ -1,0 +1,79 @@
+"""Recompute: keep the inputs of a call, and run its forward again when its backward comes.
+
+It is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which by itself goes wrong among concurrent calls:
+it saves and sets the generator of the whole process, and counts what is saved. In a map both belong to the call
+(`_random`, Rule 3; `ordered_hooks`), so here it only has to be called, once for each call of the map::
+
+      forward     inputs ──▶ [ call, nothing kept ] ──▶ outputs
+      backward    inputs ──▶ [ call again, same random numbers ] ◀── gradients       on the worker of this backward
+
+A module of a call group (`grouping`) is not wrapped, but asked for a version of itself that is recomputed; one that
+has none keeps only its inputs anyway, as remote experts do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """How calls are recomputed, for `parallel_apply(..., recompute=...)` and `MixtureOfExperts`.
+
+    Args:
+        context_fn: called once for each call; returns two context managers, one for its forward and one for the
+            second run. For selective policies: `functools.partial(create_selective_checkpoint_contexts, policy)`.
+        determinism_check: "default" compares shape, dtype and device of what both runs save; "none" does not.
+        early_stop: end the second run as soon as all that is needed has been computed.
+
+    Threads: `context_fn` is called by the workers, several at once.
+
+    Example:
+        >>> import torch
+        >>> from moe_autograd import parallel_apply
+        >>> experts, x = [torch.nn.Linear(4, 4) for _ in range(3)], torch.randn(5, 4)
+        >>> outputs = parallel_apply(experts, [(x,)] * 3, recompute=Recompute(early_stop=False))
+        >>> torch.stack(outputs).sum().backward()
+    """
+
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = (
+        noop_context_fn
+    )
+    determinism_check: str = "default"
+    early_stop: bool = True
+
+    def __call__(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Make a call whose forward runs again in its backward.
+
+        Raises:
+            torch.utils.checkpoint.CheckpointError: in the backward, if the second run saved other tensors; it lists
+                those of both.
+        """
+        # As keywords of the call's own: `checkpoint` has some, too, which may have the same names.
+        return checkpoint(
+            functools.partial(call, **kwargs),
+            *args,
+            use_reentrant=False,
+            context_fn=self.context_fn,
+            determinism_check=self.determinism_check,
+            early_stop=self.early_stop,
+        )
+
+
+def as_recompute(option: bool | Recompute) -> Recompute | None:
+    """Return how to recompute; `None`: not at all."""
+    if isinstance(option, Recompute):
+        return option
+    return Recompute() if option else None
+
+
+def recomputed_in_group(module: Any, how: Recompute) -> Any:
+    """Return the version of a group's module that is recomputed; itself, if it has none or is of no group."""
+    make = getattr(module, "recomputed", None) if getattr(module, "call_group", None) is not None else None
+    return module if make is None else make(how)
