@@ -127,12 +127,13 @@ class ExpertQueue:
             return True
 
     def run(self) -> None:
-        """Compute the next batch, and come again if more waits."""
-        batch = self._take()
-        if batch:
+        """Finish what the last turn left, else compute the next batch; come again if there is more."""
+        if self.hosted.has_left:
+            self._finish_what_was_left()
+        elif batch := self._take():
             self._compute(batch)
         with self._lock:
-            self._is_scheduled = self._num_waiting > 0
+            self._is_scheduled = self._num_waiting > 0 or self.hosted.has_left
             if not self._is_scheduled:
                 return
         self._pool.put([self])
@@ -237,6 +238,15 @@ class ExpertQueue:
         self.stats.computed(batch, results, started, time.monotonic() - started)
         for call, result in zip(batch, results, strict=True):
             self._finish(call, result)
+        if self.hosted.comes_and_goes:  # what it left keeps memory
+            self.hosted.finish()
+        self.computing_since = None
+        self._expect_next(time.monotonic() - started, cpu_started)
+
+    def _finish_what_was_left(self) -> None:
+        """A turn of its own: the answers of other experts, which wait for a worker, come first."""
+        self.computing_since = started = time.monotonic()
+        cpu_started = time.thread_time() if self._is_timed else None
         self.hosted.finish()
         self.computing_since = None
         self._expect_next(time.monotonic() - started, cpu_started)

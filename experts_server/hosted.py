@@ -22,7 +22,7 @@ Here is the order of things; how the module is called is in `calling`, how sever
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,8 +144,13 @@ class HostedExpert:
         if self._lodger is not None and self._saving.prefetch:
             self._lodger.prefetch()
 
+    @property
+    def has_left(self) -> bool:
+        """Whether a backward has its answer, and `finish` is to come before anything else."""
+        return self._later is not None and not self._later.is_empty
+
     def finish(self) -> None:
-        """Do what was left for after the answers of this turn."""
+        """Do what was left for after the answers."""
         if self._later is not None:
             self._later.finish()
 
@@ -238,12 +243,18 @@ class HostedExpert:
                     answers[index] = known
             except RemoteError as refusal:
                 answers[index] = refusal
-        for index, (input_grad, weight_grads) in self._differentiate_joined(calls, kept).items():
+        for index, (input_grad, weigh) in self._differentiate_joined(calls, kept).items():
             call, wants = calls[index], calls[index].wants_input_grads[:1] == (True,)
             try:
                 with self._keeping_inputs_for_another_try(call):
                     share = (input_grad if wants and kept[index].inputs[0].requires_grad else None,)
-                    answers[index] = self._settle(call, kept[index], share, weight_grads)
+                    if (known := self._known_answer(call)) is not None:  # a copy beside it was the first
+                        answers[index] = known
+                    elif self._later is not None and self._takes_in(call):
+                        left = Left(call, kept[index].num_rows, share, weigh, contextlib.ExitStack())
+                        answers[index] = self._answer_first(left, self._later)
+                    else:
+                        answers[index] = self._settle(call, kept[index], share, weigh())
             except RemoteError as refusal:
                 answers[index] = refusal
         return [answers[index] for index in range(len(calls))]
@@ -259,7 +270,9 @@ class HostedExpert:
         if not call.wants_weight_grads or self.trainer is None:
             return None
         applied = self.ledger.find(call.client_id, call.sequence, call.settled_below)
-        return None if applied is None else applied.reply
+        if applied is not None:
+            return applied.reply
+        return None if self._later is None else self._later.answer_to(call)
 
     def _kept_for(self, call: BackwardCall) -> KeptForward:
         """Return the forward that `call` is the backward of; the call's gradients fit it."""
@@ -271,8 +284,6 @@ class HostedExpert:
         self, call: BackwardCall, kept: KeptForward, input_grads: Reply, weight_grads: Gradients
     ) -> Reply:
         """Take in what is not taken in yet, together with the ledger's line (rule 3); return the answer."""
-        if (known := self._known_answer(call)) is not None:  # a copy beside it was the first
-            return known
         if self.trainer is not None and self._takes_in(call):
             self.trainer.take_in(call.client_id, weight_grads, kept.num_rows)
             self.ledger.record(call.client_id, call.sequence, self.num_updates, input_grads)
@@ -326,9 +337,13 @@ class HostedExpert:
             except Exception as error:
                 raise self.caller.failure("backward", error) from error
             answer = _in_place_of(wanted, found, len(kept.inputs))
-            later.leave(Left(call, kept.num_rows, answer, pending, hold.pop_all()))
-        self.kept.remove(call.client_id, call.call_id)
-        return answer
+            return self._answer_first(Left(call, kept.num_rows, answer, pending.run, hold.pop_all()), later)
+
+    def _answer_first(self, left: Left, later: LaterGradients) -> Reply:
+        later.leave(left)
+        if not left.call.keep_graph:
+            self.kept.remove(left.call.client_id, left.call.call_id)
+        return left.answer
 
     def _starts_and_ends(
         self, call: BackwardCall, kept: KeptForward
@@ -347,8 +362,8 @@ class HostedExpert:
 
     def _differentiate_joined(
         self, calls: Sequence[BackwardCall], kept: Mapping[int, KeptForward]
-    ) -> dict[int, tuple[Tensor, Gradients]]:
-        """Return the gradients of those calls that have their forward, by their place."""
+    ) -> dict[int, tuple[Tensor, Callable[[], Gradients]]]:
+        """Return, for those calls that have their forward, by their place, what the joiner does."""
         if not kept:
             return {}
         wants_weights = any(self._takes_in(calls[index]) for index in kept)

@@ -14,8 +14,9 @@ Rows go after rows through one call of the module. What each call is owed is tol
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +100,8 @@ class Joiner:
         grad_outputs: Sequence[Tensor],
         evaluate: bool,
         parameters: Sequence[nn.Parameter],
-    ) -> list[tuple[Tensor, Gradients]]:
-        """Compute forward and backward at once; return each call's input gradient and weight gradients.
+    ) -> list[tuple[Tensor, Callable[[], Gradients]]]:
+        """Compute forward and backward at once; return each call's input gradient and what computes the weights'.
 
         Args:
             inputs: one for each call.
@@ -125,7 +126,7 @@ class Joiner:
         rows = [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
         shares = [torch.zeros_like(x[own]) if x_grad is None else x_grad[own].clone() for own in rows]
         return [
-            (share, tape.separate(layer_grads, own, parameters))
+            (share, functools.partial(tape.separate, layer_grads, own, parameters))
             for share, own in zip(shares, rows, strict=True)
         ]
 

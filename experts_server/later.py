@@ -1,12 +1,17 @@
-"""Weight gradients that are computed after the answer: a backward in two parts, in one turn of the expert.
+"""Weight gradients that are computed after the answer: a backward in two parts, in two turns of the expert.
 
-    backward ──▶ input gradients ──▶ answer leaves ──▶ weight gradients ──▶ taken in, ledger's line ──▶ end of turn
-                                     └──────────── `LaterGradients` holds what is left ───────────┘
+    backward ──▶ input gradients ──▶ answer leaves ─ ─ ─ ─ weight gradients ──▶ taken in, ledger's line
+               first turn                    │  others' turns │            second turn
+                                             └ `LaterGradients` holds what is left
+
+The second turn comes after the turns that wait for a worker by then: a client that calls all experts of a layer has the
+input gradients of all of them before the weight gradients of any are begun. (An offloaded expert would keep its memory
+meanwhile; its second part comes at once.)
 
 What an answered backward promises, then:
 
 1. Its gradients are taken in before anything else happens to the expert: an update, a checkpoint and every other call
-   wait for the end of the turn. They are taken in once, with the ledger's line, as without this.
+   wait for the second turn. They are taken in once, with the ledger's line, as without this.
 2. If they cannot be (the module fails, they are not finite, there is no room), nothing has changed, and the client's
    next step raises `GradientsLostError` with the reason and changes nothing, until the client's `zero_grad`.
 3. If the server is killed in between, they are lost like all that came after the last checkpoint, and the step says so.
@@ -18,13 +23,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from experts_server.calls import BackwardCall
+from experts_server.gradients import Gradients
 from experts_server.ledger import Ledger, Reply
 from experts_server.training import Trainer
-from moe_autograd.autograd.split_backward import PendingWeightGradients
 from moe_autograd.errors import GradientsLostError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +45,7 @@ class Left:
     call: BackwardCall
     num_rows: int
     answer: Reply
-    pending: PendingWeightGradients
+    compute: Callable[[], Gradients]
     hold: ExitStack  # keeps the expert in memory
 
 
@@ -58,26 +64,38 @@ class LaterGradients:
         self.name = name
         self._trainer = trainer
         self._ledger = ledger
-        self._left: Left | None = None
+        self._left: list[Left] = []
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # by client: why
 
     def __repr__(self) -> str:
         return f"<LaterGradients of {self.name!r}, {len(self._refused)} clients with refused gradients>"
 
     def leave(self, left: Left) -> None:
-        """Leave the second part for `finish`, which comes in the same turn."""
-        assert self._left is None, "one backward a turn, each finished"
-        self._left = left
+        """Leave the second part for `finish`, which comes before anything else."""
+        self._left.append(left)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left."""
+        return not self._left
+
+    def answer_to(self, call: BackwardCall) -> Reply | None:
+        """Return the answer to a call whose copy beside it was the first, and is left here."""
+        key = call.client_id, call.sequence
+        return next(
+            (one.answer for one in self._left if (one.call.client_id, one.call.sequence) == key), None
+        )
 
     def finish(self) -> None:
         """Compute what was left and take it in, if anything was; what goes wrong waits for the client's step."""
-        left, self._left = self._left, None
-        if left is None:
-            return
+        while self._left:
+            self._finish(self._left.pop(0))
+
+    def _finish(self, left: Left) -> None:
         call = left.call
         try:
             with left.hold:
-                self._trainer.take_in(call.client_id, left.pending.run(), left.num_rows)
+                self._trainer.take_in(call.client_id, left.compute(), left.num_rows)
                 self._ledger.record(call.client_id, call.sequence, self._trainer.num_updates, left.answer)
         except Exception as error:
             logger.warning("expert %r: gradients of an answered backward were refused: %s", self.name, error)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from experts_server.budget import Budget
 from experts_server.calls import BackwardCall, ForwardCall, InspectCall, UpdateCall
+from experts_server.config import MemoryConfig
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.training import Training, UpdateMode
@@ -53,13 +54,15 @@ def hosted(
     *,
     gathered_bytes: int = 1 << 20,
     can_join: bool = True,
+    split: bool = False,
 ) -> HostedExpert:
     memory = SharedMemory(
         KeptForwards(1 << 20, 60), Budget(gathered_bytes, "gathered"), Budget(1 << 20, "replies")
     )
     trained = [p for p in module.parameters() if p.requires_grad]
     training = None if update is None else Training(torch.optim.SGD(trained, lr=0.1), update)
-    return HostedExpert("e", module, training, memory, can_join=can_join)
+    saving = MemoryConfig(split_backward=split)
+    return HostedExpert("e", module, training, memory, can_join=can_join, saving=saving)
 
 
 def _ignore(*_: Any) -> None: ...
@@ -96,10 +99,13 @@ def step(expert: HostedExpert, client: int) -> int:
 # ---- shares
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", SEPARABLE)
-def test_joined_backwards_give_each_client_its_input_gradient_and_its_own_update(name: str) -> None:
+def test_joined_backwards_give_each_client_its_input_gradient_and_its_own_update(
+    name: str, split: bool
+) -> None:
     torch.manual_seed(0)
-    expert = hosted(SEPARABLE[name]())
+    expert = hosted(SEPARABLE[name](), split=split)
     reference = copy.deepcopy(expert.module)
     xs = [rows(num, seed=num, like=reference) for num in (2, 3, 0, 1)]
     forwards = [forward_call(client, x) for client, x in enumerate(xs)]
@@ -111,6 +117,8 @@ def test_joined_backwards_give_each_client_its_input_gradient_and_its_own_update
     assert len(keys) == 1
     assert None not in keys
     answers = expert.backward_joined(backwards)
+    assert expert.has_left is split  # the answers leave first
+    expert.finish()
     wanted = [p for p in reference.parameters() if p.requires_grad]
     by_client = []
     for x, grad, output, answer in zip(xs, grads, outputs, answers, strict=True):
@@ -135,13 +143,16 @@ def test_joined_backwards_give_each_client_its_input_gradient_and_its_own_update
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.booleans()), min_size=2, max_size=6
-    )
+    ),
+    st.booleans(),
 )
-def test_whatever_is_joined_is_as_if_computed_one_by_one(calls: list[tuple[int, int, bool, bool]]) -> None:
+def test_whatever_is_joined_is_as_if_computed_one_by_one(
+    calls: list[tuple[int, int, bool, bool]], split: bool
+) -> None:
     """Any number of rows, clients and copies of calls; with and without input gradients and graphs that stay."""
     torch.manual_seed(0)
     module = FeedForwardExpert(D, dtype=torch.float64)
-    together, apart = hosted(module), hosted(copy.deepcopy(module))
+    together, apart = hosted(module, split=split), hosted(copy.deepcopy(module))
     for expert in (together, apart):
         backwards = []
         for index, (num, client, wants, keeps) in enumerate(calls):
@@ -158,6 +169,7 @@ def test_whatever_is_joined_is_as_if_computed_one_by_one(calls: list[tuple[int, 
                 expert.forward([forward, copy.copy(forward)])  # joined with itself: it keeps no graph
         if expert is together:
             answers: list[Any] = expert.backward_joined(backwards)
+            expert.finish()
         else:
             expected = [expert.backward(call) for call in backwards]
     for answer, one_by_one in zip(answers, expected, strict=True):
@@ -168,14 +180,16 @@ def test_whatever_is_joined_is_as_if_computed_one_by_one(calls: list[tuple[int, 
         torch.testing.assert_close(together.module.state_dict(), apart.module.state_dict())
 
 
-def test_copies_of_one_backward_in_one_batch_count_once() -> None:
-    expert = hosted(FeedForwardExpert(D, dtype=torch.float64))
+@pytest.mark.parametrize("split", [False, True])
+def test_copies_of_one_backward_in_one_batch_count_once(split: bool) -> None:
+    expert = hosted(FeedForwardExpert(D, dtype=torch.float64), split=split)
     reference = copy.deepcopy(expert.module)
     x, grad = rows(2, seed=1), rows(2, seed=2)
     answers: list[Any] = expert.backward_joined(
         [backward_call(0, grad, inputs=(x.clone(),)) for _ in range(3)]
     )
     torch.testing.assert_close(answers[1:], answers[:1] * 2)
+    expert.finish()
     step(expert, 0)
     reference(x).backward(grad)
     torch.optim.SGD(reference.parameters(), lr=0.1).step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,10 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server import ExpertsServer
+from experts_server import ExpertsServer, executor
+from experts_server.batching import ExpertQueue, QueueLimits
+from experts_server.budget import Budget
+from experts_server.calls import BackwardCall
 from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
+from experts_server.executor import WorkerPool
+from experts_server.hosted import HostedExpert, SharedMemory
+from experts_server.kept import KeptForwards
 from experts_server.service import Service
 from experts_server.settings import check_config
+from experts_server.training import Training
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd.offload.stores import RamStore
 from moe_autograd.errors import ConfigError, GradientsLostError
@@ -258,6 +266,38 @@ def test_the_answer_leaves_before_the_weight_gradients_are_computed_and_a_step_w
         client.step()
         assert client.num_updates() == {"e": 1}
         torch.testing.assert_close(client.get_state()["e"]["weight"], torch.full((D,), -1.0))
+
+
+def test_all_experts_answer_before_the_weight_gradients_of_any_are_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One worker, and the backwards of three experts that came together."""
+    monkeypatch.setattr(executor, "SHORT_S", START_S)  # one lane for all, which has one worker
+    monkeypatch.setattr(executor, "STALL_S", START_S)  # and none of them is taken for a long one
+    events: list[str] = []
+
+    def note(name: str, grad: Tensor) -> Tensor:
+        events.append(f"weights of {name}")
+        return grad
+
+    pool, queues = WorkerPool(), []
+    memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
+    limits = QueueLimits(Budget(10, "calls"), Budget(1 << 20, "bytes"))
+    for name in "abc":
+        module = Scale(functools.partial(note, name))
+        training = Training(sgd(module.parameters()), "on_step")
+        expert = HostedExpert(name, module, training, memory, saving=MemoryConfig(split_backward=True))
+        x, grad = torch.ones(2, D), torch.ones(2, D)
+        answered = functools.partial(lambda name, call, result: events.append(f"answer of {name}"), name)
+        call = BackwardCall(b"", answered, 1, 1, 0, (grad,), (True,), inputs=(x,))
+        queues.append(ExpertQueue(expert, pool, limits))
+        limits.take([call])
+        assert queues[-1].add(call)
+    pool.put(queues)
+    wait_until(lambda: len(events) == 6)
+    assert pool.close(START_S)
+    order = [f"{what} of {name}" for what in ("answer", "weights") for name in "abc"]
+    assert events == order
 
 
 def test_a_repeated_backward_counts_once() -> None:
