@@ -1,4 +1,4 @@
-"""What is looked at before a call may change anything. Each check raises `InvalidCallError`, or does nothing."""
+"""What is looked at before a call may change anything. A check raises, `InvalidCallError` mostly, or does nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from experts_server.calls import BackwardCall, ForwardCall
 from experts_server.gradients import Gradients, first_not_finite, is_finite
 from experts_server.spec import InputSpec
-from moe_autograd.errors import InvalidCallError
+from moe_autograd.errors import ExpertFailedError, InvalidCallError
 
 
 def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:
@@ -49,6 +49,16 @@ def check_grad_outputs(expert: str, call: BackwardCall, shapes: Sequence[torch.S
                 )
     if not call.is_finite:
         check_finite(expert, grads, "grad_outputs")
+
+
+def check_same_shapes(expert: str, first: Sequence[torch.Size], again: Sequence[torch.Size]) -> None:
+    """Raise `ExpertFailedError` unless a forward that ran again returned what it returned at first."""
+    if first != again:
+        both = " again, got ".join(str([tuple(shape) for shape in shapes]) for shapes in (first, again))
+        raise ExpertFailedError(
+            f"expert {expert!r}, backward: expected its module to return tensors of shapes {both}. Forwards are "
+            "computed again for their backward; let the module do the same each time."
+        )
 
 
 def check_finite(expert: str, tensors: Gradients, what: str) -> None:

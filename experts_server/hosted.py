@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from experts_server.budget import Budget
 from experts_server.calling import ModuleCaller
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
-from experts_server.checks import check_finite, check_grad_outputs, check_inputs
+from experts_server.checks import check_finite, check_grad_outputs, check_inputs, check_same_shapes
 from experts_server.config import SAVING_NOTHING, MemoryConfig
 from experts_server.gradients import Gradients, differentiate
 from experts_server.joining import Joiner
@@ -152,7 +152,8 @@ class HostedExpert:
     def finish(self) -> None:
         """Do what was left for after the answers."""
         if self._later is not None:
-            self._later.finish()
+            with self.caller.random.drawing():
+                self._later.finish()
 
     def check(self, call: ForwardCall | BackwardCall) -> None:
         """Raise `InvalidCallError` if this call cannot be right; nothing has changed then.
@@ -220,7 +221,8 @@ class HostedExpert:
         if known is not None:
             return known
         kept = self._kept_for(call)
-        with self._keeping_inputs_for_another_try(call):
+        # A module that checkpoints its inside draws again what it drew.
+        with self._keeping_inputs_for_another_try(call), self.caller.random.drawing():
             if self._later is not None and not call.keep_graph and self._takes_in(call):
                 return self._differentiate_in_parts(call, kept, self._later)
             input_grads, weight_grads = self._differentiate(call, kept, self._takes_in(call))
@@ -367,12 +369,13 @@ class HostedExpert:
         if not kept:
             return {}
         wants_weights = any(self._takes_in(calls[index]) for index in kept)
-        found = self.joiner.differentiate(
-            [forward.inputs[0] for forward in kept.values()],
-            [grad for index in kept for grad in calls[index].grad_outputs if grad is not None],
-            next(iter(kept.values())).evaluate,
-            self.trainer.parameters if wants_weights and self.trainer is not None else (),
-        )
+        with self.caller.random.drawing():
+            found = self.joiner.differentiate(
+                [forward.inputs[0] for forward in kept.values()],
+                [grad for index in kept for grad in calls[index].grad_outputs if grad is not None],
+                next(iter(kept.values())).evaluate,
+                self.trainer.parameters if wants_weights and self.trainer is not None else (),
+            )
         return dict(zip(kept, found, strict=True))
 
     def _recomputed(self, call: BackwardCall, kept: KeptForward) -> tuple[Tensor, ...]:
@@ -381,6 +384,7 @@ class HostedExpert:
         if kept.output_shapes is None:
             kept.output_shapes = outputs.shapes
             check_grad_outputs(self.name, call, kept.output_shapes)
+        check_same_shapes(self.name, kept.output_shapes, outputs.shapes)
         return outputs.tensors
 
     # ---- weights

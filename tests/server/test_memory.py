@@ -13,6 +13,7 @@ import grpc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer, executor
 from experts_server.batching import ExpertQueue, QueueLimits
@@ -138,6 +139,44 @@ def test_dropout_and_buffers_are_those_of_a_server_that_saves_nothing() -> None:
         torch.testing.assert_close(other, one)
 
 
+class MaskTwice(nn.Module):
+    """Checkpoints its own inside, which meets that of another expert between two masks."""
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        super().__init__()
+        self.weight, self.meeting = nn.Parameter(torch.ones(D)), meeting
+
+    def inside(self, x: Tensor) -> Tensor:
+        y = torch.dropout(x * self.weight, 0.5, True)
+        self.meeting.wait(START_S)
+        return torch.dropout(y * 1.0, 0.5, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [MemoryConfig(), MemoryConfig(recompute=True), MemoryConfig(split_backward=True), ALL_FOUR],
+    ids=str,
+)
+def test_a_module_that_checkpoints_its_inside_draws_the_same_numbers_again_beside_others(
+    memory: MemoryConfig,
+) -> None:
+    """With ones as inputs and weights the gradient of the input is the mask, which is the result."""
+    meeting = threading.Barrier(2)
+    hosted: dict[str, nn.Module] = {name: MaskTwice(meeting) for name in "ab"}
+    config = ServingConfig(memory=memory, offload=OffloadConfig(max_resident_bytes=1 << 16))
+    with ExpertsServer(hosted, optimizer=sgd, config=config) as server, connect(server.address) as there:
+        xs = [torch.ones(20, D, requires_grad=True) for _ in range(2)]
+        ys = parallel_apply([there["a"], there["b"]], [(x,) for x in xs])
+        torch.stack(ys).sum().backward()
+        RemoteOptimizer(there).step()
+    for x, y in zip(xs, ys, strict=True):
+        assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+    assert not torch.equal(ys[0], ys[1])
+
+
 def test_an_offloaded_expert_tells_its_shapes_and_weights_while_it_is_absent() -> None:
     hosted: dict[str, nn.Module] = {f"e.{i}": FeedForwardExpert(D) for i in range(4)}
     plain = {name: copy.deepcopy(module.state_dict()) for name, module in hosted.items()}
@@ -189,6 +228,31 @@ def test_a_checkpoint_of_offloaded_experts_is_that_of_plain_ones(tmp_path: Path)
             assert client.num_updates() == {"e.0": 2, "e.1": 2}
             states.append(client.get_state())
     torch.testing.assert_close(states[1], states[0])
+
+
+@pytest.mark.parametrize("memory", [MemoryConfig(recompute=True), ALL_FOUR], ids=str)
+def test_a_forward_that_returns_something_else_when_it_runs_again_is_told_with_both_sides(
+    memory: MemoryConfig,
+) -> None:
+    class Fickle(nn.Linear):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.num_calls += 1
+            y = super().forward(x)
+            return y if self.num_calls == 1 else (y, y[:, :2])
+
+    config = ServingConfig(memory=memory, offload=OffloadConfig(max_resident_bytes=1 << 16))
+    with (
+        ExpertsServer({"e": Fickle(D, D)}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        client.forward("e", tokens(3, D))
+        answer = client.backward("e", tokens(3, D))
+    assert answer.code == "EXPERT_FAILED"
+    assert (
+        "expected its module to return tensors of shapes [(3, 8)] again, got [(3, 8), (3, 2)]" in answer.text
+    )
 
 
 def test_a_module_that_changes_its_input_is_refused_and_not_recomputed_from_it() -> None:
