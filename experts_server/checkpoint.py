@@ -20,7 +20,6 @@ Rules, from which it follows that at every moment there is a whole generation to
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ import safetensors.torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from experts_server.locks import take_folder
 from experts_server.names import check_name
 from experts_server.snapshot import FORMAT, Snapshot
 from moe_autograd.errors import CheckpointError
@@ -68,22 +68,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder = folder
         self.keep = keep
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("a")
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint_dir {str(folder)!r}: expected a folder to write to, got {error.strerror!r}. "
-                "Choose another, or correct its permissions."
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise CheckpointError(
-                f"checkpoint_dir {str(folder)!r}: expected it to be free, got one that another server uses. "
-                "Stop that one, or choose another folder."
-            ) from error
+        self._lock = take_folder("checkpoint_dir", folder, "lock", CheckpointError)
 
     def close(self) -> None:
         """Release the lock."""

@@ -15,7 +15,7 @@ from experts_server import console
 from experts_server.daemon import run
 from experts_server.logs import start_logging
 from experts_server.security import server_credentials
-from experts_server.server import from_config
+from experts_server.server import check_buildable
 from experts_server.settings import load_config
 from experts_server.top import watch
 from moe_autograd.errors import MoeAutogradError
@@ -129,7 +129,7 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
 def check(file: Path) -> None:
     """Check a configuration without serving it: keys, values, classes, arguments, certificates and tokens."""
     config = load_config(file)
-    from_config(config)
+    check_buildable(config)
     server_credentials(config.security)
     click.echo(f"{file}: {len(config.experts)} experts, no mistakes")
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import nn
 
+from experts_server.locks import take_folder
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.offload.stores import FolderStore, RamStore
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
 from moe_autograd.errors import ConfigError
+
+STORE = "resident-store"
 
 
 class OffloadMemory:
@@ -30,20 +34,30 @@ class OffloadMemory:
         max_resident_bytes: of weights, buffers and optimizer state in memory.
         store: "ram", or the folder where the rest is.
 
+    Raises:
+        ConfigError: the folder cannot be used, or another server uses it.
+
     Threads: any.
     """
 
     def __init__(self, max_resident_bytes: int, store: str | Path) -> None:
         self.max_resident_bytes = max_resident_bytes
-        kept = RamStore() if store == "ram" else FolderStore(Path(store) / "resident-store")
+        self._lock: TextIO | None = None
+        kept: Store = RamStore()
+        if store != "ram":  # what is written there is the experts: another server's must not come over it
+            folder = Path(store)
+            self._lock = take_folder("offload.store", folder, f"{STORE}.lock", ConfigError)
+            kept = FolderStore(folder / STORE)
         self.residency = Residency(max_resident_bytes, kept, torch.device("cpu"))
 
     def __repr__(self) -> str:
         return f"<OffloadMemory {self.residency!r}>"
 
     def close(self) -> None:
-        """End the threads that read and write."""
+        """End the threads that read and write, and release the folder."""
         self.residency.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 class Lodger:

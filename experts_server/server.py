@@ -169,9 +169,13 @@ class ExpertServer:
         except BaseException:
             if self._grpc is not None:
                 await self._grpc.stop(None)
-            self.pool.close(0)
-            self._close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Let go of what a server that does not serve has."""
+        self.pool.close(0)
+        self._close()
 
     async def _open(self) -> None:
         self._grpc = grpc.aio.server(
@@ -282,6 +286,18 @@ def _open_offload_memory(config: OffloadConfig | None) -> OffloadMemory | None:
 def _forget_stale(hosted: HostedExpert) -> None:
     if hosted.trainer is not None:
         hosted.trainer.gathered.forget_stale()
+
+
+def check_buildable(config: ServerConfig) -> None:
+    """Build all that `config` names, and let go of it; no file is written, also where a server runs with it.
+
+    Raises:
+        ConfigError: something cannot be built.
+    """
+    if config.offload is not None:
+        in_memory = config.offload.model_copy(update={"store": "ram"})
+        config = config.model_copy(update={"offload": in_memory})
+    from_config(config).close()
 
 
 def from_config(config: ServerConfig) -> ExpertServer:
