@@ -5,9 +5,9 @@ Rules:
 1. *One turn at a time.* The queue is in the worker pool at most once, so the expert's calls never overlap and
    need no lock around the module; a hanging expert holds one worker and its own queue.
 2. *In order for each client, in turn between clients.* A client's calls begin in the order they came; between
-   clients the turn goes round, so one with a thousand calls delays another's by one batch. An `InspectCall` runs
-   after all that came before it and before all that come after: one put to all experts at once cuts every step
-   of theirs on the same side.
+   clients the turn goes round, also where some calls can be joined and others cannot, so one with a thousand calls
+   delays another's by one batch. An `InspectCall` runs after all that came before it and before all that come
+   after: one put to all experts at once cuts every step of theirs on the same side.
 3. *Checked before joined.* A call reaches this queue after `HostedExpert.check`; calls are joined only if their
    `HostedExpert.join_key` is equal (forwards, or backwards, of one input of equal dtype and row shape), up to
    `max_batch_tokens`. If a joined computation fails, each call is computed by itself and fails by itself. What is
@@ -128,15 +128,17 @@ class ExpertQueue:
 
     def run(self) -> None:
         """Finish what the last turn left, else compute the next batch; come again if there is more."""
-        if self.hosted.has_left:
-            self._finish_what_was_left()
-        elif batch := self._take():
-            self._compute(batch)
-        with self._lock:
-            self._is_scheduled = self._num_waiting > 0 or self.hosted.has_left
-            if not self._is_scheduled:
-                return
-        self._pool.put([self])
+        try:
+            if self.hosted.has_left:
+                self._finish_what_was_left()
+            elif batch := self._take():
+                self._compute(batch)
+        finally:
+            self.computing_since = None
+            with self._lock:
+                self._is_scheduled = comes_again = self._num_waiting > 0 or self.hosted.has_left
+            if comes_again:
+                self._pool.put([self])
 
     # ---- choosing
 
@@ -158,36 +160,51 @@ class ExpertQueue:
         self._pool.put([self])
 
     def _take(self) -> list[Call]:
-        """Take the next call, and those that can be joined with it."""
+        """Take the next call, and those that can be joined with it.
+
+        Who gave a call goes behind all others; who had none that fits keeps his place, and is first soon.
+        """
         batch: list[Call] = []
-        key: object = None
-        num_tokens = 0
         with self._lock:
             while len(self._epochs) > 1 and not self._epochs[0]:
                 self._epochs.popleft()
             waiting = self._epochs[0]
-            skipped: set[bytes] = set()
-            while len(skipped) < len(waiting):
+            while waiting and not batch:
                 client_id = next(iter(waiting))
-                call = waiting[client_id][0]
-                if batch and not (
-                    key is not None
-                    and self.hosted.join_key(call) == key
-                    and num_tokens + call.num_tokens <= self._limits.max_batch_tokens
-                ):
-                    skipped.add(client_id)
-                    waiting.move_to_end(client_id)
+                call = self._next_of(waiting, client_id)
+                if call is not None:
+                    self._remove_first(waiting, client_id)
+                    batch.append(call)
+            if batch and self._num_waiting and (key := self.hosted.join_key(batch[0])) is not None:
+                self._join(waiting, batch, key)
+        return batch
+
+    def _join(self, waiting: Waiting, batch: list[Call], key: object) -> None:
+        """Add to the batch what has the same key and fits, one call of each client a round."""
+        room = self._limits.max_batch_tokens - batch[0].num_tokens
+        clients = list(waiting)
+        while clients and room > 0:
+            givers = []
+            for client_id in clients:
+                call = self._next_of(waiting, client_id)
+                if call is None or call.num_tokens > room or self.hosted.join_key(call) != key:
                     continue
                 self._remove_first(waiting, client_id)
-                if self._is_in_vain(call):
-                    continue
-                if not batch and self._num_waiting:
-                    key = self.hosted.join_key(call)
                 batch.append(call)
-                num_tokens += call.num_tokens
-                if key is None:
-                    break
-        return batch
+                room -= call.num_tokens
+                if client_id in waiting:
+                    givers.append(client_id)
+            clients = givers
+
+    def _next_of(self, waiting: Waiting, client_id: bytes) -> Call | None:
+        """Return the client's first call that is not in vain; those before it are answered."""
+        while client_id in waiting:
+            call = waiting[client_id][0]
+            if not call.is_cancelled and (call.deadline is None or time.monotonic() < call.deadline):
+                return call
+            self._remove_first(waiting, client_id, keeps_place=True)
+            self._refuse_late(call)
+        return None
 
     def _append(self, call: Call) -> None:
         if isinstance(call, InspectCall):
@@ -202,21 +219,18 @@ class ExpertQueue:
         self._num_waiting += 1
         self._num_tokens += call.num_tokens
 
-    def _remove_first(self, waiting: Waiting, client_id: bytes) -> None:
+    def _remove_first(self, waiting: Waiting, client_id: bytes, *, keeps_place: bool = False) -> None:
         """Take out the client's first call; the turn goes to the next client."""
         queue = waiting[client_id]
         self._num_tokens -= queue.popleft().num_tokens
         self._num_waiting -= 1
-        if queue:
-            waiting.move_to_end(client_id)
-        else:
+        if not queue:
             del waiting[client_id]
+        elif not keeps_place:
+            waiting.move_to_end(client_id)
 
-    def _is_in_vain(self, call: Call) -> bool:
-        now = time.monotonic()
-        if not call.is_cancelled and (call.deadline is None or now < call.deadline):
-            return False
-        waited_s = now - call.arrived_at
+    def _refuse_late(self, call: Call) -> None:
+        waited_s = time.monotonic() - call.arrived_at
         self._finish(
             call,
             DeadlineExceededError(
@@ -224,7 +238,6 @@ class ExpertQueue:
                 f"{waited_s:.3f} s in the queue. Allow more time, or send less at once."
             ),
         )
-        return True
 
     # ---- computing
 
@@ -235,12 +248,13 @@ class ExpertQueue:
             call.started_at = started
         self.computing_since = started
         results = self._results(batch)
-        self.stats.computed(batch, results, started, time.monotonic() - started)
-        for call, result in zip(batch, results, strict=True):
-            self._finish(call, result)
+        try:
+            self.stats.computed(batch, results, started, time.monotonic() - started)
+        finally:  # whatever becomes of the numbers, the answers leave
+            for call, result in zip(batch, results, strict=True):
+                self._finish(call, result)
         if self.hosted.comes_and_goes:  # what it left keeps memory
             self.hosted.finish()
-        self.computing_since = None
         self._expect_next(time.monotonic() - started, cpu_started)
 
     def _finish_what_was_left(self) -> None:
@@ -248,7 +262,6 @@ class ExpertQueue:
         self.computing_since = started = time.monotonic()
         cpu_started = time.thread_time() if self._is_timed else None
         self.hosted.finish()
-        self.computing_since = None
         self._expect_next(time.monotonic() - started, cpu_started)
 
     def _expect_next(self, elapsed_s: float, cpu_started: float | None) -> None:

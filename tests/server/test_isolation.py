@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server import gathered as gathered_module
 from experts_server import service as service_module
 from experts_server.budget import Budget
-from experts_server.config import BatchingConfig, LimitsConfig, ServingConfig
+from experts_server.config import LimitsConfig, ServingConfig
 from experts_server.gathered import Gathered, GatheredGradients
 from experts_server.kept import RECORD_BYTES, SAVED_BYTES
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -25,60 +23,15 @@ from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
+from tests.support.gated import D, Gated, Waiting, serving, wait_until_queued
 from tests.support.servers import (
     START_S,
-    Answer,
     WireClient,
     messages_of,
     tokens,
     wait_until,
     wait_until_inside,
 )
-
-D = 8
-
-
-class Gated(nn.Module):
-    """Waits before each call until it is let go, and notes how many rows each call had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.started, self.may_go = threading.Semaphore(0), threading.Semaphore(0)
-        self.rows: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.started.release()
-        assert self.may_go.acquire(timeout=START_S)
-        self.rows.append(x.shape[0])
-        return self.linear(x)
-
-    def let_go(self, times: int = 1000) -> None:
-        self.may_go.release(times)
-
-
-class Waiting:
-    """A call on a thread of its own; `answers()` waits for it."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._result: list[Any] = []
-        self._thread = threading.Thread(target=lambda: self._result.append(call()), daemon=True)
-        self._thread.start()
-
-    def result(self) -> Any:
-        self._thread.join(START_S)
-        return self._result[0]
-
-
-def serving(experts: dict[str, nn.Module], **settings: Any) -> ExpertsServer:
-    return ExpertsServer(experts, config=ServingConfig(**settings))
-
-
-def wait_until_queued(server: ExpertsServer, num_calls: int) -> None:
-    """Wait until so many calls wait for the expert called e."""
-    assert server._server is not None
-    queue = server._server.registry["e"]
-    wait_until(lambda: len(queue) >= num_calls)
 
 
 def test_many_hanging_experts_hold_up_no_other() -> None:
@@ -330,125 +283,3 @@ def test_more_passes_than_allowed_are_turned_away() -> None:
         assert dict(busy.value.trailing_metadata())[RETRY_AFTER_KEY]
         gated.let_go()
         assert first.result().code == "OK"
-
-
-# ---- joining
-
-
-@pytest.fixture
-def crowd() -> Iterator[tuple[Gated, list[Waiting], WireClient]]:
-    """An expert that is busy with one row while calls of three clients wait for it."""
-    gated = Gated()
-    torch.manual_seed(0)
-    gated.linear.reset_parameters()
-    with serving({"e": gated}, batching=BatchingConfig(max_batch_tokens=8)) as server:
-        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
-        waiting = [Waiting(lambda: clients[0].forward("e", tokens(1, D)))]
-        assert gated.started.acquire(timeout=START_S)
-        for index, client in enumerate(clients):
-            rows = [2, 3, 9][index]
-            waiting.append(Waiting(lambda c=client, r=rows: c.forward("e", tokens(r, D, seed=r), call_id=7)))
-        wait_until_queued(server, 3)
-        yield gated, waiting, clients[2]
-        gated.let_go()
-        for client in clients:
-            client.channel.close()
-
-
-def test_waiting_calls_of_several_clients_are_computed_together_up_to_the_limit(
-    crowd: tuple[Gated, list[Waiting], WireClient],
-) -> None:
-    gated, waiting, _ = crowd
-    gated.let_go()
-    answers: list[Answer] = [w.result() for w in waiting]
-    assert [a.code for a in answers] == ["OK"] * 4
-    assert sorted(gated.rows) == [1, 5, 9], "two and three rows together, nine alone"
-    for answer, rows in zip(answers[1:], (2, 3, 9), strict=True):
-        torch.testing.assert_close(answer.tensors[0], gated.linear(tokens(rows, D, seed=rows)).detach())
-
-
-def test_a_bad_call_among_joined_ones_fails_alone() -> None:
-    class Picky(Gated):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            if bool((x > 50).any()):
-                raise ArithmeticError("too large")
-            return y
-
-    picky = Picky()
-    with serving({"e": picky}) as server:
-        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
-        first = Waiting(lambda: clients[0].forward("e", tokens(1, D)))
-        assert picky.started.acquire(timeout=START_S)
-        inputs = [tokens(2, D), torch.full((2, D), 99.0), torch.full((2, D), float("nan"))]
-        waiting = [
-            Waiting(lambda c=client, x=x: c.forward("e", x, call_id=5))
-            for client, x in zip(clients, inputs, strict=True)
-        ]
-        wait_until_queued(server, 3)
-        picky.let_go()
-        assert first.result().code == "OK"
-        assert [w.result().code for w in waiting] == ["OK", "EXPERT_FAILED", "INVALID_CALL"]
-        for client in clients:
-            client.channel.close()
-
-
-def test_the_turn_goes_round_between_clients() -> None:
-    gated = Gated()
-    config = {"batching": BatchingConfig(max_batch_tokens=1)}
-    with serving({"e": gated}, **config) as server:
-        greedy, modest = (WireClient(server.address, client_id=name) for name in (b"greedy", b"modest"))
-        calls = [greedy.forward_call("e", tokens(1, D), call_id=n) for n in range(20)]
-        many = Waiting(lambda: greedy.stream("Forward", calls))
-        assert gated.started.acquire(timeout=START_S)
-        wait_until_queued(server, 19)
-        one = Waiting(lambda: modest.forward("e", tokens(2, D)))
-        wait_until_queued(server, 20)
-        gated.let_go()
-        assert one.result().code == "OK"
-        assert all(a.code == "OK" for a in many.result())
-        assert gated.rows.index(2) <= 3, "the other's twenty calls did not come first"
-        greedy.channel.close()
-        modest.channel.close()
-
-
-def test_with_a_waiting_time_calls_that_come_one_after_the_other_are_joined() -> None:
-    gated = Gated()
-    gated.let_go()
-    config = {"batching": BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000)}
-    with serving({"e": gated}, **config) as server:
-        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
-        waiting = [
-            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
-            for c, r in zip(clients, (2, 3), strict=True)
-        ]
-        assert [w.result().code for w in waiting] == ["OK", "OK"]
-        assert gated.rows == [5]
-        for client in clients:
-            client.channel.close()
-
-
-def test_a_backward_after_a_joined_forward_gives_each_client_its_own_gradients() -> None:
-    gated = Gated()
-    gated.let_go()
-    config = ServingConfig(batching=BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000))
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    with ExpertsServer({"e": gated}, optimizer=sgd, config=config) as server:
-        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
-        waiting = [
-            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
-            for c, r in zip(clients, (2, 3), strict=True)
-        ]
-        assert [w.result().code for w in waiting] == ["OK", "OK"]
-        weight = gated.linear.weight.detach().clone()
-        for client, rows in zip(clients, (2, 3), strict=True):
-            answer = client.backward("e", tokens(rows, D, seed=4))
-            torch.testing.assert_close(answer.tensors[0], tokens(rows, D, seed=4) @ weight)
-        clients[1].step()
-        expected = weight - 0.1 * tokens(3, D, seed=4).T @ tokens(3, D)
-        torch.testing.assert_close(gated.linear.weight.detach(), expected)
-        for client in clients:
-            client.channel.close()

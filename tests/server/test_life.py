@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from experts_server import ExpertsServer
 from experts_server.config import ServingConfig
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.server.test_isolation import Gated, Waiting
 from tests.support.forked_servers import ForkedServers
+from tests.support.gated import Gated, Waiting
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 
 D = 8

@@ -23,7 +23,7 @@ from experts_server.config import BatchingConfig, SecurityConfig, ServingConfig
 from experts_server.open_inference import MESSAGES, RPCS, SERVICE
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire.tensors import raw_bytes
-from tests.server.test_isolation import Gated, serving, wait_until_queued
+from tests.support.gated import Gated, serving, wait_until_queued
 from tests.support.servers import START_S, WireClient, tokens
 
 D = 8

@@ -32,7 +32,7 @@ from experts_server.snapshot import Snapshot
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.parcels import ParcelWriter
-from tests.server.test_isolation import Gated, Waiting
+from tests.support.gated import Gated, Waiting
 from tests.support.servers import START_S, WireClient, messages_of, tokens
 
 D = 8
