@@ -14,6 +14,7 @@ from experts_server.kept import SAVED_BYTES
 from experts_server.randomness import RandomStream
 from experts_server.spec import infer_spec
 from moe_autograd.errors import ExpertFailedError, RemoteError
+from moe_autograd.wire.tensors import check_can_travel
 
 MAX_KNOWN_SHAPES = 1024
 
@@ -48,7 +49,7 @@ class ModuleCaller:
 
         Raises:
             InvalidCallError: it raised, and the inputs are not what it takes.
-            ExpertFailedError: it raised, or returned something else than tensors.
+            ExpertFailedError: it raised, or returned something else than tensors that can be sent.
         """
         is_training = not (evaluate or self.eval_only)
         if self.module.training is not is_training:
@@ -63,14 +64,26 @@ class ModuleCaller:
                     result = self.module(*inputs)
         except Exception as error:
             raise self._explain(inputs, error) from error
+        return self._outputs_of(result)
+
+    def _outputs_of(self, result: object) -> Outputs:
         if isinstance(result, Tensor):
-            return Outputs((result,), is_sequence=False)
-        if isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
-            return Outputs(tuple(result), is_sequence=True)
-        raise ExpertFailedError(
-            f"expert {self.name!r}, forward: expected a tensor or a sequence of tensors from its module, got "
-            f"{type(result).__name__}."
-        )
+            outputs = Outputs((result,), is_sequence=False)
+        elif isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
+            outputs = Outputs(tuple(result), is_sequence=True)
+        else:
+            raise ExpertFailedError(
+                f"expert {self.name!r}, forward: expected a tensor or a sequence of tensors from its module, got "
+                f"{type(result).__name__}."
+            )
+        try:
+            for tensor in outputs.tensors:
+                check_can_travel(tensor)
+        except TypeError as error:
+            raise ExpertFailedError(
+                f"expert {self.name!r}, forward, an output of its module: {error}"
+            ) from error
+        return outputs
 
     def call_without_graph(self, leaves: tuple[Tensor, ...], evaluate: bool) -> Outputs:
         """Call the module with gradients off, for a backward that calls it again with the same inputs.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.tensors import plain
 
 
 @dataclass(slots=True)
@@ -117,5 +118,5 @@ class Outputs:
         return tuple([tensor.shape for tensor in self.tensors])
 
     def detached(self) -> Outputs:
-        """Return the same values without their graph."""
-        return Outputs(tuple([tensor.detach() for tensor in self.tensors]), self.is_sequence)
+        """Return the same values without their graph, as memory that can be sent."""
+        return Outputs(tuple([plain(tensor.detach()) for tensor in self.tensors]), self.is_sequence)

@@ -36,7 +36,8 @@ def differentiate(
 ) -> Gradients:
     """Return the gradients of `targets`, as `torch.autograd.grad` does with `allow_unused`.
 
-    Without its checks, which take as long as a small backward: what comes here has been checked.
+    Without its checks, which take as long as a small backward: what comes here has been checked. Sparse ones are made
+    dense, so that they can be added, weighed, saved and sent.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     grads: Gradients = engine.run_backward(
@@ -48,7 +49,14 @@ def differentiate(
         allow_unreachable=True,
         accumulate_grad=False,
     )
-    return grads
+    return dense(grads)
+
+
+def dense(grads: Gradients) -> Gradients:
+    """Return the same gradients, each as a dense tensor: `torch.nn.Embedding(sparse=True)` gives others."""
+    if all(grad is None or grad.layout is torch.strided for grad in grads):
+        return grads
+    return [None if grad is None else grad.to_dense() for grad in grads]
 
 
 def added(old: Gradients, new: Gradients) -> Gradients:

@@ -33,7 +33,7 @@ from experts_server.calling import ModuleCaller
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.checks import check_finite, check_grad_outputs, check_inputs, check_same_shapes
 from experts_server.config import SAVING_NOTHING, MemoryConfig
-from experts_server.gradients import Gradients, differentiate
+from experts_server.gradients import Gradients, dense, differentiate
 from experts_server.joining import Joiner
 from experts_server.kept import KeptForward, KeptForwards, OwnForwards
 from experts_server.later import LaterGradients, Left
@@ -184,18 +184,19 @@ class HostedExpert:
     def _forward_alone(self, call: ForwardCall) -> Outputs:
         if not call.keep_graph:
             with torch.no_grad():
-                return self.caller.call(call.inputs, call.evaluate)
+                return self.caller.call(call.inputs, call.evaluate).detached()
         leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
         random_state = self.caller.random.state()
         if self._saving.recompute:
             outputs = self.caller.call_without_graph(leaves, call.evaluate)
-            self._keep(call, KeptForward(leaves, None, outputs.shapes, call.evaluate, random_state))
+            kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, random_state)
         else:
             outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate)
             kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, random_state)
             kept.graph_bytes = graph_bytes
-            self._keep(call, kept)
-        return outputs.detached()
+        answer = outputs.detached()
+        self._keep(call, kept)
+        return answer
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
         with torch.no_grad():
@@ -338,7 +339,7 @@ class HostedExpert:
                 found, pending = split_backward(roots, root_grads, inputs, self.trainer.parameters)
             except Exception as error:
                 raise self.caller.failure("backward", error) from error
-            answer = _in_place_of(wanted, found, len(kept.inputs))
+            answer = _in_place_of(wanted, dense(found), len(kept.inputs))
             return self._answer_first(Left(call, kept.num_rows, answer, pending.run, hold.pop_all()), later)
 
     def _answer_first(self, left: Left, later: LaterGradients) -> Reply:

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from experts_server.calls import BackwardCall
-from experts_server.gradients import Gradients
+from experts_server.gradients import Gradients, dense
 from experts_server.ledger import Ledger, Reply
 from experts_server.training import Trainer
 from moe_autograd.errors import GradientsLostError
@@ -95,7 +95,7 @@ class LaterGradients:
         call = left.call
         try:
             with left.hold:
-                self._trainer.take_in(call.client_id, left.compute(), left.num_rows)
+                self._trainer.take_in(call.client_id, dense(left.compute()), left.num_rows)
                 self._ledger.record(call.client_id, call.sequence, self._trainer.num_updates, left.answer)
         except Exception as error:
             logger.warning("expert %r: gradients of an answered backward were refused: %s", self.name, error)

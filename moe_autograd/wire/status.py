@@ -41,6 +41,7 @@ from moe_autograd.errors import (
 from moe_autograd.wire import experts_pb2 as pb
 
 RETRY_AFTER_KEY = "retry-after-ms"
+MAX_TEXT_BYTES = 2048  # thrice as much in a trailer, of which grpc refuses more than 8 KiB
 
 _CODES: dict[type[RemoteError], tuple[pb.Code, grpc.StatusCode]] = {
     ExpertNotFoundError: (pb.EXPERT_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
@@ -89,7 +90,15 @@ def _codes_of(error: BaseException) -> tuple[pb.Code, grpc.StatusCode]:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+    """Return what fits into a message whatever a user's module raised; of a long text, its beginning and its end."""
+    try:
+        text = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+    except Exception:
+        text = f"{type(error).__name__}, whose text cannot be had"
+    raw = text.encode("utf-8", "backslashreplace")
+    if len(raw) > MAX_TEXT_BYTES:
+        raw = raw[: MAX_TEXT_BYTES * 3 // 4] + b" [...] " + raw[-MAX_TEXT_BYTES // 4 :]
+    return raw.decode("utf-8", "ignore")
 
 
 def _retry_after_s(error: BaseException) -> float | None:

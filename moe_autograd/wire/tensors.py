@@ -81,12 +81,13 @@ _NO_TENSOR = TensorForm(None, (), pb.RAW, 0)
 
 
 def check_can_travel(tensor: torch.Tensor) -> None:
-    """Raise `TypeError` where a tensor's dtype or layout cannot travel."""
-    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+    """Raise `TypeError` where a tensor's dtype, layout or device cannot travel."""
+    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        layout = "nested layout" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(
-            f"tensor: expected a dense tensor of {known}, got {tensor.dtype} with layout {tensor.layout}. "
-            "Convert it before it goes to a remote expert."
+            f"tensor: expected a dense tensor of {known}, got {tensor.dtype} with {layout} on {tensor.device}. "
+            "Convert it first."
         )
 
 

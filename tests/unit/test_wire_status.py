@@ -74,3 +74,21 @@ def test_codes_of_grpc_itself_are_understood():
 
 def test_a_code_of_a_newer_server_is_a_remote_error():
     assert type(error_of(pb.Status(code=99, message="new"))) is errors.RemoteError
+
+
+@pytest.mark.parametrize("character", ["x", "\u8a9e", "\ud800"])
+def test_a_long_text_arrives_with_its_beginning_and_its_end(character):
+    text = f"expected it all, got {character * 100_000}. Say less."
+    _, details, _ = rpc_status_of(errors.InvalidCallError(text))
+    for told in (status_of(errors.InvalidCallError(text)).message, details):
+        assert told.startswith("expected it all")
+        assert told.endswith("Say less.")
+        assert len(told.encode()) < 2100
+
+
+def test_an_error_that_cannot_tell_its_text_tells_its_type():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert status_of(Mute()).message == "Mute, whose text cannot be had"

@@ -1,0 +1,124 @@
+"""What no expert should do: return what cannot be sent, raise what cannot be told. It is its own calls' affair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from moe_autograd.remote import RemoteOptimizer, connect
+from tests.support.servers import WireClient, tokens
+
+D = 4
+
+
+class Odd(nn.Module):
+    """Does what a function does; has a weight, so that it is trained."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x * self.weight)
+
+
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+def raising(error: BaseException) -> Callable[[Tensor], NoReturn]:
+    def function(_: Tensor) -> NoReturn:
+        raise error
+
+    return function
+
+
+ODD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "sparse": (lambda x: x.to_sparse(), "layout torch.sparse_coo"),
+    "meta": (lambda x: x.to("meta"), "on meta"),
+    "uint64": (lambda x: x.to(torch.uint64), "torch.uint64"),
+    "none": (lambda _: None, "NoneType"),
+    "larger-than-memory": (lambda x: x[:1, :1].expand(10**7, 10**7), "allocate"),
+    "endless-text": (raising(ValueError("x" * (8 << 20))), "xxx [...] xxx"),
+    "half-a-character": (raising(ValueError("file \udcff")), "file \\udcff"),
+    "no-text": (raising(WithoutText()), "no text either"),
+    "no-text-at-all": (raising(KeyboardInterrupt()), "KeyboardInterrupt"),
+    "exit": (raising(SystemExit(3)), "SystemExit: 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[WireClient]:
+    experts = {name: Odd(function) for name, (function, _) in ODD.items()} | {"good": nn.Linear(D, D)}
+    with (
+        ExpertsServer(experts, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)) as server,
+        WireClient(server.address) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("name", ODD)
+def test_what_it_does_fails_alone_is_told_and_is_no_different_the_next_time(
+    client: WireClient, name: str, keep_graph: bool
+) -> None:
+    for _ in range(2):
+        calls = [
+            client.forward_call(each, tokens(2, D), keep_graph=keep_graph) for each in ("good", name, "good")
+        ]
+        before, odd, after = client.stream("Forward", calls)
+        assert (before.code, after.code) == ("OK", "OK")
+        assert odd.code in ("EXPERT_FAILED", "INTERNAL")
+        assert ODD[name][1] in odd.text
+        assert len(odd.text) < 3000
+
+
+def test_a_refusal_that_names_many_long_keys_arrives_as_what_it_is(client: WireClient) -> None:
+    """grpc takes 8 KiB of details, and would make another error of more."""
+    wrong = {"good": {f"{n}." + "of.another.module." * 8: torch.zeros(1) for n in range(60)}}
+    with pytest.raises(Exception, match="INVALID_ARGUMENT") as refused:
+        client.set_state(wrong)
+    assert "Use a state of the same class and arguments." in str(refused.value)
+
+
+class SparseRows(nn.Module):
+    """Its gradients are sparse, both of its weight and of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(3, D, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.tensor([2, 0])
+        return self.rows(index) * nn.functional.embedding(index, x, sparse=True)
+
+
+def test_sparse_gradients_train_as_in_torch() -> None:
+    local, hosted = SparseRows(), SparseRows()
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    with (
+        ExpertsServer(
+            {"e": hosted}, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        ) as server,
+        connect(server.address) as experts,
+    ):
+        remote = RemoteOptimizer(experts)
+        for step in range(3):
+            x_local, x_remote = (tokens(3, D, seed=step).requires_grad_() for _ in range(2))
+            optimizer.zero_grad()
+            local(x_local).square().sum().backward()
+            optimizer.step()
+            remote.zero_grad()
+            experts["e"](x_remote).square().sum().backward()
+            remote.step()
+            assert x_local.grad is not None
+            torch.testing.assert_close(x_remote.grad, x_local.grad.to_dense())
+    torch.testing.assert_close(hosted.rows.weight, local.rows.weight)
