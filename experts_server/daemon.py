@@ -38,22 +38,27 @@ async def run(config: ServerConfig) -> int:
     loop = asyncio.get_running_loop()
 
     def take_signal(number: signal.Signals) -> None:
-        if stopping.is_set():
+        # The end of a terminal is told twice, by the system and by its shell: that is no second wish.
+        if stopping.is_set() and number is not signal.SIGHUP:
             os._exit(128 + number)
         stopping.set()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     limit_heaps(NUM_HEAPS)
     server = from_config(config)
-    await server.start()
+    server.load()  # until it serves, any signal ends it
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
             loop.add_signal_handler(number, take_signal, number)
+    await server.start()
     gc.collect()
     leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
     if server.metrics is not None:
         logger.info("metrics at http://%s/metrics", server.metrics.address)
-    print(ready_line(len(server.registry), server.address), flush=True)
+    try:
+        print(ready_line(len(server.registry), server.address), flush=True)
+    except OSError as error:  # its terminal has just gone; how to stop is a signal's business
+        logger.warning("expected somebody to read stdout, got %s", error)
     await stopping.wait()
     leaving_out.cancel()
     status = 0

@@ -45,6 +45,11 @@ class Saver:
         """How long ago the last save was, or the start."""
         return self._clock() - self._saved_at
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the folder is taken, and loaded."""
+        return self._folder is not None
+
     def open(self) -> None:
         """Take the folder and load its newest whole generation; if there is none, write the first.
 

@@ -155,6 +155,15 @@ class ExpertServer:
     def __repr__(self) -> str:
         return f"<ExpertServer {self.state} at {self.address}, {len(self.registry)} experts>"
 
+    def load(self) -> None:
+        """Load the newest checkpoint, if it is not loaded yet; this may take long, and does not yield to the loop.
+
+        Raises:
+            CheckpointError: see `start`.
+        """
+        if not self.saver.is_open:
+            self.saver.open()
+
     async def start(self) -> None:
         """Load the newest checkpoint, open the port and serve; `address` is the real one afterwards.
 
@@ -164,7 +173,7 @@ class ExpertServer:
         """
         self._loop = asyncio.get_running_loop()
         try:
-            self.saver.open()
+            self.load()
             await self._open()
         except BaseException:
             if self._grpc is not None:

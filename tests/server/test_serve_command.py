@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import pty
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,7 +22,7 @@ from experts_server import ExpertsServer
 from experts_server.cli import main
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.servers import ServerProcess, WireClient, tokens
+from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 
 FLAGS = ("--expert", "ffn", "--num-experts", "3", "--d-model", "8", "--optimizer", "adam", "--lr", "1e-3")
 
@@ -68,6 +72,32 @@ def test_serve_stops_on_these_too(number: signal.Signals) -> None:
         server.signal(number)
         assert server.wait() == 0
     assert any("stopped" in line for line in server.log)
+
+
+def test_serve_saves_when_the_terminal_of_its_shell_is_closed(tmp_path: Path) -> None:
+    """The system tells the server, and the shell does so again."""
+    screen, inner = pty.openpty()
+    with children_begin_with(signal.SIGHUP, signal.SIG_DFL):
+        shell = subprocess.Popen(
+            ["setsid", "--ctty", "bash", "--norc", "-i"],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            cwd=ROOT,
+            env={**os.environ, "HISTFILE": ""},
+        )
+    os.close(inner)
+    command = [sys.executable, "-m", "experts_server", "serve", "--listen", "127.0.0.1:0", *FLAGS]
+    os.write(screen, f"{shlex.join([*command, '--checkpoint-dir', str(tmp_path)])}\n".encode())
+    said = b""
+    while b"serving 3 experts at" not in said:
+        said += os.read(screen, 1 << 16)
+    os.close(screen)
+    with (tmp_path / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # free when the server has ended
+    shell.wait(START_S)
+    generations = sorted(path.name for path in tmp_path.glob("generation-*"))
+    assert generations == ["generation-00000001", "generation-00000002"]
 
 
 def test_serve_goes_on_without_its_terminal_under_nohup() -> None:
