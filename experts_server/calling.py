@@ -5,6 +5,8 @@ Knows nothing of clients, gradients that gather, or what is kept: it makes `Outp
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,13 @@ from moe_autograd.errors import ExpertFailedError, RemoteError
 from moe_autograd.wire.tensors import check_can_travel
 
 MAX_KNOWN_SHAPES = 1024
+
+
+class _Weight(NamedTuple):
+    """What the graph and the outputs of a call of so many rows hold."""
+
+    num_rows: int
+    num_bytes: int
 
 
 class ModuleCaller:
@@ -38,8 +47,8 @@ class ModuleCaller:
         self.random = RandomStream(module)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.is_on_cpu = self.device.type == "cpu"
-        # By the shape of a row: bytes for each row, and beside them.
-        self._graph_bytes: dict[torch.Size, tuple[float, int]] = {}
+        # Of the smallest and the largest call, by `evaluate` and the shape of a row.
+        self._weights: dict[tuple[bool, torch.Size], tuple[_Weight, _Weight]] = {}
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
@@ -102,25 +111,29 @@ class ModuleCaller:
         return outputs
 
     def call_and_weigh(self, leaves: tuple[Tensor, ...], evaluate: bool) -> tuple[Outputs, int]:
-        """Call the module with gradients on; return also how many bytes its graph holds.
+        """Call the module with gradients on; return also how many bytes its graph and its outputs hold.
 
-        They are measured for the first call of a shape, and elements are scaled by the number of rows for later ones:
-        measuring costs more than a small expert.
+        Measuring costs more than a small expert. So it is done for calls that have more rows, or fewer, than any of
+        this shape before; what is between two measured ones is taken from the straight line between them. That is
+        never too little: what a graph holds is there for any number of rows, grows with them, or, as in attention,
+        faster than they do.
         """
         shape = leaves[0].shape
-        row_shape, num_rows = shape[1:], max(1, shape[0]) if shape else 1
-        known = self._graph_bytes.get(row_shape)
-        if known is not None:
-            per_row, fixed = known
-            return self.call(leaves, evaluate), int(per_row * num_rows) + fixed
+        kind, num_rows = (evaluate, shape[1:]), shape[0] if shape else 1
+        known = self._weights.get(kind)
+        if known is not None and known[0].num_rows <= num_rows <= known[1].num_rows:
+            return self.call(leaves, evaluate), _between(*known, num_rows)
         weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
         with weigher.weighing():
             outputs = self.call(leaves, evaluate)
-        if len(self._graph_bytes) >= MAX_KNOWN_SHAPES:
-            self._graph_bytes.clear()
-        fixed = SAVED_BYTES * weigher.num_saved
-        self._graph_bytes[row_shape] = weigher.num_bytes / num_rows, fixed
-        return outputs, weigher.num_bytes + fixed
+        for tensor in outputs.tensors:
+            weigher.weigh(tensor)
+        if len(self._weights) >= MAX_KNOWN_SHAPES:
+            self._weights.clear()
+        weight = _Weight(num_rows, weigher.num_bytes + SAVED_BYTES * weigher.num_saved)
+        weights = [weight, *(known or ())]
+        self._weights[kind] = min(weights), max(weights)
+        return outputs, weight.num_bytes
 
     def leaves(self, inputs: tuple[Tensor, ...], requires_grad: tuple[bool, ...]) -> tuple[Tensor, ...]:
         """Make leaves of tensors that are ours alone."""
@@ -141,3 +154,9 @@ class ModuleCaller:
         if isinstance(error, RemoteError):
             return error
         return self.spec.mismatch(self.name, inputs) or self.failure("forward", error)
+
+
+def _between(fewest: _Weight, most: _Weight, num_rows: int) -> int:
+    """Return the bytes that the straight line between two weights has at `num_rows`."""
+    more_rows = max(1, most.num_rows - fewest.num_rows)
+    return fewest.num_bytes + (most.num_bytes - fewest.num_bytes) * (num_rows - fewest.num_rows) // more_rows

@@ -84,7 +84,7 @@ def num_bytes(grads: Gradients) -> int:
 
 
 class GraphWeigher:
-    """Adds up what autograd saves: all tensors, and the bytes of those that are not there anyhow."""
+    """Adds up what autograd saves: all tensors, and the memory of those that is not there anyhow."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         self.num_bytes = 0
@@ -97,12 +97,16 @@ class GraphWeigher:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
+    def weigh(self, tensor: Tensor) -> None:
+        """Count the memory that a tensor keeps, once."""
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in self._seen:
+            self._seen.add(memory.data_ptr())
+            self.num_bytes += memory.nbytes()
+
     def _pack(self, tensor: Tensor) -> Tensor:
         self.num_saved += 1
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._seen:
-            self._seen.add(address)
-            self.num_bytes += tensor.nbytes
+        self.weigh(tensor)
         return tensor.detach()  # the tensor itself could be the node's own output: a cycle
 
 

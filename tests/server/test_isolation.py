@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import psutil
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server import gathered as gathered_module
@@ -123,7 +124,7 @@ def test_a_full_queue_answers_busy_at_once_with_a_hint_and_serves_again_after(
 
 
 def test_kept_forwards_stay_within_their_budget_and_the_oldest_go_first() -> None:
-    one_call = 100 * D * 4 + RECORD_BYTES + 2 * SAVED_BYTES
+    one_call = 2 * 100 * D * 4 + RECORD_BYTES + 2 * SAVED_BYTES  # its input and its output
     limits = LimitsConfig(kept_forward_bytes=3 * one_call + 2000)
     with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
         for call_id in range(6):
@@ -168,6 +169,62 @@ def test_what_small_kept_forwards_weigh_in_memory_is_counted() -> None:
         forwards(1000, num_calls)
         held, counted = process.memory_info().rss - held, kept.num_bytes - counted
     assert held < 2 * counted, f"{held} bytes held, {counted} counted"
+
+
+class SelfAttention(nn.Module):
+    """Between rows: its graph grows with the square of their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.softmax(y @ y.T, -1) @ y
+
+
+class Masked(nn.Module):
+    """Its graph is mostly a product of weights, there for any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4000, 4000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.sigmoid()[:D]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows_before", "num_rows"),
+    [
+        (lambda: nn.Linear(D, 40_000, bias=False), [2], 400),
+        (SelfAttention, [2, 8], 4000),
+        (SelfAttention, [2, 4600], 4000),
+        (Masked, [2000], 1),
+        (lambda: nn.Sequential(nn.Linear(D, 4000), nn.GELU(), nn.Linear(4000, D)), [0], 2000),
+    ],
+    ids=[
+        "an output alone",
+        "attention",
+        "attention between",
+        "for any number of rows",
+        "after an empty call",
+    ],
+)
+def test_what_a_large_kept_forward_weighs_in_memory_is_counted(
+    make: Callable[[], nn.Module], rows_before: list[int], num_rows: int
+) -> None:
+    with serving({"e": make()}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept, process = server._server.memory.kept, psutil.Process()
+        for call_id, rows in enumerate(rows_before):
+            client.forward("e", tokens(rows, D), call_id=call_id)
+        held, counted = process.memory_info().rss, kept.num_bytes
+        client.forward("e", tokens(num_rows, D), call_id=100)
+        held, counted = process.memory_info().rss - held, kept.num_bytes - counted
+    assert counted > 50e6
+    assert held < 1.2 * counted + 16e6, f"{held} bytes held, {counted} counted"
+    assert counted < 2 * held + 16e6, "nor is it counted many times over"
 
 
 def test_gathered_gradients_stay_within_their_budget() -> None:
