@@ -33,7 +33,7 @@ from experts_server.modules import IdentityExpert, TransformerExpert
 from experts_server.registry import Registry
 from experts_server.replies import replying_to
 from experts_server.security import Gate
-from moe_autograd.errors import CorruptDataError, InvalidCallError
+from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.wire.tensors import raw_bytes
 
@@ -53,6 +53,7 @@ DATATYPES = {
 KEEPS_SHAPE = (FeedForwardExpert, SwiGLUExpert, TransformerExpert, IdentityExpert)
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 MAX_DIMENSIONS = 16
+VERSION = "1"  # of each model; there is one
 
 Answer = Callable[[Any, Context], Awaitable[Any]]  # to a request
 
@@ -76,11 +77,13 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "inputs": (4, "Tensor*"),
         "outputs": (5, "Tensor*"),
     },
+    "RequestedOutput": {"name": (1, "string")},
     "ModelInferRequest": {
         "model_name": (1, "string"),
         "model_version": (2, "string"),
         "id": (3, "string"),
         "inputs": (5, "Tensor*"),
+        "outputs": (6, "RequestedOutput*"),
         "raw_input_contents": (7, "bytes*"),
     },
     "ModelInferResponse": {
@@ -199,7 +202,8 @@ class OpenInference:
         return _make("ServerReadyResponse", ready=self._is_ready())
 
     async def _model_ready(self, request: Any, _: Context) -> Any:
-        return _make("ModelReadyResponse", ready=self._is_ready() and request.name in self._registry)
+        is_there = request.name in self._registry and request.version in ("", VERSION)
+        return _make("ModelReadyResponse", ready=self._is_ready() and is_there)
 
     async def _server_metadata(self, _: Any, __: Context) -> Any:
         version = metadata.version("moe-autograd")
@@ -207,7 +211,8 @@ class OpenInference:
 
     async def _model_metadata(self, request: Any, _: Context) -> Any:
         hosted = self._registry[request.name].hosted
-        reply = _make("ModelMetadataResponse", name=request.name, versions=["1"], platform="pytorch")
+        _check_version(request.name, request.version)
+        reply = _make("ModelMetadataResponse", name=request.name, versions=[VERSION], platform="pytorch")
         reply.inputs.add(name="input.0", datatype=_datatype_of(hosted), shape=hosted.spec.wire_shape())
         reply.outputs.add(name="output.0", datatype=_datatype_of(hosted), shape=_output_shape_of(hosted))
         return reply
@@ -220,6 +225,8 @@ class OpenInference:
         client_id = context.peer().encode()  # turns go round between connections
         call = ForwardCall(client_id, replying_to(loop, done), 0, inputs, evaluate=True)
         call.arrived_at = time.monotonic()
+        remaining_s = context.time_remaining()
+        call.deadline = None if remaining_s is None else call.arrived_at + remaining_s
         call.num_tokens = inputs[0].shape[0] if inputs[0].dim() else 1
         call.num_bytes = sum(x.nbytes for x in inputs)
         self._registry.submit([(request.model_name, call)])
@@ -233,16 +240,24 @@ class OpenInference:
 
     def _inputs_of(self, request: Any) -> tuple[Tensor, ...]:
         self._registry[request.model_name]
+        _check_version(request.model_name, request.model_version)
         num_inputs, num_raw = len(request.inputs), len(request.raw_input_contents)
         if num_inputs == 0 or num_inputs != num_raw:
             raise InvalidCallError(
                 f"model {request.model_name!r}: expected one raw_input_contents for each input, and an input, got "
                 f"{num_raw} for {num_inputs}. Send raw contents, as tritonclient does with set_data_from_numpy."
             )
-        return tuple(
-            self._input_of(header, raw)
+        given = {
+            header.name: (header, raw)
             for header, raw in zip(request.inputs, request.raw_input_contents, strict=True)
-        )
+        }
+        expected = [f"input.{index}" for index in range(num_inputs)]
+        if given.keys() != set(expected):
+            raise InvalidCallError(
+                f"model {request.model_name!r}: expected {num_inputs} inputs called {', '.join(expected)}, got "
+                f"{', '.join(header.name for header in request.inputs)}."
+            )
+        return tuple(self._input_of(*given[name]) for name in expected)  # whatever order they came in
 
     def _input_of(self, header: Any, raw: bytes) -> Tensor:
         dtype, shape = DATATYPES.get(header.datatype), tuple(header.shape)
@@ -267,15 +282,27 @@ class OpenInference:
         return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
+def _check_version(model: str, version: str) -> None:
+    if version not in ("", VERSION):
+        raise ExpertNotFoundError(f"model {model!r}: expected version {VERSION!r} or none, got {version!r}.")
+
+
 def _response(request: Any, outputs: tuple[Tensor, ...]) -> Any:
-    reply = _make("ModelInferResponse", model_name=request.model_name, model_version="1", id=request.id)
-    for index, output in enumerate(outputs):
+    """Return the outputs that are asked for, in that order; all of them if none is."""
+    reply = _make("ModelInferResponse", model_name=request.model_name, model_version=VERSION, id=request.id)
+    by_name = {f"output.{index}": output for index, output in enumerate(outputs)}
+    for name in [each.name for each in request.outputs] or by_name:
+        if name not in by_name:
+            raise InvalidCallError(
+                f"model {request.model_name!r}: expected outputs among {', '.join(by_name)}, got {name!r}."
+            )
+        output = by_name[name]
         if output.dtype not in _NAMES:
             raise InvalidCallError(
                 f"model {request.model_name!r}: expected outputs of {', '.join(DATATYPES)}, got {output.dtype}."
             )
         plain = output.detach().cpu().resolve_conj().contiguous()
-        reply.outputs.add(name=f"output.{index}", datatype=_NAMES[output.dtype], shape=output.shape)
+        reply.outputs.add(name=name, datatype=_NAMES[output.dtype], shape=output.shape)
         reply.raw_output_contents.append(bytes(raw_bytes(plain)))
     return reply
 

@@ -113,6 +113,46 @@ def test_a_wrong_inference_is_refused(
     assert infer(server, "ffn.0", tokens(2, D)).id == "7", "the server lives on"
 
 
+class Two(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x - y, x * y
+
+
+def test_inputs_and_outputs_go_by_their_names_and_not_by_their_order() -> None:
+    x, y = tokens(2, D, seed=1), tokens(2, D, seed=2)
+
+    def call(names: list[str], wanted: list[str], **fields: Any) -> dict[str, Tensor]:
+        reply = ask(
+            server,
+            "ModelInfer",
+            model_name="two",
+            inputs=[{"name": name, "datatype": "FP32", "shape": [2, D]} for name in names],
+            raw_input_contents=[
+                bytes(raw_bytes(given)) for given in ((y, x) if names[0][-1] == "1" else (x, y))
+            ],
+            outputs=[{"name": name} for name in wanted],
+            **fields,
+        )
+        values = [torch.frombuffer(bytearray(raw), dtype=torch.float32) for raw in reply.raw_output_contents]
+        return {output.name: value.reshape(2, D) for output, value in zip(reply.outputs, values, strict=True)}
+
+    with serving({"two": Two()}) as server:
+        for names in (["input.0", "input.1"], ["input.1", "input.0"]):
+            both = call(names, [])
+            assert list(both) == ["output.0", "output.1"]
+            torch.testing.assert_close(both["output.0"], x - y)
+        one = call(["input.0", "input.1"], ["output.1"], model_version="1")
+        assert list(one) == ["output.1"]
+        torch.testing.assert_close(one["output.1"], x * y)
+        with pytest.raises(grpc.RpcError, match=r"expected outputs among output.0, output.1, got 'output.2'"):
+            call(["input.0", "input.1"], ["output.2"])
+        for names in (["x", "y"], ["input.0", "input.0"], ["input.0", "input.2"]):
+            with pytest.raises(grpc.RpcError, match=r"expected 2 inputs called input.0, input.1, got"):
+                call(names, [])
+        with pytest.raises(grpc.RpcError, match="expected version '1' or none, got '7'"):
+            call(["input.0", "input.1"], [], model_version="7")
+
+
 def test_contents_that_are_not_raw_and_bytes_that_are_no_request_are_refused(server: ExpertsServer) -> None:
     tensor = {"name": "input.0", "datatype": "FP32", "shape": [2, D]}
     with pytest.raises(grpc.RpcError, match="expected one raw_input_contents for each input"):
@@ -193,6 +233,15 @@ assert client.get_model_metadata("ffn.0").inputs[0].name == "input.0"
 x = numpy.ones((3, 8), numpy.float32)
 given = triton.InferInput("input.0", x.shape, "FP32")
 given.set_data_from_numpy(x)
+wanted = [triton.InferRequestedOutput("output.0")]
+assert client.infer("ffn.0", [given], outputs=wanted, model_version="1").as_numpy("output.0").shape == (3, 8)
+for refused in ({"outputs": [triton.InferRequestedOutput("y")]}, {"model_version": "2"}):
+    try:
+        client.infer("ffn.0", [given], **refused)
+    except triton.InferenceServerException as error:
+        assert "expected" in error.message(), error
+    else:
+        raise AssertionError(refused)
 print(json.dumps(client.infer("ffn.0", [given]).as_numpy("output.0").tolist()))
 """
 
