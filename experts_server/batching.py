@@ -231,6 +231,7 @@ class ExpertQueue:
 
     def _refuse_late(self, call: Call) -> None:
         waited_s = time.monotonic() - call.arrived_at
+        self.stats.num_late += 1
         self._finish(
             call,
             DeadlineExceededError(

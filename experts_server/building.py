@@ -36,6 +36,8 @@ _CANNOT_STEP_ALONE: dict[Any, str] = {
     lr_scheduler.ReduceLROnPlateau: "wants a metric at each step",
 }
 
+_GIVEN = ("params", "lr", "optimizer")
+
 
 def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
     """Return the module of one expert; the same seed and name give the same weights.
@@ -47,7 +49,7 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
     make = _find_class(place, config.class_name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + zlib.crc32(name.encode()))
-        module = _call(f"{place}, key 'args'", make, config.args)
+        module = _call(f"{place}, key 'args'", make, config.args, make)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"{place}, key 'class': expected a torch.nn.Module, got {type(module).__name__} from {config.class_name!r}."
@@ -73,7 +75,9 @@ def build_training(
     place = f"config, expert {name!r}, key 'optimizer"
     make = _find_in(torch.optim, torch.optim.Optimizer, f"{place}.name'", config.name)
     _refuse(f"{place}.name'", make)
-    optimizer = _call(f"{place}.args'", lambda **args: make(parameters, lr=config.lr, **args), config.args)
+    optimizer = _call(
+        f"{place}.args'", lambda **args: make(parameters, lr=config.lr, **args), config.args, make
+    )
     schedule = None if config.schedule is None else _build_schedule(place, optimizer, config.schedule)
     return Training(
         optimizer, update, samples_per_update or 1, schedule, config.clip_grad_value, config.clip_grad_norm
@@ -91,7 +95,7 @@ def build_optimizer(
 def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:
     make = _find_in(lr_scheduler, lr_scheduler.LRScheduler, f"{place}.schedule.name'", config.name)
     _refuse(f"{place}.schedule.name'", make)
-    return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args)
+    return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args, make)
 
 
 def _find_class(place: str, class_name: str) -> Callable[..., Any]:
@@ -136,13 +140,22 @@ def _refuse(place: str, chosen: Any) -> None:
         )
 
 
-def _call(place: str, make: Callable[..., Any], args: dict[str, Any]) -> Any:
+def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Callable[..., Any]) -> Any:
     try:
         return make(**args)
     except Exception as error:  # whatever a user's class raises
         raise ConfigError(
-            f"{place}: expected arguments that it takes, got {args} ({_cause(error)})."
+            f"{place}: expected {_arguments_of(chosen)}, got {args} ({_cause(error)})."
         ) from error
+
+
+def _arguments_of(chosen: Callable[..., Any]) -> str:
+    """Return which arguments can be configured: not those that are given by us."""
+    try:
+        names = [name for name in inspect.signature(chosen).parameters if name not in _GIVEN]
+    except (TypeError, ValueError):  # no class, or one that does not tell
+        return "arguments that it takes"
+    return f"arguments that it takes ({', '.join(names)})" if names else "no arguments"
 
 
 def _cause(error: Exception) -> str:

@@ -185,5 +185,9 @@ def _expert_flags(flags: dict[str, Any]) -> dict[str, Any] | None:
 def _optimizer_flags(flags: dict[str, Any]) -> Any:
     name, lr = flags.pop("optimizer"), flags.pop("lr")
     if name == "none":
+        if lr is not None:
+            raise click.UsageError(
+                f"--lr: expected none with --optimizer none, got {lr}. Leave one of them out."
+            )
         return "none"
     return {"name": name, "lr": lr} if name is not None or lr is not None else None

@@ -98,7 +98,9 @@ class LaterGradients:
                 self._trainer.take_in(call.client_id, dense(left.compute()), left.num_rows)
                 self._ledger.record(call.client_id, call.sequence, self._trainer.num_updates, left.answer)
         except Exception as error:
-            logger.warning("expert %r: gradients of an answered backward were refused: %s", self.name, error)
+            # Why, is for the client alone: a module's own text may tell of its tensors.
+            kind = type(error).__name__
+            logger.warning("expert %r: gradients of an answered backward were refused: %s", self.name, kind)
             self._refused[call.client_id] = f"{type(error).__name__}: {error}"
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)

@@ -71,6 +71,7 @@ class ExpertStats:
         self.kinds = {kind: _Kind() for kind in KINDS}
         self.sent_bytes = dict.fromkeys(ENCODINGS, 0)  # as they travel, by encoding
         self.num_refused = 0  # before they were in the queue; counted by the event loop
+        self.num_late = 0  # when their turn came
 
     def computed(
         self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
@@ -148,13 +149,20 @@ class ServerCollector(Collector):
         refused = CounterMetricFamily(
             "experts_refused_calls", "calls that had no room or could not be right", labels=("expert",)
         )
+        late = CounterMetricFamily(
+            "experts_late_calls",
+            "calls given up, or past their deadline, when their turn came",
+            labels=("expert",),
+        )
         for watched in self._experts:
             waiting.add_metric((watched.name,), watched.num_waiting())
             updates.add_metric((watched.name,), watched.num_updates())
             refused.add_metric((watched.name,), watched.stats.num_refused)
+            late.add_metric((watched.name,), watched.stats.num_late)
         yield waiting
         yield updates
         yield refused
+        yield late
         yield self._sent()
         for name, (help_text, read) in self._values.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily

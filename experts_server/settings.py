@@ -94,7 +94,7 @@ def _reach(key: str, settings: Any) -> int:
     if not isinstance(settings, Mapping):
         return 0
     reached = [
-        len(name) if key == name else len(name) + 1 + _reach(key[len(name) + 1 :], value)
+        len(name) + 1 + (0 if key == name else _reach(key[len(name) + 1 :], value))
         for name, value in settings.items()
         if key == name or key.startswith(f"{name}.")
     ]

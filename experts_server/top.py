@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -61,12 +62,14 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
     Raises:
         ServerUnavailableError: nobody answers there, or not with metrics.
     """
+    no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback, or next door
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as reply:
+        with no_proxy.open(f"http://{address}/metrics", timeout=timeout_s) as reply:
             text = reply.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerUnavailableError(
-            f"metrics at {address}: expected an answer, got {error}. Is the server started with metrics_listen?"
+            f"metrics at {address}: expected an answer, got {type(error).__name__}: {error}. "
+            "Is the server started with metrics_listen?"
         ) from error
     reading = Reading(time.monotonic())
     for family in text_string_to_metric_families(text):

@@ -182,6 +182,11 @@ def test_the_environment_can_say_all_that_a_file_can_in_any_order() -> None:
         assert config.security.insecure
 
 
+def test_a_variable_without_a_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^environment variable EXPERTS_SERVER_, key '': expected one of"):
+        load_config(flags=MINIMAL, environment={"EXPERTS_SERVER_": "1"})
+
+
 def test_a_variable_that_is_no_inline_table_is_refused() -> None:
     for text in ("none", "{ name = ", "{}\nlisten = 3"):
         environment = {"EXPERTS_SERVER_LIMITS": text}
@@ -295,15 +300,19 @@ class Broken(torch.nn.Module):
         ({"class": "tests.server.test_config:Broken"}, "ZeroDivisionError: division by zero, "),
         ({"class": "tests.server.test_config:Broken"}, "test_config.py:"),
         (
+            {"class": "tests.server.test_config:Broken", "args": {"x": 1}},
+            "expected no arguments, got {'x': 1}",
+        ),
+        (
             {"class": "ffn", "args": {"width": 3}},
-            "key 'args': expected arguments that it takes, got {'width': 3}",
+            "key 'args': expected arguments that it takes (d_model, d_ff, activation, device, dtype), got {'width': 3}",
         ),
         ({"class": "ffn", "args": {"d_model": -3}}, "key 'args': expected arguments that it takes"),
         ({"class": "builtins:dict"}, "expected a torch.nn.Module, got dict from 'builtins:dict'"),
         ({**FFN, "optimizer": {"name": "Adm"}}, "expected one of ASGD, Adadelta"),
         (
             {**FFN, "optimizer": {"args": {"nope": 1}}},
-            "key 'optimizer.args': expected arguments that it takes",
+            "key 'optimizer.args': expected arguments that it takes (betas, eps, weight_decay,",
         ),
         ({**FFN, "optimizer": {"schedule": {"name": "x"}}}, "key 'optimizer.schedule.name': expected one of"),
         ({**FFN, "optimizer": {"name": "lbfgs"}}, "got 'LBFGS', which wants a closure"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,25 @@ def test_a_call_whose_client_went_away_is_never_begun() -> None:
         wait_until_inside(server, 2)
         gated.let_go()
         assert (first.result().code, second.result().code) == ("OK", "OK")
+    assert 5 not in gated.rows
+
+
+def test_calls_that_come_too_late_to_be_begun_are_counted() -> None:
+    gated = Gated()
+    with serving({"e": gated}, metrics_listen="127.0.0.1:0") as server, WireClient(server.address) as client:
+        first = Waiting(lambda: client.forward("e", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+                client.stream("Forward", [client.forward_call("e", tokens(5, D))], timeout_s=0.2)
+        wait_until_inside(server, 1)
+        gated.let_go()
+        assert first.result().code == "OK"
+        assert client.forward("e", tokens(2, D)).code == "OK"
+        assert server.metrics_address is not None
+        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=START_S) as reply:
+            shown = reply.read().decode()
+    assert 'experts_late_calls_total{expert="e"} 3.0' in shown
     assert 5 not in gated.rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from tests.support.certificates import make_certificates
-from tests.support.servers import ServerProcess, WireClient, tokens
+from tests.support.servers import ROOT, ServerProcess, WireClient, tokens
 
 TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
 D = 8
@@ -149,6 +150,56 @@ def test_no_token_and_no_tensor_gets_into_the_log(tmp_path: Path) -> None:
     assert [
         word for word in (TRAIN, READ, wrong, "1234.5", "1.2346e", "8765.4", "8.7654e") if word in log
     ] == []
+
+
+TELLS = """
+import torch
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError(f"cannot: {grad.tolist()}")
+
+class Tells(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        if (x < 0).any():
+            raise ValueError(f"cannot: {x.tolist()}")
+        return x * Raises.apply(self.weight)
+"""
+
+
+@pytest.mark.parametrize("split_backward", ["true", "false"])
+def test_what_an_experts_own_errors_tell_of_its_tensors_is_told_to_the_client_alone(
+    tmp_path: Path, split_backward: str
+) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    file = tmp_path / "server.toml"
+    file.write_text(
+        f'listen = "127.0.0.1:0"\nmemory = {{ split_backward = {split_backward} }}\n'
+        '[experts.e]\nclass = "tells:Tells"\n'
+    )
+    secret = torch.tensor([[1234.5, 8765.5]])
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    with (
+        ServerProcess("--config", str(file), "--log-level", "debug", environment=environment) as server,
+        WireClient(server.address) as client,
+    ):
+        assert "1234.5" in client.forward("e", -secret).text
+        client.forward("e", secret)
+        told = client.backward("e", secret).text + client.step().updates[0].status.message
+        assert (
+            "1234.5" in told or "1523990" in told
+        )  # the gradient of the weight is the input times that of the output
+        assert server.stop() == 0
+    assert [line for line in server.log if "1234.5" in line or "8765.5" in line or "1523990" in line] == []
 
 
 # ---- TLS

@@ -183,6 +183,11 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
         (("serve", "--config", "/no/such.toml"), 1, "config '/no/such.toml': expected a readable file"),
         (("serve",), 1, "key 'experts': expected at least one expert"),
         (("serve", "--d-model", "8"), 2, "expected --expert with them"),
+        (
+            ("serve", "--expert", "ffn", "--optimizer", "none", "--lr", "0.1"),
+            2,
+            "expected none with --optimizer none",
+        ),
         (("serve", *FLAGS, "--listen", "0.0.0.0:0"), 1, "expected a loopback address or credentials"),
         (("serve", *FLAGS, "--listen", "nowhere.invalid:0"), 1, "expected a loopback address or credentials"),
         (("serve", *FLAGS, "--update", "never"), 2, "'never' is not one of"),

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from experts_server import ExpertsServer
 from experts_server.config import ServingConfig
-from experts_server.top import Reading, Totals, table_of
+from experts_server.top import Reading, Totals, read, table_of
+from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import ROOT, START_S, WireClient, tokens
 
@@ -103,6 +104,19 @@ def test_top_fits_a_terminal_shows_the_busiest_and_ends_at_ctrl_c(server: Expert
     )
     assert any(re.search(head, line.strip()) for line in lines), lines
     assert f"the busiest 19 of {NUM_EXPERTS + 1}" in (line.strip() for line in lines)
+
+
+def test_top_asks_the_server_itself_whatever_proxy_the_environment_names(
+    server: ExpertsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert server.metrics_address is not None
+    assert read(server.metrics_address).of("ffn.0", "updates") == 0
+
+
+def test_top_of_a_port_that_does_not_speak_http_says_so(server: ExpertsServer) -> None:
+    with pytest.raises(ServerUnavailableError, match=r"expected an answer, got .*metrics_listen"):
+        read(server.address)
 
 
 def test_info_shows_whole_names_in_a_terminal_and_in_a_pipe(server: ExpertsServer) -> None:
