@@ -29,6 +29,7 @@ from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal, unseal
+from moe_autograd.wire.heads import BACKWARD, FORWARD
 from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import status_of
@@ -128,10 +129,10 @@ class Service:
     # ---- passes
 
     async def _forward(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        await PassStream(self, pb.ForwardCall, requests, context).run()
+        await PassStream(self, FORWARD, requests, context).run()
 
     async def _backward(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        await PassStream(self, pb.BackwardCall, requests, context).run()
+        await PassStream(self, BACKWARD, requests, context).run()
 
     # ---- updates
 

@@ -32,6 +32,7 @@ from experts_server.calls import BackwardCall, Call, ForwardCall, Message, Outpu
 from experts_server.registry import Registry
 from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.heads import BACKWARD, FORWARD, BackwardHead, ForwardHead, Head, ResultHead
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter, Tensors
 from moe_autograd.wire.status import status_of
 from moe_autograd.wire.tensors import TensorLimits
@@ -58,7 +59,7 @@ class PassStream:
 
     Args:
         settings: the server's.
-        kind: the head that its parcels must have.
+        kind: the head that its parcels must have: `FORWARD` or `BACKWARD`.
         requests: its messages.
         context: grpc's.
     """
@@ -66,7 +67,7 @@ class PassStream:
     def __init__(
         self,
         settings: PassSettings,
-        kind: type[pb.ForwardCall] | type[pb.BackwardCall],
+        kind: tuple[type[Any], ...],
         requests: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[bytes, bytes],
     ) -> None:
@@ -184,11 +185,12 @@ class PassStream:
         if self._num_calls > limit:
             raise InvalidCallError(f"stream: expected at most {limit} calls, got more. Open another one.")
         head = parcel.head
-        if isinstance(head, pb.ForwardCall) and self._kind is pb.ForwardCall:
-            return head.expert, _forward(head, parcel.tensors, self.take_result)
-        if isinstance(head, pb.BackwardCall) and self._kind is pb.BackwardCall:
-            return head.expert, _backward(head, parcel.tensors, self.take_result)
-        expected, got = self._kind.__name__, type(head).__name__
+        if isinstance(head, self._kind):
+            if isinstance(head, FORWARD):
+                return head.expert, _forward(head, parcel.tensors, self.take_result)
+            if isinstance(head, BACKWARD):
+                return head.expert, _backward(head, parcel.tensors, self.take_result)
+        expected, got = self._kind[0].__name__, type(head).__name__
         raise CorruptDataError(f"stream: expected {expected} parcels, got {got}. Send it again.")
 
     # ---- out
@@ -249,16 +251,17 @@ class PassStream:
         self._answer(number, result, call)
 
     def _answer(self, number: int, result: Any, call: Call | None) -> None:
-        head = pb.CallResult(call=number)
+        plain = ResultHead(number)
         if call is not None and (started_at := call.started_at):
-            head.queue_s = started_at - call.arrived_at
-            head.compute_s = time.monotonic() - started_at
+            plain.queue_s = started_at - call.arrived_at
+            plain.compute_s = time.monotonic() - started_at
+        head: Head = plain
         tensors: Any = ()
         if isinstance(result, Outputs):
             tensors = result.tensors
-            if result.is_sequence:
-                head.is_sequence = True
+            plain.is_sequence = result.is_sequence
         elif isinstance(result, BaseException):
+            head = plain.message()
             head.status.CopyFrom(status_of(result))
         else:
             tensors = result
@@ -270,7 +273,9 @@ class PassStream:
             self._wake.set()
 
 
-def _forward(head: pb.ForwardCall, tensors: Tensors, reply: Callable[[Call, Any], None]) -> ForwardCall:
+def _forward(
+    head: pb.ForwardCall | ForwardHead, tensors: Tensors, reply: Callable[[Call, Any], None]
+) -> ForwardCall:
     for tensor in tensors:
         if tensor is None:
             raise InvalidCallError(
@@ -291,7 +296,9 @@ def _forward(head: pb.ForwardCall, tensors: Tensors, reply: Callable[[Call, Any]
     return call
 
 
-def _backward(head: pb.BackwardCall, tensors: Tensors, reply: Callable[[Call, Any], None]) -> BackwardCall:
+def _backward(
+    head: pb.BackwardCall | BackwardHead, tensors: Tensors, reply: Callable[[Call, Any], None]
+) -> BackwardCall:
     num_grads = head.num_grad_outputs
     inputs = tuple([t for t in tensors[num_grads:] if t is not None])
     if num_grads > len(tensors) or len(inputs) != len(tensors) - num_grads:

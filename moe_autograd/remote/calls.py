@@ -30,6 +30,7 @@ from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.timeline import add_span, is_recording
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.heads import RESULT, BackwardHead, ForwardHead, ResultHead
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter, Tensors
 from moe_autograd.wire.status import error_of
 from moe_autograd.wire.tensors import TensorLimits
@@ -49,10 +50,10 @@ class Request:
     """
 
     expert: str
-    head: pb.ForwardCall | pb.BackwardCall
+    head: ForwardHead | BackwardHead
     tensors: Sequence[torch.Tensor | None]
     encoding: pb.Encoding = pb.RAW
-    with_inputs: Callable[[], tuple[pb.BackwardCall, Sequence[torch.Tensor | None]]] | None = None
+    with_inputs: Callable[[], tuple[BackwardHead, Sequence[torch.Tensor | None]]] | None = None
     on_settled: Callable[[bool], None] = lambda is_answered: None
 
 
@@ -201,13 +202,13 @@ def _caused(error: RemoteError, cause: BaseException) -> RemoteError:
     return error
 
 
-def _result_of(parcel: Parcel, index_of: dict[int, int]) -> tuple[int, pb.CallResult]:
-    if not isinstance(parcel.head, pb.CallResult) or parcel.head.call not in index_of:
+def _result_of(parcel: Parcel, index_of: dict[int, int]) -> tuple[int, pb.CallResult | ResultHead]:
+    if not isinstance(parcel.head, RESULT) or parcel.head.call not in index_of:
         raise CorruptDataError(f"result: expected that of a call we made, got {parcel.head!r}.")
     return index_of[parcel.head.call], parcel.head
 
 
-def _error_in(parcel: Parcel, result: pb.CallResult, expert: str, place: str) -> RemoteError:
+def _error_in(parcel: Parcel, result: pb.CallResult | ResultHead, expert: str, place: str) -> RemoteError:
     if parcel.error is not None:
         return _caused(CorruptDataError(f"{place}: {parcel.error}"), parcel.error)
     status = result.status

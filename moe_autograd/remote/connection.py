@@ -10,6 +10,7 @@ Threads: any number of operations at once.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import State, fetch_states, send_states
 from moe_autograd.remote.updates import Updates, check_updates
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.heads import BackwardHead, ForwardHead
 
 
 class Connection:
@@ -198,14 +200,14 @@ class Connection:
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor]) -> Request:
         encoding = self._delivery.settings.encodings.encoding("Forward")
-        head = pb.ForwardCall(
-            client_id=self.numbering.client_id,
-            call_id=call.call_id,
-            expert=call.expert,
-            keep_graph=call.keep_graph,
-            input_requires_grad=[x.requires_grad and call.keep_graph for x in inputs],
-            evaluate=call.evaluate,
-            reply_encoding=encoding,
+        head = ForwardHead(
+            self.numbering.client_id,
+            call.call_id,
+            call.expert,
+            call.keep_graph,
+            tuple([x.requires_grad and call.keep_graph for x in inputs]),
+            call.evaluate,
+            encoding,
         )
         return Request(call.expert, head, inputs, encoding)
 
@@ -218,25 +220,22 @@ class Connection:
     ) -> Request:
         call = part.call
         encoding = self._delivery.settings.encodings.encoding("Backward")
-        head = pb.BackwardCall(
-            client_id=self.numbering.client_id,
-            sequence=sequence,
-            settled_below=settled_below,
-            call_id=call.call_id,
-            expert=call.expert,
-            wants_weight_grads=part.wants_weight_grads,
-            wants_input_grads=part.wants_input_grads,
-            keep_graph=keep_graph,
-            num_grad_outputs=len(part.grad_outputs),
+        head = BackwardHead(
+            self.numbering.client_id,
+            sequence,
+            settled_below,
+            call.call_id,
+            call.expert,
+            part.wants_weight_grads,
+            tuple(part.wants_input_grads),
+            keep_graph,
+            len(part.grad_outputs),
             evaluate=call.evaluate,
             reply_encoding=encoding,
         )
 
-        def with_inputs() -> tuple[pb.BackwardCall, list[Tensor | None]]:
-            complete = pb.BackwardCall()
-            complete.CopyFrom(head)
-            complete.has_inputs = True
-            return complete, [*part.grad_outputs, *part.inputs]
+        def with_inputs() -> tuple[BackwardHead, list[Tensor | None]]:
+            return dataclasses.replace(head, has_inputs=True), [*part.grad_outputs, *part.inputs]
 
         return Request(call.expert, head, part.grad_outputs, encoding, with_inputs)
 

@@ -41,7 +41,7 @@ from moe_autograd.remote.closing import closed
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.retry import RetryBudget
-from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.heads import BackwardHead, ForwardHead
 from moe_autograd.wire.tensors import TensorLimits
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class Hedging:
         requests = [
             Request(request.expert, _wants_nothing(request.head, num_outputs), [None] * num_outputs)
             for request, num_outputs in lost
-            if isinstance(request.head, pb.ForwardCall) and request.head.keep_graph
+            if isinstance(request.head, ForwardHead) and request.head.keep_graph
         ]
         if requests:
             try:
@@ -205,12 +205,15 @@ class Hedging:
                 logger.debug("forwards that lost stay at %s: %s", channel.address, error)
 
 
-def _wants_nothing(forward: pb.ForwardCall, num_outputs: int) -> pb.BackwardCall:
-    return pb.BackwardCall(
-        client_id=forward.client_id,
+def _wants_nothing(forward: ForwardHead, num_outputs: int) -> BackwardHead:
+    return BackwardHead(
+        forward.client_id,
+        sequence=0,
+        settled_below=0,
         call_id=forward.call_id,
         expert=forward.expert,
-        wants_input_grads=[False] * len(forward.input_requires_grad),
+        wants_weight_grads=False,
+        wants_input_grads=(False,) * len(forward.input_requires_grad),
         num_grad_outputs=num_outputs,
         evaluate=forward.evaluate,
     )

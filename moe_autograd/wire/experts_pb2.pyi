@@ -113,7 +113,7 @@ class Contents(_message.Message):
     def __init__(self, announcements: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("parcel", "tensors", "forward_call", "backward_call", "call_result", "state_update", "state_entry")
+    __slots__ = ("parcel", "tensors", "forward_call", "backward_call", "call_result", "state_update", "state_entry", "run")
     PARCEL_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_CALL_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class Announcement(_message.Message):
     CALL_RESULT_FIELD_NUMBER: _ClassVar[int]
     STATE_UPDATE_FIELD_NUMBER: _ClassVar[int]
     STATE_ENTRY_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     parcel: int
     tensors: _containers.RepeatedScalarFieldContainer[bytes]
     forward_call: ForwardCall
@@ -128,7 +129,30 @@ class Announcement(_message.Message):
     call_result: CallResult
     state_update: StateUpdate
     state_entry: StateEntry
-    def __init__(self, parcel: _Optional[int] = ..., tensors: _Optional[_Iterable[bytes]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., state_update: _Optional[_Union[StateUpdate, _Mapping]] = ..., state_entry: _Optional[_Union[StateEntry, _Mapping]] = ...) -> None: ...
+    run: Run
+    def __init__(self, parcel: _Optional[int] = ..., tensors: _Optional[_Iterable[bytes]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., state_update: _Optional[_Union[StateUpdate, _Mapping]] = ..., state_entry: _Optional[_Union[StateEntry, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("num_rows", "forward_call", "backward_call", "call_result", "experts", "call_ids", "sequences", "queue_s", "compute_s")
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_CALL_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_CALL_FIELD_NUMBER: _ClassVar[int]
+    CALL_RESULT_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    num_rows: _containers.RepeatedScalarFieldContainer[int]
+    forward_call: ForwardCall
+    backward_call: BackwardCall
+    call_result: CallResult
+    experts: _containers.RepeatedScalarFieldContainer[str]
+    call_ids: _containers.RepeatedScalarFieldContainer[int]
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    queue_s: _containers.RepeatedScalarFieldContainer[float]
+    compute_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_rows: _Optional[_Iterable[int]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., experts: _Optional[_Iterable[str]] = ..., call_ids: _Optional[_Iterable[int]] = ..., sequences: _Optional[_Iterable[int]] = ..., queue_s: _Optional[_Iterable[float]] = ..., compute_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("parcel", "tensor", "offset", "num_bytes")

@@ -1,16 +1,108 @@
-"""What a parcel is made of, for the two files that write and read it."""
+"""What a parcel is made of, for the files that write and read it.
+
+A head is a message of `experts.proto`, or the plain record of the same attributes: small calls travel in runs (see
+`runs`), of which protobuf makes no message each.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 
-Head = pb.ForwardCall | pb.BackwardCall | pb.CallResult | pb.StateUpdate | pb.StateEntry
 Tensors = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class ForwardHead:
+    """A `ForwardCall`."""
+
+    client_id: bytes
+    call_id: int
+    expert: str
+    keep_graph: bool
+    input_requires_grad: tuple[bool, ...]
+    evaluate: bool = False
+    reply_encoding: pb.Encoding = pb.RAW
+
+    def message(self) -> pb.ForwardCall:
+        """Return it as protobuf's."""
+        return pb.ForwardCall(
+            client_id=self.client_id,
+            call_id=self.call_id,
+            expert=self.expert,
+            keep_graph=self.keep_graph,
+            input_requires_grad=self.input_requires_grad,
+            evaluate=self.evaluate,
+            reply_encoding=self.reply_encoding,
+        )
+
+
+@dataclass(slots=True)
+class BackwardHead:
+    """A `BackwardCall`."""
+
+    client_id: bytes
+    sequence: int
+    settled_below: int
+    call_id: int
+    expert: str
+    wants_weight_grads: bool
+    wants_input_grads: tuple[bool, ...]
+    keep_graph: bool = False
+    num_grad_outputs: int = 1
+    has_inputs: bool = False
+    evaluate: bool = False
+    reply_encoding: pb.Encoding = pb.RAW
+
+    def message(self) -> pb.BackwardCall:
+        """Return it as protobuf's."""
+        return pb.BackwardCall(
+            client_id=self.client_id,
+            sequence=self.sequence,
+            settled_below=self.settled_below,
+            call_id=self.call_id,
+            expert=self.expert,
+            wants_weight_grads=self.wants_weight_grads,
+            wants_input_grads=self.wants_input_grads,
+            keep_graph=self.keep_graph,
+            num_grad_outputs=self.num_grad_outputs,
+            has_inputs=self.has_inputs,
+            evaluate=self.evaluate,
+            reply_encoding=self.reply_encoding,
+        )
+
+
+@dataclass(slots=True)
+class ResultHead:
+    """A `CallResult` of a call that went well."""
+
+    status: ClassVar[pb.Status] = pb.Status()
+
+    call: int
+    is_sequence: bool = False
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+    def message(self) -> pb.CallResult:
+        """Return it as protobuf's."""
+        return pb.CallResult(
+            call=self.call, is_sequence=self.is_sequence, queue_s=self.queue_s, compute_s=self.compute_s
+        )
+
+
+PlainHead = ForwardHead | BackwardHead | ResultHead
+WrittenHead = pb.ForwardCall | pb.BackwardCall | pb.CallResult | pb.StateUpdate | pb.StateEntry
+Head = WrittenHead | PlainHead
+
+# A call or a result, in either shape; for `isinstance`.
+FORWARD = (pb.ForwardCall, ForwardHead)
+BACKWARD = (pb.BackwardCall, BackwardHead)
+RESULT = (pb.CallResult, ResultHead)
 
 
 class Parcel(NamedTuple):

@@ -13,7 +13,7 @@ Used alike by client and server, from threads and from asyncio; neither class do
 lock: give each to one thread (or one event loop) at a time. Sending from asyncio::
 
     writer = ParcelWriter()
-    writer.add(pb.CallResult(call=7), [output])
+    writer.add(ResultHead(call=7), [output])
     while (message := writer.next_message()) is not None:
         await stream.write(message)                  # a `bytes`; gRPC with request_serializer=None
 

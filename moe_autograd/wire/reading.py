@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import count
 
 import torch
 from google.protobuf.message import DecodeError
 
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import runs
 from moe_autograd.wire.framing import ALIGNMENT, take_packet_apart
 from moe_autograd.wire.heads import Head, Parcel, Tensors
 from moe_autograd.wire.tensors import (
@@ -94,11 +96,16 @@ class ParcelReader:
                 f"parcel {number}: expected a number from {self._next_number} on, got one used before. "
                 "A message was repeated, or the sender is broken."
             )
-        self._next_number = number + 1
         field = announcement.WhichOneof("head")
+        if field == "run":
+            self._announce_run(announcement, arrived, done)
+            return
+        self._next_number = number + 1
         head: Head | None = None if field is None else getattr(announcement, field)
         try:
-            forms = self._checked_forms(number, head, announcement.tensors)
+            if head is None:
+                raise InvalidCallError(f"parcel {number}: expected a head of experts.proto, got none.")
+            forms = self._checked_forms(number, announcement.tensors)
             if arrived.has_all_of(number, forms):
                 done.append(Parcel(number, head, arrived.tensors_of(forms)))
             else:
@@ -107,10 +114,32 @@ class ParcelReader:
             self._refused.add(number)
             done.append(Parcel(number, head, error=error))
 
-    def _checked_forms(self, number: int, head: Head | None, headers: Sequence[bytes]) -> list[TensorForm]:
+    def _announce_run(self, announcement: pb.Announcement, arrived: _Arrived, done: list[Parcel]) -> None:
+        """Take in all parcels of a run, which come whole."""
+        number, run = announcement.parcel, announcement.run
+        heads = runs.heads_of(number, run)
+        self._next_number = number + len(heads)
+        try:
+            forms = self._checked_forms(number, announcement.tensors)
+            if len(forms) != 1 or not forms[0].num_bytes or not arrived.has_all_of(number, forms):
+                raise CorruptDataError(
+                    f"run of parcel {number}: expected its one tensor in this message, got {len(forms)} announced. "
+                    "The sender is broken."
+                )
+            (rows,) = arrived.tensors_of(forms)
+        except InvalidCallError as error:
+            self._refused.add(number)
+            done += [Parcel(at, head, error=error) for at, head in enumerate(heads, number)]
+            return
+        assert rows is not None, "it has bytes"
+        tensors = runs.tensors_of(number, run, rows)
+        done += [
+            Parcel(at, head, (tensor,))
+            for at, head, tensor in zip(count(number), heads, tensors, strict=False)
+        ]
+
+    def _checked_forms(self, number: int, headers: Sequence[bytes]) -> list[TensorForm]:
         """Check an announcement before anything is kept for it."""
-        if head is None:
-            raise InvalidCallError(f"parcel {number}: expected a head of experts.proto, got none.")
         limits = self._limits
         if len(headers) > limits.max_tensors:
             raise InvalidCallError(

@@ -116,13 +116,14 @@ def travelling_form(
         check_can_travel(tensor)
     form = plain(tensor)
     if encoding == pb.RAW or not compression.is_applicable(dtype, encoding):
-        return _raw_header(dtype, form.shape), form
+        return raw_header(dtype, form.shape), form
     form = compression.encode(form, encoding)
     return _header(DTYPES[dtype], tensor.shape, encoding, form.nbytes), form
 
 
 @functools.lru_cache(maxsize=1024)
-def _raw_header(dtype: torch.dtype, shape: torch.Size) -> bytes:
+def raw_header(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """Return the serialized `TensorHeader` of a tensor that travels raw."""
     return _header(DTYPES[dtype], shape, pb.RAW, shape.numel() * dtype.itemsize)
 
 

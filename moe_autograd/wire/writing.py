@@ -13,8 +13,9 @@ import torch
 
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import ALIGNMENT, frame_packet, varint
-from moe_autograd.wire.heads import Head
+from moe_autograd.wire.heads import BackwardHead, ForwardHead, Head, ResultHead, WrittenHead
 from moe_autograd.wire.options import PART_BYTES
+from moe_autograd.wire.runs import Run, fits_in_runs
 from moe_autograd.wire.tensors import raw_bytes, travelling_form
 
 # Tags: the field's number, and that its length comes next; a number comes after the first one.
@@ -27,6 +28,7 @@ _TAG_OF_HEAD = {
     pb.StateUpdate: b"\x32",
     pb.StateEntry: b"\x3a",
 }
+_RUN = b"\x42"
 _ANNOUNCEMENTS = b"\x0a"
 _ZEROS = bytes(ALIGNMENT)
 
@@ -41,7 +43,8 @@ class ParcelWriter:
     def __init__(self, part_bytes: int = PART_BYTES) -> None:
         self._part_bytes = part_bytes
         self._next_number = 0
-        self._outgoing: deque[_Outgoing] = deque()
+        self._outgoing: deque[_Outgoing | Run] = deque()
+        self._last_run: Run | None = None  # open for what comes next
 
     def add(
         self, head: Head, tensors: Iterable[torch.Tensor | None] = (), encoding: pb.Encoding = pb.RAW
@@ -51,15 +54,24 @@ class ParcelWriter:
         The tensors are read when their message is made; leave them unchanged until then.
 
         Args:
-            head: one of the messages of `Announcement`.
+            head: one of the messages of `Announcement`, or its plain record, which may travel in a run.
             tensors: of any shape, device and (dense) layout; None travels as None.
             encoding: for those tensors that can have it; the others travel raw.
 
         Raises:
             TypeError: a tensor's dtype or layout cannot travel; nothing was queued.
         """
-        number = self._next_number
-        self._outgoing.append(_Outgoing(number, head, list(tensors), encoding))
+        number, given = self._next_number, list(tensors)
+        if isinstance(head, (ForwardHead, BackwardHead, ResultHead)):
+            if encoding == pb.RAW and len(given) == 1 and fits_in_runs(tensor := given[0]):
+                if self._last_run is None or not self._last_run.has_taken(head, tensor):
+                    self._last_run = Run(number, head, tensor, self._part_bytes)
+                    self._outgoing.append(self._last_run)
+                self._next_number += 1
+                return number
+            head = head.message()
+        self._outgoing.append(_Outgoing(number, head, given, encoding))
+        self._last_run = None
         self._next_number += 1
         return number
 
@@ -67,11 +79,15 @@ class ParcelWriter:
         """Return the next message to send, or None if all has been said (more may be added later)."""
         if not self._outgoing:
             return None
+        self._last_run = None
         message = _Message(self._part_bytes)
         unfinished: list[_Outgoing] = []
-        while self._outgoing and message.take(parcel := self._outgoing[0]):
+        while self._outgoing:
+            parcel = self._outgoing[0]
+            if not (message.has_taken_run(parcel) if isinstance(parcel, Run) else message.take(parcel)):
+                break
             self._outgoing.popleft()
-            if parcel.parts:
+            if not isinstance(parcel, Run) and parcel.parts:
                 unfinished.append(parcel)
         self._outgoing.extend(unfinished)
         return message.framed()
@@ -94,22 +110,28 @@ class _Outgoing:
     __slots__ = ("_alive", "announcement", "number", "parts")
 
     def __init__(
-        self, number: int, head: Head, tensors: Sequence[torch.Tensor | None], encoding: pb.Encoding
+        self, number: int, head: WrittenHead, tensors: Sequence[torch.Tensor | None], encoding: pb.Encoding
     ) -> None:
         self.number = number
         self.parts: list[tuple[int, int, memoryview]] = []
         self._alive: list[torch.Tensor] = []
-        pieces = [_PARCEL, varint(number)] if number else []
+        headers = []
         for index, tensor in enumerate(tensors):
             header, form = travelling_form(tensor, encoding)
-            pieces += (_TENSORS, varint(len(header)), header)
+            headers.append(header)
             if form is not None and form.nbytes:
                 self.parts.append((index, 0, raw_bytes(form)))
                 self._alive.append(form)
-        written = head.SerializeToString()
-        pieces += (_TAG_OF_HEAD[type(head)], varint(len(written)), written)
-        announcement = b"".join(pieces)
-        self.announcement = _ANNOUNCEMENTS + varint(len(announcement)) + announcement
+        self.announcement = _announcement(number, headers, _TAG_OF_HEAD[type(head)], head.SerializeToString())
+
+
+def _announcement(number: int, headers: Iterable[bytes], tag: bytes, head: bytes) -> bytes:
+    pieces = [_PARCEL, varint(number)] if number else []
+    for header in headers:
+        pieces += (_TENSORS, varint(len(header)), header)
+    pieces += (tag, varint(len(head)), head)
+    announcement = b"".join(pieces)
+    return _ANNOUNCEMENTS + varint(len(announcement)) + announcement
 
 
 class _Message:
@@ -117,7 +139,7 @@ class _Message:
 
     def __init__(self, part_bytes: int) -> None:
         self._part_bytes = self._room = part_bytes
-        self._alive: list[_Outgoing] = []  # whose memory is shown
+        self._alive: list[_Outgoing | Run] = []  # whose memory is shown
         self._announcements: list[bytes] = []
         self._parts = pb.Contents()
         self._payload: list[bytes | memoryview] = []
@@ -143,20 +165,33 @@ class _Message:
             if num_taken and len(view) > self._room:
                 break
             if len(view) > part_bytes:
-                self._write(parcel.number, index, offset, view[:part_bytes])
+                self._write(parcel.number, index, offset, [view[:part_bytes]], part_bytes)
                 parts[0] = (index, offset + part_bytes, view[part_bytes:])
                 break
-            self._write(parcel.number, index, offset, view)
+            self._write(parcel.number, index, offset, [view], len(view))
             num_taken += 1
         del parts[:num_taken]
         return True
 
-    def _write(self, parcel: int, tensor: int, offset: int, part: memoryview) -> None:
-        num_bytes = len(part)
+    def has_taken_run(self, run: Run) -> bool:
+        """Take all of `run` if there is room, as there always is in an empty message; return whether there was."""
+        if self._alive and run.num_bytes > self._room:
+            return False
+        self._alive.append(run)
+        header, head = run.announcement()
+        announcement = _announcement(run.number, [header], _RUN, head)
+        self._announcements.append(announcement)
+        self._room -= len(announcement)
+        self._write(run.number, 0, 0, run.views(), run.num_bytes)
+        return True
+
+    def _write(
+        self, parcel: int, tensor: int, offset: int, pieces: Sequence[memoryview], num_bytes: int
+    ) -> None:
         gap = -self._payload_bytes % ALIGNMENT
         if gap:
             self._payload.append(_ZEROS[:gap])
-        self._payload.append(part)
+        self._payload += pieces
         self._parts.parts.add(parcel=parcel, tensor=tensor, offset=offset, num_bytes=num_bytes)
         self._payload_bytes += gap + num_bytes
         self._room -= gap + num_bytes
