@@ -14,6 +14,7 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import runs
 from moe_autograd.wire.framing import ALIGNMENT, take_packet_apart
 from moe_autograd.wire.heads import Head, Parcel, Tensors
+from moe_autograd.wire.options import MAX_PARCELS
 from moe_autograd.wire.tensors import (
     Assembly,
     TensorForm,
@@ -59,11 +60,18 @@ class ParcelReader:
         except DecodeError as error:
             raise CorruptDataError(f"packet: expected its contents, got {error}.") from error
         done: list[Parcel] = []
+        _check_number(len(contents.announcements))
         arrived = _Arrived(contents.parts, message, payload, payload_start)
         for announcement in contents.announcements:
+            self._take_parts(arrived, done)
             self._announce(announcement, arrived, done)
-        self._arrived = arrived if arrived.next_part is None else None
         self._take_parts(arrived, done)
+        if (part := arrived.next_part) is not None:
+            raise CorruptDataError(
+                f"parcel {part.parcel}: expected no more parts, got one of tensor {part.tensor} at offset "
+                f"{part.offset}. A part was repeated, or was never announced."
+            )
+        self._arrived = arrived if arrived.has_only_whole_parcels else None
         return done
 
     def are_finite(self) -> bool:
@@ -117,6 +125,7 @@ class ParcelReader:
     def _announce_run(self, announcement: pb.Announcement, arrived: _Arrived, done: list[Parcel]) -> None:
         """Take in all parcels of a run, which come whole."""
         number, run = announcement.parcel, announcement.run
+        _check_number(len(done) + len(run.num_rows))
         heads = runs.heads_of(number, run)
         self._next_number = number + len(heads)
         try:
@@ -165,31 +174,37 @@ class ParcelReader:
         self._unfinished_bytes += incoming.num_bytes
 
     def _take_parts(self, arrived: _Arrived, done: list[Parcel]) -> None:
-        """Take the parts that are left: those of parcels that do not come whole in this message."""
+        """Take the next parts, as long as they belong to parcels that have begun before, or were refused."""
         while (part := arrived.next_part) is not None:
             number = part.parcel
-            start = arrived.take()
             incoming = self._incoming.get(number)
-            if incoming is not None:
-                try:
-                    incoming.take(part, arrived, start)
-                except InvalidCallError as error:
-                    self._forget(incoming)
-                    self._refused.add(number)
-                    done.append(Parcel(number, incoming.head, error=error))
-                    continue
-                if not incoming.num_missing:
-                    self._forget(incoming)
-                    done.append(incoming.parcel())
-            elif number not in self._refused:
-                raise CorruptDataError(
-                    f"parcel {number}: expected no more parts, got one of tensor {part.tensor} at offset "
-                    f"{part.offset}. A part was repeated, or was never announced."
-                )
+            if incoming is None and number not in self._refused:
+                return
+            start = arrived.take()
+            arrived.has_only_whole_parcels = False
+            if incoming is None:
+                continue
+            try:
+                incoming.take(part, arrived, start)
+            except InvalidCallError as error:
+                self._forget(incoming)
+                self._refused.add(number)
+                done.append(Parcel(number, incoming.head, error=error))
+                continue
+            if not incoming.num_missing:
+                self._forget(incoming)
+                done.append(incoming.parcel())
 
     def _forget(self, incoming: _Incoming) -> None:
         del self._incoming[incoming.number]
         self._unfinished_bytes -= incoming.num_bytes
+
+
+def _check_number(num_parcels: int) -> None:
+    if num_parcels > MAX_PARCELS:
+        raise CorruptDataError(
+            f"packet: expected at most {MAX_PARCELS} parcels in a message, got {num_parcels}. The sender is broken."
+        )
 
 
 class _Arrived:
@@ -199,6 +214,7 @@ class _Arrived:
         self.payload = payload
         self.memory = memory_of(message)
         self.start_in_message = start
+        self.has_only_whole_parcels = True
         self._parts = list(parts)
         self._num_taken = 0
         self._position = 0

@@ -23,15 +23,15 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import BackwardHead, ForwardHead, PlainHead, ResultHead
 from moe_autograd.wire.tensors import DTYPES, plain, raw_bytes, raw_header
 
-MAX_PARCELS = 1024
+MAX_IN_RUN = 1024
 _LARGEST_BYTES = 1 << 16  # of a tensor; what is larger gains nothing
 
 
-def fits_in_runs(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a parcel of this tensor alone can be part of a run."""
+def fits_in_runs(tensor: torch.Tensor | None, max_bytes: int) -> TypeGuard[torch.Tensor]:
+    """Whether a parcel of this tensor alone can be part of a run of at most `max_bytes`."""
     return (
         tensor is not None
-        and 0 < tensor.nbytes <= _LARGEST_BYTES
+        and 0 < tensor.nbytes <= min(_LARGEST_BYTES, max_bytes)
         and tensor.dim() > 0
         and tensor.dtype in DTYPES
         and tensor.layout is torch.strided
@@ -57,11 +57,14 @@ class Run:
         self._tensors: list[torch.Tensor] = []
         self._append(head, tensor)
 
+    def __len__(self) -> int:
+        return len(self._heads)
+
     def has_taken(self, head: PlainHead, tensor: torch.Tensor) -> bool:
         """Add a parcel if it is alike and there is room; return whether it was."""
         if (
             self.num_bytes + tensor.nbytes > self._max_bytes
-            or len(self._heads) >= MAX_PARCELS
+            or len(self._heads) >= MAX_IN_RUN
             or _likeness(head, tensor) != self._likeness
         ):
             return False
@@ -108,9 +111,9 @@ def heads_of(number: int, run: pb.Run) -> Sequence[PlainHead]:
         CorruptDataError: it has none or too many, or contradicts itself.
     """
     num_parcels = len(run.num_rows)
-    if not 0 < num_parcels <= MAX_PARCELS:
+    if not 0 < num_parcels <= MAX_IN_RUN:
         raise CorruptDataError(
-            f"run of parcel {number}: expected 1 to {MAX_PARCELS} parcels, got {num_parcels}. The sender is broken."
+            f"run of parcel {number}: expected 1 to {MAX_IN_RUN} parcels, got {num_parcels}. The sender is broken."
         )
     kind = run.WhichOneof("head")
     try:

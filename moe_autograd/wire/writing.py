@@ -14,7 +14,7 @@ import torch
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import ALIGNMENT, frame_packet, varint
 from moe_autograd.wire.heads import BackwardHead, ForwardHead, Head, ResultHead, WrittenHead
-from moe_autograd.wire.options import PART_BYTES
+from moe_autograd.wire.options import MAX_PARCELS, PART_BYTES
 from moe_autograd.wire.runs import Run, fits_in_runs
 from moe_autograd.wire.tensors import raw_bytes, travelling_form
 
@@ -63,7 +63,7 @@ class ParcelWriter:
         """
         number, given = self._next_number, list(tensors)
         if isinstance(head, (ForwardHead, BackwardHead, ResultHead)):
-            if encoding == pb.RAW and len(given) == 1 and fits_in_runs(tensor := given[0]):
+            if encoding == pb.RAW and len(given) == 1 and fits_in_runs(tensor := given[0], self._part_bytes):
                 if self._last_run is None or not self._last_run.has_taken(head, tensor):
                     self._last_run = Run(number, head, tensor, self._part_bytes)
                     self._outgoing.append(self._last_run)
@@ -139,6 +139,7 @@ class _Message:
 
     def __init__(self, part_bytes: int) -> None:
         self._part_bytes = self._room = part_bytes
+        self._num_parcels = 0
         self._alive: list[_Outgoing | Run] = []  # whose memory is shown
         self._announcements: list[bytes] = []
         self._parts = pb.Contents()
@@ -153,10 +154,11 @@ class _Message:
         """
         parts, part_bytes = parcel.parts, self._part_bytes
         num_first = min(len(parts[0][2]), part_bytes) if parts else 0
-        if self._alive and len(parcel.announcement) + num_first > self._room:
+        if self._alive and not self._has_room(1, len(parcel.announcement) + num_first):
             return False
         self._alive.append(parcel)
         if parcel.announcement:
+            self._num_parcels += 1
             self._announcements.append(parcel.announcement)
             self._room -= len(parcel.announcement)
             parcel.announcement = b""
@@ -173,11 +175,15 @@ class _Message:
         del parts[:num_taken]
         return True
 
+    def _has_room(self, num_parcels: int, num_bytes: int) -> bool:
+        return num_bytes <= self._room and self._num_parcels + num_parcels <= MAX_PARCELS
+
     def has_taken_run(self, run: Run) -> bool:
         """Take all of `run` if there is room, as there always is in an empty message; return whether there was."""
-        if self._alive and run.num_bytes > self._room:
+        if self._alive and not self._has_room(len(run), run.num_bytes):
             return False
         self._alive.append(run)
+        self._num_parcels += len(run)
         header, head = run.announcement()
         announcement = _announcement(run.number, [header], _RUN, head)
         self._announcements.append(announcement)

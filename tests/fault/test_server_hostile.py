@@ -82,12 +82,27 @@ backwards = st.builds(
     has_inputs=st.booleans(),
     reply_encoding=st.integers(0, 5),
 )
+runs = st.builds(
+    lambda fields, head: pb.Run(**fields, **head),
+    st.fixed_dictionaries(
+        {
+            "num_rows": st.lists(numbers, max_size=3) | st.just([1, 2]),
+            "experts": st.lists(names, max_size=3) | st.just(["ffn.0", "ffn.1"]),
+            "call_ids": st.lists(numbers, max_size=3) | st.just([1, 2]),
+            "sequences": st.lists(numbers, max_size=3) | st.just([1, 2]),
+        }
+    ),
+    st.builds(lambda head: {"forward_call": head}, forwards)
+    | st.builds(lambda head: {"backward_call": head}, backwards)
+    | st.just({}),
+)
 announcements = st.builds(
     lambda parcel, tensors, head: pb.Announcement(parcel=parcel, tensors=tensors, **head),
     numbers,
     st.lists(headers.map(lambda header: header.SerializeToString()) | st.binary(max_size=8), max_size=3),
     st.builds(lambda head: {"forward_call": head}, forwards)
     | st.builds(lambda head: {"backward_call": head}, backwards)
+    | st.builds(lambda head: {"run": head}, runs)
     | st.just({}),
 )
 parts = st.builds(
