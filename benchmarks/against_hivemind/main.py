@@ -62,9 +62,8 @@ def adam(parameters) -> torch.optim.Optimizer:
 
 def serve(name: str) -> None:
     workload = WORKLOADS[name]
-    update = "on_step" if workload.kind == "layer" else "on_backward"
     optimizer = None if workload.kind == "echo" else adam
-    with ExpertsServer(make_experts(workload), optimizer=optimizer, update=update) as server:
+    with ExpertsServer(make_experts(workload), optimizer=optimizer, update=workload.update) as server:
         print(server.address, flush=True)
         sys.stdin.read()
 
@@ -163,7 +162,7 @@ def layer_turn(workload: Workload, experts: RemoteExperts | dict[str, nn.Module]
     """One training step of a layer, over a server or in this process."""
     layer = MixtureOfExperts(TopKRouter(workload.width, workload.num_experts, workload.top_k), experts)
     optimizers: list[torch.optim.Optimizer | RemoteOptimizer] = [adam(layer.parameters())]
-    if isinstance(experts, RemoteExperts):
+    if isinstance(experts, RemoteExperts) and workload.update == "on_step":
         optimizers.append(RemoteOptimizer(experts))
     x = torch.randn(workload.num_rows, workload.width)
 
@@ -221,14 +220,33 @@ def ours(name: str) -> Iterator[Callable[[], object]]:
                 yield TURNS[workload.kind](workload, experts)
 
 
-def in_one_process(name: str) -> Callable[[], object]:
+def be_alone(name: str) -> None:
+    """Do the same in this one process, whenever told to."""
     workload = WORKLOADS[name]
     experts = make_experts(workload)
-    return (
-        clients_turn(workload, experts)
-        if workload.kind == "clients"
-        else TURNS[workload.kind](workload, experts)
-    )
+    turns = {**TURNS, "clients": clients_turn}
+    turn = turns[workload.kind](workload, experts)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(stopwatch(turn), flush=True)
+
+
+@contextmanager
+def in_one_process(name: str) -> Iterator[Callable[[], dict[str, float]]]:
+    """Start the one process, apart from our client: threads of torch spin for a while after they worked."""
+    with start("--serve", name, "--alone") as process:
+        assert line_of(process) == "ready"
+
+        def turn() -> dict[str, float]:
+            assert process.stdin is not None
+            process.stdin.write("turn\n")
+            process.stdin.flush()
+            return {"s": float(line_of(process))}
+
+        try:
+            yield turn
+        finally:
+            process.communicate("")
 
 
 class Peer:
@@ -280,13 +298,12 @@ def peer(python: str, name: str) -> Iterator[Peer]:
 
 def compare(name: str, python: str, rounds: int) -> list[object]:
     """Return a row of the table."""
-    local = in_one_process(name)
-    with peer(python, name) as hivemind, ours(name) as remote:
+    with peer(python, name) as hivemind, ours(name) as remote, in_one_process(name) as local:
         times = take_turns(
             {
                 "ours": lambda: {"s": stopwatch(remote)},
                 "hivemind": hivemind.turn,
-                "in one process": lambda: {"s": stopwatch(local)},
+                "in one process": local,
             },
             rounds=rounds,
             warmup=1,
@@ -330,12 +347,15 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="may be given several times")
     parser.add_argument("--serve", choices=WORKLOADS, help="be our server")
+    parser.add_argument("--alone", action="store_true", help="with --serve: do it all in this process")
     parser.add_argument(
         "--client", nargs=2, metavar=("NUMBER", "ADDRESS"), help="with --serve: be a client of it"
     )
     arguments = parser.parse_args()
     if arguments.client:
         be_client(arguments.serve, int(arguments.client[0]), arguments.client[1])
+    elif arguments.alone:
+        be_alone(arguments.serve)
     elif arguments.serve:
         serve(arguments.serve)
     elif arguments.hivemind is None:

@@ -22,6 +22,8 @@ class Workload(NamedTuple):
         num_clients: processes that call.
         num_batches: that each of them calls in a turn.
         wants_input_grads: whether the rows require grad; in hivemind's benchmark they do not.
+        update: when our server applies gradients. hivemind's does with each backward; "on_step" makes two requests
+            more, and the client decides.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class Workload(NamedTuple):
     num_clients: int = 1
     num_batches: int = 0
     wants_input_grads: bool = False
+    update: str = "on_backward"
 
     def chosen_experts(self, client: int, turn: int) -> list[int]:
         """Return which experts a client calls in a turn, one after another; both sides have the same."""
@@ -63,5 +66,6 @@ WORKLOADS = {
     ),
     "echo": Workload("echo", num_experts=1, width=2048, num_rows=1024, top_k=0, num_handlers=4),  # 8 MiB
 }
+WORKLOADS["step, on_step"] = WORKLOADS["step"]._replace(update="on_step")
 for name in ("throughput", "4 clients"):
     WORKLOADS[f"{name}, input gradients"] = WORKLOADS[name]._replace(wants_input_grads=True)
