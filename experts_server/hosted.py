@@ -15,32 +15,32 @@ Rules:
 5. *Joined calls are told apart.* Calls with equal `join_key` may be computed as one: rows after rows, and each call
    gets its own rows' outputs, input gradients and weight gradients. What is refused, is refused alone.
 
-Here is the order of things; how the module is called is in `calling`, how several calls are computed as one in
-`joining`, what becomes of gradients in `training`.
+Here is the order of things; how the module is called is in `calling`, how gradients are had in `differentiating`, how
+several calls are computed as one in `joining`, what becomes of gradients in `training`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experts_server.budget import Budget
 from experts_server.calling import ModuleCaller
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
-from experts_server.checks import check_finite, check_grad_outputs, check_inputs, check_same_shapes
+from experts_server.checks import check_finite, check_grad_outputs, check_inputs
 from experts_server.config import SAVING_NOTHING, MemoryConfig
-from experts_server.gradients import Gradients, dense, differentiate
+from experts_server.differentiating import Differentiator
+from experts_server.gradients import Gradients
 from experts_server.joining import Joiner
 from experts_server.kept import KeptForward, KeptForwards, OwnForwards
 from experts_server.later import LaterGradients, Left
 from experts_server.ledger import Ledger, Reply
 from experts_server.offloading import Lodger, OffloadMemory
 from experts_server.training import Trainer, Training
-from moe_autograd.autograd.split_backward import split_backward
 from moe_autograd.errors import InputsNeededError, RemoteError
 
 
@@ -85,6 +85,7 @@ class HostedExpert:
         self.caller = ModuleCaller(name, module, eval_only=eval_only)
         self.spec = self.caller.spec
         self.joiner = Joiner(self.caller, training, can_join=can_join)
+        self._differentiator = Differentiator(self.caller, self.joiner)
         self.kept = OwnForwards(name, memory.kept)
         self.ledger = Ledger(memory.max_clients, memory.replies)
         self.trainer = None if training is None else self._make_trainer(training, memory)
@@ -222,11 +223,15 @@ class HostedExpert:
         if known is not None:
             return known
         kept = self._kept_for(call)
-        # A module that checkpoints its inside draws again what it drew.
-        with self._keeping_inputs_for_another_try(call), self.caller.random.drawing():
-            if self._later is not None and not call.keep_graph and self._takes_in(call):
-                return self._differentiate_in_parts(call, kept, self._later)
-            input_grads, weight_grads = self._differentiate(call, kept, self._takes_in(call))
+        with self._keeping_inputs_for_another_try(call):
+            parameters = self._trained_by([call])
+            if self._later is not None and not call.keep_graph and parameters:
+                with contextlib.ExitStack() as hold:
+                    hold.enter_context(self.in_memory(for_update=False))
+                    answer, weigh = self._differentiator.in_parts(call, kept, parameters)
+                    left = Left(call, kept.num_rows, answer, weigh, hold.pop_all())
+                return self._answer_first(left, self._later)
+            input_grads, weight_grads = self._differentiator.at_once(call, kept, parameters)
             return self._settle(call, kept, input_grads, weight_grads)
 
     def backward_joined(self, calls: Sequence[BackwardCall]) -> list[Reply | BaseException]:
@@ -246,7 +251,9 @@ class HostedExpert:
                     answers[index] = known
             except RemoteError as refusal:
                 answers[index] = refusal
-        for index, (input_grad, weigh) in self._differentiate_joined(calls, kept).items():
+        those = [calls[index] for index in kept]
+        found = self._differentiator.joined(those, list(kept.values()), self._trained_by(those))
+        for index, (input_grad, weigh) in zip(kept, found, strict=True):
             call, wants = calls[index], calls[index].wants_input_grads[:1] == (True,)
             try:
                 with self._keeping_inputs_for_another_try(call):
@@ -261,6 +268,11 @@ class HostedExpert:
             except RemoteError as refusal:
                 answers[index] = refusal
         return [answers[index] for index in range(len(calls))]
+
+    def _trained_by(self, calls: Sequence[BackwardCall]) -> Sequence[nn.Parameter]:
+        """Return the parameters, if one of these calls gives them gradients; else none."""
+        takes_in = any(self._takes_in(call) for call in calls)
+        return self.trainer.parameters if self.trainer is not None and takes_in else ()
 
     def _takes_in(self, call: BackwardCall) -> bool:
         """Whether the gradients of the weights are wanted, and have not been taken in before."""
@@ -314,79 +326,11 @@ class HostedExpert:
         leaves = self.caller.leaves(call.inputs, call.wants_input_grads)
         return KeptForward(leaves, None, None, call.evaluate, None)
 
-    def _differentiate(
-        self, call: BackwardCall, kept: KeptForward, wants_weights: bool
-    ) -> tuple[Reply, Gradients]:
-        roots, root_grads, wanted = self._starts_and_ends(call, kept)
-        parameters = self.trainer.parameters if wants_weights and self.trainer is not None else []
-        targets = [*(kept.inputs[i] for i in wanted), *parameters]
-        if not roots or not targets:
-            return (None,) * len(kept.inputs), [None] * len(parameters)
-        try:
-            found = differentiate(roots, root_grads, targets, retain_graph=call.keep_graph)
-        except Exception as error:
-            raise self.caller.failure("backward", error) from error
-        return _in_place_of(wanted, found, len(kept.inputs)), found[len(wanted) :]
-
-    def _differentiate_in_parts(self, call: BackwardCall, kept: KeptForward, later: LaterGradients) -> Reply:
-        """Return the gradients of the inputs, and leave those of the weights for after the answer."""
-        assert self.trainer is not None
-        with contextlib.ExitStack() as hold:
-            hold.enter_context(self.in_memory(for_update=False))
-            roots, root_grads, wanted = self._starts_and_ends(call, kept)
-            try:
-                inputs = [kept.inputs[i] for i in wanted]
-                found, pending = split_backward(roots, root_grads, inputs, self.trainer.parameters)
-            except Exception as error:
-                raise self.caller.failure("backward", error) from error
-            answer = _in_place_of(wanted, dense(found), len(kept.inputs))
-            return self._answer_first(Left(call, kept.num_rows, answer, pending.run, hold.pop_all()), later)
-
     def _answer_first(self, left: Left, later: LaterGradients) -> Reply:
         later.leave(left)
         if not left.call.keep_graph:
             self.kept.remove(left.call.client_id, left.call.call_id)
         return left.answer
-
-    def _starts_and_ends(
-        self, call: BackwardCall, kept: KeptForward
-    ) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Return the outputs to start from, their gradients, and which inputs' gradients are wanted."""
-        outputs = self._recomputed(call, kept) if kept.outputs is None else kept.outputs
-        roots, root_grads = [], []
-        for output, grad in zip(outputs, call.grad_outputs, strict=True):
-            if grad is not None and output.requires_grad:
-                roots.append(output)
-                is_alike = grad.dtype == output.dtype and self.caller.is_on_cpu
-                root_grads.append(grad if is_alike else grad.to(output))
-        wants = call.wants_input_grads
-        wanted = [i for i, x in enumerate(kept.inputs) if i < len(wants) and wants[i] and x.requires_grad]
-        return roots, root_grads, wanted
-
-    def _differentiate_joined(
-        self, calls: Sequence[BackwardCall], kept: Mapping[int, KeptForward]
-    ) -> dict[int, tuple[Tensor, Callable[[], Gradients]]]:
-        """Return, for those calls that have their forward, by their place, what the joiner does."""
-        if not kept:
-            return {}
-        wants_weights = any(self._takes_in(calls[index]) for index in kept)
-        with self.caller.random.drawing():
-            found = self.joiner.differentiate(
-                [forward.inputs[0] for forward in kept.values()],
-                [grad for index in kept for grad in calls[index].grad_outputs if grad is not None],
-                next(iter(kept.values())).evaluate,
-                self.trainer.parameters if wants_weights and self.trainer is not None else (),
-            )
-        return dict(zip(kept, found, strict=True))
-
-    def _recomputed(self, call: BackwardCall, kept: KeptForward) -> tuple[Tensor, ...]:
-        with torch.enable_grad(), self.caller.random.replaying(kept.random_state):
-            outputs = self.caller.call(kept.inputs, kept.evaluate)
-        if kept.output_shapes is None:
-            kept.output_shapes = outputs.shapes
-            check_grad_outputs(self.name, call, kept.output_shapes)
-        check_same_shapes(self.name, kept.output_shapes, outputs.shapes)
-        return outputs.tensors
 
     # ---- weights
 
@@ -406,11 +350,3 @@ class HostedExpert:
                 self.trainer.step(call.client_id, call.gathered)
         self.ledger.record(call.client_id, call.sequence, self.num_updates)
         return self.num_updates
-
-
-def _in_place_of(wanted: Sequence[int], found: Sequence[Tensor | None], num_inputs: int) -> Reply:
-    """Return one gradient for each input, `None` for those that are not wanted."""
-    by_input: list[Tensor | None] = [None] * num_inputs
-    for index, grad in zip(wanted, found, strict=False):
-        by_input[index] = grad
-    return tuple(by_input)

@@ -1,0 +1,127 @@
+"""From a forward that was kept, and gradients of its outputs, to gradients of its inputs and of the weights.
+
+At once; in two parts, the inputs' first; or those of several calls together. A graph that has gone is computed again,
+with the same random numbers. Knows nothing of what is kept for how long, of clients, or of what becomes of gradients:
+that is `hosted`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from experts_server.calling import ModuleCaller
+from experts_server.calls import BackwardCall
+from experts_server.checks import check_grad_outputs, check_same_shapes
+from experts_server.gradients import Gradients, dense, differentiate
+from experts_server.joining import Joiner
+from experts_server.kept import KeptForward
+from experts_server.ledger import Reply
+from moe_autograd.autograd.split_backward import split_backward
+
+
+class Differentiator:
+    """Computes the gradients of one expert.
+
+    Args:
+        caller: of its module.
+        joiner: for several calls.
+
+    Threads: one at a time, as the expert itself.
+    """
+
+    def __init__(self, caller: ModuleCaller, joiner: Joiner) -> None:
+        self._caller = caller
+        self._joiner = joiner
+
+    def __repr__(self) -> str:
+        return f"<Differentiator of {self._caller.name!r}>"
+
+    def at_once(
+        self, call: BackwardCall, kept: KeptForward, parameters: Sequence[nn.Parameter]
+    ) -> tuple[Reply, Gradients]:
+        """Return the gradients of the inputs that are wanted, and of the parameters.
+
+        Raises:
+            ExpertFailedError: the module raised.
+        """
+        with self._caller.random.drawing():  # a module that checkpoints its inside draws again what it drew
+            roots, root_grads, wanted = self._starts_and_ends(call, kept)
+            targets = [*(kept.inputs[i] for i in wanted), *parameters]
+            if not roots or not targets:
+                return (None,) * len(kept.inputs), [None] * len(parameters)
+            try:
+                found = differentiate(roots, root_grads, targets, retain_graph=call.keep_graph)
+            except Exception as error:
+                raise self._caller.failure("backward", error) from error
+        return _in_place_of(wanted, found, len(kept.inputs)), found[len(wanted) :]
+
+    def in_parts(
+        self, call: BackwardCall, kept: KeptForward, parameters: Sequence[nn.Parameter]
+    ) -> tuple[Reply, Callable[[], Gradients]]:
+        """Return the gradients of the inputs, and what computes those of the parameters later.
+
+        Raises:
+            ExpertFailedError: the module raised.
+        """
+        with self._caller.random.drawing():
+            roots, root_grads, wanted = self._starts_and_ends(call, kept)
+            try:
+                found, pending = split_backward(
+                    roots, root_grads, [kept.inputs[i] for i in wanted], parameters
+                )
+            except Exception as error:
+                raise self._caller.failure("backward", error) from error
+        return _in_place_of(wanted, dense(found), len(kept.inputs)), pending.run
+
+    def joined(
+        self, calls: Sequence[BackwardCall], kept: Sequence[KeptForward], parameters: Sequence[nn.Parameter]
+    ) -> list[tuple[Tensor, Callable[[], Gradients]]]:
+        """Return, for each of several calls of equal key, what the joiner does.
+
+        Raises:
+            ExpertFailedError: they cannot be computed together.
+        """
+        if not calls:
+            return []
+        with self._caller.random.drawing():
+            return self._joiner.differentiate(
+                [forward.inputs[0] for forward in kept],
+                [grad for call in calls for grad in call.grad_outputs if grad is not None],
+                kept[0].evaluate,
+                parameters,
+            )
+
+    def _starts_and_ends(
+        self, call: BackwardCall, kept: KeptForward
+    ) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        """Return the outputs to start from, their gradients, and which inputs' gradients are wanted."""
+        outputs = self._recomputed(call, kept) if kept.outputs is None else kept.outputs
+        roots, root_grads = [], []
+        for output, grad in zip(outputs, call.grad_outputs, strict=True):
+            if grad is not None and output.requires_grad:
+                roots.append(output)
+                is_alike = grad.dtype == output.dtype and self._caller.is_on_cpu
+                root_grads.append(grad if is_alike else grad.to(output))
+        wants = call.wants_input_grads
+        wanted = [i for i, x in enumerate(kept.inputs) if i < len(wants) and wants[i] and x.requires_grad]
+        return roots, root_grads, wanted
+
+    def _recomputed(self, call: BackwardCall, kept: KeptForward) -> tuple[Tensor, ...]:
+        with torch.enable_grad(), self._caller.random.replaying(kept.random_state):
+            outputs = self._caller.call(kept.inputs, kept.evaluate)
+        if kept.output_shapes is None:
+            kept.output_shapes = outputs.shapes
+            check_grad_outputs(self._caller.name, call, kept.output_shapes)
+        check_same_shapes(self._caller.name, kept.output_shapes, outputs.shapes)
+        return outputs.tensors
+
+
+def _in_place_of(wanted: Sequence[int], found: Sequence[Tensor | None], num_inputs: int) -> Reply:
+    """Return one gradient for each input, `None` for those that are not wanted."""
+    by_input: list[Tensor | None] = [None] * num_inputs
+    for index, grad in zip(wanted, found, strict=False):
+        by_input[index] = grad
+    return tuple(by_input)
