@@ -177,6 +177,11 @@ class Trainer:
             for parameter, grad in zip(self.parameters, grads, strict=True):
                 parameter.grad = grad
             self.training.optimizer.step()
+        except Exception as error:
+            raise ExpertFailedError(
+                f"expert {self.name!r}: expected its optimizer to step, got {type(error).__name__}: {error}. Some of "
+                "the weights may have been changed: set them, or restart from a checkpoint."
+            ) from error
         finally:
             for parameter in self.parameters:
                 parameter.grad = None

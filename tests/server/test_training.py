@@ -195,6 +195,18 @@ def test_a_schedule_that_ends_changes_nothing_more_and_no_update_counts_twice() 
     torch.testing.assert_close(weights(), after_the_last, rtol=0, atol=0)
 
 
+def test_an_optimizer_that_cannot_step_is_told_as_the_experts_failure_and_is_no_update() -> None:
+    client = Client(
+        hosted(OptimizerConfig(name="adam", args={"capturable": True}))
+    )  # for a GPU's graphs only
+    client.backward(tokens(4, D), tokens(4, D, seed=9))
+    with pytest.raises(
+        ExpertFailedError, match=r"expert 'e': expected its optimizer to step, got AssertionError"
+    ):
+        client.update("step")
+    assert client.expert.num_updates == 0
+
+
 def restarted(expert: HostedExpert, config: Trained, folder: Path, *training: Any) -> HostedExpert:
     with CheckpointFolder(folder) as checkpoints:
         checkpoints.write([take(expert)])
