@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.autograd.offload import OffloadedExperts, read_ahead
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.parts import Part
@@ -572,7 +573,19 @@ def test_never_more_than_one_micro_batch_of_activations_is_outside_of_the_limit(
     assert experts.residency.peak_bytes <= 1500
 
 
-def test_read_ahead_starts_with_the_backward_of_the_layer_above() -> None:
+def call_by_map(experts: OffloadedExperts, x: Tensor, **options: Any) -> Tensor:
+    return parallel_apply(list(experts), [(x,)], **options)[0]  # type: ignore[no-any-return]
+
+
+def call_in_layer(experts: OffloadedExperts, x: Tensor, **options: Any) -> Tensor:
+    return MixtureOfExperts(TopKRouter(8, 1, top_k=1), experts, **options)(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("call", [call_by_map, call_in_layer])
+def test_read_ahead_starts_with_the_backward_of_the_layer_above(
+    call: Callable[..., Tensor], options: dict[str, Any]
+) -> None:
     """Layer 2's backward waits inside until layer 1's expert has been read, which it never would without."""
     store = WatchedStore()
 
@@ -590,7 +603,7 @@ def test_read_ahead_starts_with_the_backward_of_the_layer_above() -> None:
     above = OffloadedExperts([Waiting()], sgd, beside=below)
     read_ahead(below, above)
     below.residency.flush()
-    y = above[0](below[0](torch.ones(1, 8)))
+    y = call(above, call(below, torch.ones(1, 8), **options), **options)
     below.residency.drop_all()  # as more layers above would have done
     store.events.clear()
     y.sum().backward()
