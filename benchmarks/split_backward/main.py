@@ -21,7 +21,10 @@ from moe_autograd.remote import RemoteOptimizer, connect
 
 NUM_ROUNDS = 15
 SIZES = ((2, 1024, 1024), (3, 1024, 1024), (2, 256, 256), (3, 256, 256), (2, 64, 16))  # layers, width, tokens
-SERVER_SIZES = ((2, 1024, 1024), (3, 1024, 1024), (2, 1024, 256), (3, 1024, 256))
+SERVER_SIZES = (  # experts, layers, width, tokens
+    *((1, 2, 1024, 1024), (1, 3, 1024, 1024), (1, 2, 1024, 256), (1, 3, 1024, 256)),
+    *((4, 2, 1024, 256), (4, 3, 2048, 256)),
+)
 NUM_LAYERS, NUM_EXPERTS, STACK_WIDTH, STACK_TOKENS = 6, 4, 256, 256
 WAITS_S = (0.0, 0.05)
 
@@ -73,16 +76,19 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4)
 
 
-def serve(num_layers: int, width: int, *, split: bool) -> ExpertsServer:
+def serve(num_experts: int, num_layers: int, width: int, *, split: bool) -> ExpertsServer:
     config = ServingConfig(memory=MemoryConfig(split_backward=split))
-    return ExpertsServer({"e": expert(num_layers, width)}, optimizer=sgd, config=config)
+    hosted = {f"e.{i}": expert(num_layers, width) for i in range(num_experts)}
+    return ExpertsServer(hosted, optimizer=sgd, config=config)
 
 
-def measure_server(num_layers: int, width: int, num_tokens: int) -> dict[str, dict[str, Times]]:
-    """Return the times until a client has its input gradients, and of its backward and step."""
+def measure_server(
+    num_experts: int, num_layers: int, width: int, num_tokens: int
+) -> dict[str, dict[str, Times]]:
+    """Return the times until a client has the input gradients of all experts, and of its backward and step."""
     with (
-        serve(num_layers, width, split=False) as whole,
-        serve(num_layers, width, split=True) as split,
+        serve(num_experts, num_layers, width, split=False) as whole,
+        serve(num_experts, num_layers, width, split=True) as split,
         connect(whole.address) as experts,
         connect(split.address) as experts_split,
     ):
@@ -91,7 +97,7 @@ def measure_server(num_layers: int, width: int, num_tokens: int) -> dict[str, di
         def train(experts: Any) -> dict[str, float]:
             optimizer = RemoteOptimizer(experts)
             optimizer.zero_grad()
-            y = experts["e"](x)
+            y = torch.stack(parallel_apply(list(experts.values()), [(x,)] * num_experts))
             grad = torch.ones_like(y) / y.numel()
             begun_s = time.perf_counter()
             torch.autograd.backward(y, grad)
@@ -105,15 +111,15 @@ def measure_server(num_layers: int, width: int, num_tokens: int) -> dict[str, di
 
 def print_in_a_server() -> None:
     rows = []
-    for num_layers, width, num_tokens in SERVER_SIZES:
-        took = measure_server(num_layers, width, num_tokens)
+    for size in SERVER_SIZES:
+        took = measure_server(*size)
         whole, split = took["whole"], took["split"]
         times = [
             f"{took[v][part].median_ms:.1f} ms" for part in ("inputs", "all") for v in ("whole", "split")
         ]
         ratios = [split[part].ratio_to(whole[part]) for part in ("inputs", "all")]
-        rows.append([num_layers, width, num_tokens, *times, *ratios])
-    heads = ("linear layers", "width", "tokens", "inputs: whole", "inputs: split")
+        rows.append([*size, *times, *ratios])
+    heads = ("experts", "linear layers", "width", "tokens", "inputs: whole", "inputs: split")
     print_table((*heads, "with step: whole", "with step: split", "inputs: ratio", "with step: ratio"), rows)
 
 

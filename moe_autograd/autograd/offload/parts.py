@@ -1,4 +1,6 @@
-"""What residency moves: parts, and the buffers that they lie in while they are in memory. No locks here.
+"""What residency moves: parts, the buffers that they lie in while they are in memory, and who leaves first.
+
+No locks here: `Residency` has the only one.
 
 A buffer that a part leaves is spare: the next part of its size takes it, so that memory is asked for once. Buffers in
 use and spare ones together never exceed the limit; spare ones go first.
@@ -6,7 +8,8 @@ use and spare ones together never exceed the limit; spare ones go first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -58,7 +61,6 @@ class Buffers:
         limit_bytes: for buffers in use and spare ones together.
         device: of the buffers.
 
-    Threads: one at a time; `Residency` has the lock.
     """
 
     def __init__(self, limit_bytes: int, device: torch.device) -> None:
@@ -98,3 +100,76 @@ class Buffers:
             while buffers and num_bytes > 0:
                 buffers.pop()
                 num_bytes -= size
+
+
+class Resident:
+    """The parts that are in memory, the least recently used first.
+
+    Args:
+        limit_bytes: for the buffers of all of them and spare ones.
+        device: of the buffers.
+    """
+
+    def __init__(self, limit_bytes: int, device: torch.device) -> None:
+        self.buffers = Buffers(limit_bytes, device)
+        self._order: OrderedDict[Part, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def take_in(self, part: Part) -> None:
+        """Give a part a buffer of undefined bytes; there is room."""
+        part.buffer = self.buffers.take(part.layout.num_bytes)
+        self._order[part] = None
+
+    def put_out(self, part: Part) -> None:
+        """Take a part's buffer away."""
+        assert part.buffer is not None
+        part.detach()
+        self.buffers.give_back(part.buffer)
+        part.buffer = None
+        part.is_wished = False
+        del self._order[part]
+
+    def used(self, part: Part) -> None:
+        """Let it leave after all others."""
+        self._order.move_to_end(part)
+
+    def not_soon(self, part: Part) -> None:
+        """Let it leave before all others, if it is in memory."""
+        if part in self._order:
+            self._order.move_to_end(part, last=False)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many more bytes fit."""
+        return self.buffers.lacking_bytes(num_bytes) <= 0
+
+    def make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> list[Part]:
+        """Put out the least recently used, those that were wished for last, until `num_bytes` more fit.
+
+        Args:
+            num_bytes: how much is wanted.
+            keep: stay.
+            spare_wished: let those stay, too, that were wished for since they were used.
+
+        Returns:
+            Those that would go as well, but have to be written before.
+        """
+        missing = self.buffers.lacking_bytes(num_bytes)
+        to_write = []
+        for part in sorted(self._order, key=lambda part: part.is_wished):
+            if missing <= 0 or (spare_wished and part.is_wished):
+                break
+            if part.num_holders > 0 or part.is_reading or part in keep:
+                continue
+            missing -= part.layout.num_bytes
+            if part.is_writing:
+                continue  # makes room later
+            if part.is_changed:
+                to_write.append(part)
+            else:
+                self.put_out(part)
+        return to_write

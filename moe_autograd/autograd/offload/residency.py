@@ -24,9 +24,11 @@ Rules:
 5. Whenever a sixteenth of the limit has come in, memory that others have freed in the meantime is given back to the
    system: what computes between the moves is not counted, but should not pile up.
 
-State (`_lock` guards all of it, and the fields of all parts): `_buffers`, `_resident` in the order of use, `_wishes`,
-`_to_write` in the order of writing, `_come_in_bytes` since memory was given back, `_error`, `_holding`, `_waiting`.
+State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_wishes`, `_to_write` in the order of
+writing, `_come_in_bytes` since memory was given back, `_error`, `_holding`, `_waiting`, whether the movers move.
 Reading and writing happen with the lock released, on parts that are marked so.
+
+Which parts are in memory and who leaves first is in `parts`, the threads in `background`.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 
+from moe_autograd.autograd.offload.background import Apart, Mover
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
-from moe_autograd.autograd.offload.parts import Buffers, Part
+from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.stores import Store
 
 T = TypeVar("T")
@@ -64,8 +66,7 @@ class Residency:
         self.limit_bytes, self.store, self.device = limit_bytes, store, device
         self.known_bytes = 0  # of all parts, resident or not
         self._lock = threading.Condition()
-        self._buffers = Buffers(limit_bytes, device)
-        self._resident: OrderedDict[Part, None] = OrderedDict()  # least recently used first
+        self._resident = Resident(limit_bytes, device)
         self._wishes: OrderedDict[Part, None] = OrderedDict()
         self._to_write: OrderedDict[Part, bool] = OrderedDict()  # whether even if it is held
         self._holding: Counter[int] = Counter()  # how often each thread holds something
@@ -74,14 +75,13 @@ class Residency:
         self._serial_numbers = itertools.count()
         self._error: BaseException | None = None
         self._come_in_bytes = 0
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
-        self._reader_runs = self._writer_runs = False
+        self._reader = Mover("offload-read", self._lock, self._next_wish, self._grant)
+        self._writer = Mover("offload-write", self._lock, self._next_to_write, self._write)
+        self._apart = Apart("offload-update")
 
     def __repr__(self) -> str:
         with self._lock:
-            used = f"{self._buffers.used_bytes} of {self.limit_bytes} bytes"
+            used = f"{self._resident.buffers.used_bytes} of {self.limit_bytes} bytes"
             return f"Residency({used}, {len(self._resident)} parts resident)"
 
     def add(self, part: Part) -> Part:
@@ -94,12 +94,12 @@ class Residency:
     def resident_bytes(self) -> int:
         """What all buffers take, the spare ones included."""
         with self._lock:
-            return self._buffers.taken_bytes
+            return self._resident.buffers.taken_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most that all buffers have taken so far."""
-        return self._buffers.peak_bytes
+        return self._resident.buffers.peak_bytes
 
     @contextlib.contextmanager
     def hold(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -144,8 +144,7 @@ class Residency:
         """Say that others are needed before these, so that these leave first."""
         with self._lock:
             for part in parts:
-                if part in self._resident:
-                    self._resident.move_to_end(part, last=False)
+                self._resident.not_soon(part)
 
     def void(self, part: Part) -> None:
         """Let a part forget its bytes, as `discard` does, though somebody may hold it."""
@@ -161,7 +160,7 @@ class Residency:
             while part.is_busy:
                 self._lock.wait()
             if part.buffer is not None:
-                self._free(part)
+                self._resident.put_out(part)
             part.is_stored = part.is_changed = False
             self._lock.notify_all()
 
@@ -214,7 +213,7 @@ class Residency:
             while any(part.is_busy for part in self._resident):
                 self._lock.wait()
             for part in [part for part in self._resident if part.num_holders == 0]:
-                self._free(part)
+                self._resident.put_out(part)
 
     def run_apart(self, function: Callable[[], T]) -> T:
         """Call a function on a thread of its own, outside of the caller's modes and random numbers; one at a time.
@@ -227,20 +226,14 @@ class Residency:
             self._finish_kernels()
             return returned
 
-        running = self._worker.submit(run)
-        try:
-            return running.result()
-        except BaseException:
-            wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
-            raise
+        return self._apart.run(run)
 
     def close(self) -> None:
         """Finish what is being read and written, and end the threads."""
         with self._lock:
             self._wishes.clear()
-        self._reader.shutdown()
-        self._writer.shutdown()
-        self._worker.shutdown()
+        for thread in (self._reader, self._writer, self._apart):
+            thread.close()
 
     def _acquire(self, parts: Sequence[Part]) -> None:
         self.check_fits(parts)
@@ -266,7 +259,7 @@ class Residency:
 
     def _check_for_deadlock(self, parts: Sequence[Part]) -> None:
         """Rule 2's exception."""
-        is_moving = any(part.is_busy for part in self._resident) or self._writer_runs
+        is_moving = any(part.is_busy for part in self._resident) or self._writer.is_moving
         if not is_moving and self._holding and self._holding.keys() <= self._waiting:
             needed = sum(part.layout.num_bytes for part in parts if part.buffer is None)
             held = sum(part.layout.num_bytes for part in self._resident if part.num_holders)
@@ -280,7 +273,7 @@ class Residency:
         with self._lock:
             for part in unread:
                 part.is_reading = False
-                self._free(part)
+                self._resident.put_out(part)
 
     def check_fits(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` if these parts can never be held together."""
@@ -300,12 +293,12 @@ class Residency:
         if not self._make_room(sum(part.layout.num_bytes for part in absent), keep=parts, spare_wished=False):
             return False
         for part in absent:
-            self._allocate(part)
+            self._take_in(part)
             part.is_reading = True
         for part in parts:
             part.num_holders += 1
             part.is_wished = False
-            self._resident.move_to_end(part)
+            self._resident.used(part)
             self._wishes.pop(part, None)
         return True
 
@@ -342,38 +335,17 @@ class Residency:
 
     def _make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
         """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
-        missing = self._buffers.lacking_bytes(num_bytes)
-        if missing <= 0:
+        if self._resident.has_room(num_bytes):
             return True
-        by_use = sorted(self._resident, key=lambda part: part.is_wished)  # as they are used; wished for last
-        for part in by_use:
-            if missing <= 0 or (spare_wished and part.is_wished):
-                break
-            if part.num_holders > 0 or part.is_reading or part in keep:
-                continue
-            missing -= part.layout.num_bytes
-            if part.is_writing:
-                continue  # makes room later
-            if part.is_changed:
-                self._to_write[part] = False
-                self._to_write.move_to_end(part, last=False)
-            else:
-                self._free(part)
+        for part in self._resident.make_room(num_bytes, keep, spare_wished):
+            self._to_write[part] = False
+            self._to_write.move_to_end(part, last=False)
         self._start_writing()
-        return self._buffers.lacking_bytes(num_bytes) <= 0
+        return self._resident.has_room(num_bytes)
 
-    def _allocate(self, part: Part) -> None:
-        part.buffer = self._buffers.take(part.layout.num_bytes)
-        self._resident[part] = None
+    def _take_in(self, part: Part) -> None:
+        self._resident.take_in(part)
         self._come_in_bytes += part.layout.num_bytes
-
-    def _free(self, part: Part) -> None:
-        assert part.buffer is not None
-        part.detach()
-        self._buffers.give_back(part.buffer)
-        part.buffer = None
-        part.is_wished = False
-        del self._resident[part]
 
     def _read(self, part: Part) -> None:
         """Fill a busy part, with the lock released. If that fails it is absent again."""
@@ -384,7 +356,7 @@ class Residency:
         except BaseException:
             with self._lock:
                 part.is_reading = False
-                self._free(part)
+                self._resident.put_out(part)
                 self._lock.notify_all()
             raise
         with self._lock:
@@ -393,56 +365,36 @@ class Residency:
             self._lock.notify_all()
 
     def _start_reading(self) -> None:
-        if self._wishes and not self._reader_runs:
-            self._reader_runs = True
-            self._reader.submit(self._grant_wishes)
-
-    def _grant_wishes(self) -> None:
-        """Rule 3: read what was wished for, as long as there is room; started again when there is more."""
-        while True:
-            with self._lock:
-                part = self._next_wish()
-                if part is None:
-                    self._reader_runs = False
-                    return
-            try:
-                self._read(part)
-            except Exception:  # whoever needs it reads again, and is told
-                continue
+        if self._wishes:
+            self._reader.start()
 
     def _next_wish(self) -> Part | None:
+        """Rule 3: what was wished for, as long as there is room; asked again when there is more."""
         while self._wishes:
             part = next(iter(self._wishes))
             if part.buffer is None:
                 if not self._make_room(part.layout.num_bytes, keep=(), spare_wished=True):
                     return None
-                self._allocate(part)
+                self._take_in(part)
                 part.is_reading = part.is_wished = True
                 del self._wishes[part]
                 return part
             del self._wishes[part]
         return None
 
+    def _grant(self, part: Part) -> None:
+        with contextlib.suppress(Exception):  # whoever needs it reads again, and is told
+            self._read(part)
+
     def _start_writing(self) -> None:
-        if not self._writer_runs and any(map(self._may_write, self._to_write)):
-            self._writer_runs = True
-            self._writer.submit(self._write_behind)
+        if any(map(self._may_write, self._to_write)):
+            self._writer.start()
 
     def _may_write(self, part: Part) -> bool:
         return part.num_holders == 0 or self._to_write[part]
 
-    def _write_behind(self) -> None:
-        """Rule 4: write what nobody holds; started again when there is more."""
-        while True:
-            with self._lock:
-                part = self._next_to_write()
-                if part is None:
-                    self._writer_runs = False
-                    self._lock.notify_all()
-                    return
-            self._write(part)
-
     def _next_to_write(self) -> Part | None:
+        """Rule 4: what nobody holds; asked again when there is more."""
         for part in [part for part in self._to_write if self._may_write(part)]:
             del self._to_write[part]
             if part.is_changed and part.buffer is not None:

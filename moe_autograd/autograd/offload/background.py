@@ -1,0 +1,74 @@
+"""A thread that moves parts as long as there are any to move, and one that calls functions apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from moe_autograd.autograd.offload.parts import Part
+
+T = TypeVar("T")
+
+
+class Mover:
+    """Moves one part after the other until there is none left; whoever has more to move starts it again.
+
+    Args:
+        name: of the thread.
+        lock: held by whoever calls `start`, and while `choose` runs; told when nothing is left.
+        choose: returns the next part, marked as being moved; `None` if there is none now.
+        move: moves it, with the lock released; raises nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lock: threading.Condition,
+        choose: Callable[[], Part | None],
+        move: Callable[[Part], None],
+    ) -> None:
+        self.is_moving = False
+        self._lock, self._choose, self._move = lock, choose, move
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def start(self) -> None:
+        """Begin, if it does not move already. The lock is held."""
+        if not self.is_moving:
+            self.is_moving = True
+            self._thread.submit(self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                part = self._choose()
+                if part is None:
+                    self.is_moving = False
+                    self._lock.notify_all()
+                    return
+            self._move(part)
+
+    def close(self) -> None:
+        """Finish what is being moved, and end the thread."""
+        self._thread.shutdown()
+
+
+class Apart:
+    """A thread of its own, outside of the modes and random numbers of whoever calls; one function at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function there; it has ended when this returns or raises."""
+        running = self._thread.submit(function)
+        try:
+            return running.result()
+        except BaseException:
+            wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
+            raise
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
