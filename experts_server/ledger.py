@@ -28,6 +28,8 @@ from moe_autograd.errors import InvalidCallError
 
 MAX_UNSETTLED = 1 << 16  # many times what a client can have under way
 
+REPLY_BYTES = 1024  # what a kept answer weighs in Python beside the elements of its tensors
+
 Reply = tuple[Tensor | None, ...]
 
 
@@ -80,7 +82,7 @@ class Ledger:
     def record(self, client_id: bytes, sequence: int, num_updates: int, reply: Reply | None = None) -> None:
         """Write down that a change has been applied, and its answer."""
         entry = Entry(num_updates)
-        num_bytes = sum(grad.nbytes for grad in reply or () if grad is not None)
+        num_bytes = REPLY_BYTES + sum(grad.nbytes for grad in reply or () if grad is not None)
         if reply is not None and self._reply_budget.has_taken(num_bytes):
             entry.reply, entry.reply_bytes = reply, num_bytes
         client = self._client(client_id)

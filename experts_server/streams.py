@@ -149,7 +149,7 @@ class PassStream:
             self._submit(calls)
 
     def _submit(self, calls: list[tuple[str, Call]]) -> None:
-        if not self._is_look_due:
+        if not self._is_look_due and len(self._outstanding) > 1:  # one alone leaves when it is done
             self._look_later()
         self._settings.registry.submit(calls)
 
