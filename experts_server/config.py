@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from experts_server.addresses import is_loopback, split_address
 from experts_server.names import check_name
@@ -75,11 +84,17 @@ class MemoryConfig(_Frozen):
 SAVING_NOTHING = MemoryConfig()
 
 
+def _check_store(value: Any) -> Any:
+    if not isinstance(value, str | Path):
+        raise ValueError("expected 'ram' or a path")
+    return value
+
+
 class OffloadConfig(_Frozen):
     """What the offloaded experts of a server share: memory, and the place for what does not fit."""
 
     max_resident_bytes: ByteCount
-    store: Literal["ram"] | Path = "ram"
+    store: Annotated[Literal["ram"] | Path, BeforeValidator(_check_store)] = "ram"
 
 
 class ExpertConfig(_Frozen):

@@ -1,0 +1,60 @@
+"""Whatever value any key of a configuration has, it is taken, or refused with an error that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from experts_server import config as models
+from experts_server.settings import check_config
+from moe_autograd.errors import ConfigError
+
+EXPERT = ("experts", "e")
+TABLES: dict[tuple[str, ...], type[BaseModel]] = {
+    (): models.ServerConfig,
+    ("batching",): models.BatchingConfig,
+    ("limits",): models.LimitsConfig,
+    ("security",): models.SecurityConfig,
+    ("memory",): models.MemoryConfig,
+    ("offload",): models.OffloadConfig,
+    ("optimizer",): models.OptimizerConfig,
+    ("optimizer", "schedule"): models.ScheduleConfig,
+    EXPERT: models.ExpertConfig,
+    (*EXPERT, "optimizer"): models.OptimizerConfig,
+    (*EXPERT, "optimizer", "schedule"): models.ScheduleConfig,
+    (*EXPERT, "memory"): models.MemoryConfig,
+}
+VALUES: list[Any] = [
+    None, True, -1, 0, 1, 3.5, float("inf"), float("nan"), 10**30, "", "x", "none", "127.0.0.1:0", "0.0.0.0:1",
+    [], [1], {}, {"x": 1}, {"name": "sgd"}, {"name": 3}, {"e": {"class": "ffn"}},
+]  # fmt: skip
+
+
+def keys() -> Iterator[tuple[str, ...]]:
+    for table, model in TABLES.items():
+        for name, field in model.model_fields.items():
+            yield (*table, field.alias or name)
+        yield (*table, "no_such_key")
+
+
+@pytest.mark.parametrize("key", list(keys()), ids=".".join)
+def test_a_value_is_taken_or_refused_with_its_key(key: tuple[str, ...]) -> None:
+    for value in VALUES:
+        settings: dict[str, Any] = {"experts": {"e": {"class": "ffn", "args": {"d_model": 8}}}}
+        table = settings
+        for name in key[:-1]:
+            table = table.setdefault(name, {})
+        table[key[-1]] = value
+        said = ""
+        try:
+            check_config(settings)
+        except ConfigError as refusal:
+            said = str(refusal)
+        for line in said.splitlines():
+            assert "key '" in line or "expert name" in line, line
+            assert "expected" in line
+            assert "got" in line
+            assert "literal[" not in line
