@@ -7,18 +7,22 @@ of its calls has been computing for more than `STUCK_S`: others go on, but a cal
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from experts_server import open_inference
+from experts_server.doorway import Doorway
 from experts_server.registry import Registry
 from moe_autograd.wire import methods
 
 STUCK_S = 10.0
+MAX_STREAMS = 1024  # of both; nobody is asked who he is, so they must not use up what the other RPCs live on
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -32,14 +36,15 @@ class Health:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
+        self._doorway = Doorway(MAX_STREAMS)
+        self._servicer = _HealthServicer(self._doorway)
         self._stuck: set[str] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register health and reflection."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         names = (methods.SERVICE, open_inference.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server, _Pools())  # type: ignore[arg-type]  # asked as one
+        add_ServerReflectionServicer_to_server(_ReflectionServicer(self._doorway, names), server)
 
     async def set_ready(self) -> None:
         """Report everything as serving."""
@@ -59,6 +64,27 @@ class Health:
             if is_stuck != (name in self._stuck):
                 await self._servicer.set(name, NOT_SERVING if is_stuck else SERVING)
                 (self._stuck.add if is_stuck else self._stuck.discard)(name)
+
+
+class _HealthServicer(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # not in the stubs
+    def __init__(self, doorway: Doorway) -> None:
+        super().__init__()
+        self._doorway = doorway
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        async with self._doorway.passing(context):
+            await super().Watch(request, context)
+
+
+class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]  # nor this
+    def __init__(self, doorway: Doorway, names: Sequence[str]) -> None:
+        super().__init__(names, pool=_Pools())
+        self._doorway = doorway
+
+    async def ServerReflectionInfo(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        async with self._doorway.passing(context):
+            async for answer in super().ServerReflectionInfo(requests, context):
+                yield answer
 
 
 class _Pools:

@@ -33,7 +33,7 @@ from experts_server.config import (
     ServingConfig,
 )
 from experts_server.executor import WorkerPool
-from experts_server.health import Health
+from experts_server.health import MAX_STREAMS, Health
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.metrics import MetricsEndpoint, ServerCollector, Watched
@@ -187,9 +187,8 @@ class ExpertServer:
         self._close()
 
     async def _open(self) -> None:
-        self._grpc = grpc.aio.server(
-            options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self.config.limits.max_concurrent_passes + 64
-        )
+        most = 2 * self.config.limits.max_concurrent_passes + MAX_STREAMS + 64
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=most)
         self.service.add_to(self._grpc)
         self.health.add_to(self._grpc)
         self.open_inference.add_to(self._grpc)

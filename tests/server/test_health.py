@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer, health
+from experts_server import server as server_module
+from experts_server.config import LimitsConfig, SecurityConfig, ServingConfig
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.servers import START_S, WireClient, tokens
+from tests.support.servers import START_S, WireClient, tokens, wait_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -60,6 +65,36 @@ def test_a_hanging_expert_stops_serving_and_serves_again_while_the_others_go_on(
         hanging.may_go.set()
         assert next(watch).status == SERVING
         caller.join(START_S)
+
+
+def test_streams_that_ask_for_no_token_take_no_place_of_those_that_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (health, server_module):
+        monkeypatch.setattr(module, "MAX_STREAMS", 20)
+    (tmp_path / "tokens").write_text("train a-token-of-length-32-or-somewhat-more")
+    security = SecurityConfig(tokens_file=tmp_path / "tokens")
+    config = ServingConfig(security=security, limits=LimitsConfig(max_concurrent_passes=2))
+    with (
+        ExpertsServer({"e": FeedForwardExpert(8)}, config=config) as server,
+        WireClient(server.address) as stranger,
+        WireClient(server.address, token="a-token-of-length-32-or-somewhat-more") as client,
+    ):
+        watch = health_pb2_grpc.HealthStub(stranger.channel).Watch
+        watches = [watch(health_pb2.HealthCheckRequest(), timeout=START_S) for _ in range(20)]
+        assert [next(each).status for each in watches] == [SERVING] * 20
+        reflect = reflection_pb2_grpc.ServerReflectionStub(stranger.channel).ServerReflectionInfo
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        surplus = [watch(health_pb2.HealthCheckRequest(), timeout=START_S) for _ in range(100)]
+        for each in (*surplus, reflect(iter([question]), timeout=START_S)):
+            with pytest.raises(grpc.RpcError) as refused:
+                next(each)
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert client.forward("e", tokens(2, 8)).code == "OK"
+        for each in watches:
+            each.cancel()
+        wait_until(lambda: "0 inside" in repr(server._server.health._doorway))  # type: ignore[union-attr]
+        assert next(reflect(iter([question]), timeout=START_S)).list_services_response.service
 
 
 def test_reflection_describes_the_service() -> None:
