@@ -20,7 +20,7 @@ import torch
 
 from moe_autograd.errors import CorruptDataError
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.heads import BackwardHead, ForwardHead, PlainHead, ResultHead
+from moe_autograd.wire.heads import BackwardHead, ForwardHead, PlainHead, ResultHead, WrittenHead
 from moe_autograd.wire.tensors import DTYPES, plain, raw_bytes, raw_header
 
 MAX_IN_RUN = 1024
@@ -76,12 +76,17 @@ class Run:
         self._tensors.append(plain(tensor))
         self.num_bytes += tensor.nbytes
 
-    def announcement(self) -> tuple[bytes, bytes]:
-        """Return the header of the tensor and the `Run`, both serialized."""
-        num_rows = [tensor.shape[0] for tensor in self._tensors]
+    def header(self) -> bytes:
+        """Return the serialized header of its rows together."""
         first = self._tensors[0]
-        header = raw_header(first.dtype, torch.Size([sum(num_rows), *first.shape[1:]]))
-        return header, _written(self._heads, num_rows).SerializeToString()
+        num_rows = sum([tensor.shape[0] for tensor in self._tensors])
+        return raw_header(first.dtype, torch.Size([num_rows, *first.shape[1:]]))
+
+    def head(self) -> pb.Run | WrittenHead:
+        """Return what is announced; of a parcel that stayed alone, its own head."""
+        if len(self._heads) == 1:
+            return self._heads[0].message()  # type: ignore[no-any-return]
+        return _written(self._heads, [tensor.shape[0] for tensor in self._tensors])
 
     def views(self) -> list[memoryview]:
         """Show the memory of the tensors, one after another. It stays alive as long as the run."""

@@ -27,8 +27,8 @@ _TAG_OF_HEAD = {
     pb.CallResult: b"\x2a",
     pb.StateUpdate: b"\x32",
     pb.StateEntry: b"\x3a",
+    pb.Run: b"\x42",
 }
-_RUN = b"\x42"
 _ANNOUNCEMENTS = b"\x0a"
 _ZEROS = bytes(ALIGNMENT)
 
@@ -122,14 +122,15 @@ class _Outgoing:
             if form is not None and form.nbytes:
                 self.parts.append((index, 0, raw_bytes(form)))
                 self._alive.append(form)
-        self.announcement = _announcement(number, headers, _TAG_OF_HEAD[type(head)], head.SerializeToString())
+        self.announcement = _announcement(number, headers, head)
 
 
-def _announcement(number: int, headers: Iterable[bytes], tag: bytes, head: bytes) -> bytes:
+def _announcement(number: int, headers: Iterable[bytes], head: WrittenHead | pb.Run) -> bytes:
     pieces = [_PARCEL, varint(number)] if number else []
     for header in headers:
         pieces += (_TENSORS, varint(len(header)), header)
-    pieces += (tag, varint(len(head)), head)
+    written = head.SerializeToString()
+    pieces += (_TAG_OF_HEAD[type(head)], varint(len(written)), written)
     announcement = b"".join(pieces)
     return _ANNOUNCEMENTS + varint(len(announcement)) + announcement
 
@@ -184,8 +185,7 @@ class _Message:
             return False
         self._alive.append(run)
         self._num_parcels += len(run)
-        header, head = run.announcement()
-        announcement = _announcement(run.number, [header], _RUN, head)
+        announcement = _announcement(run.number, [run.header()], run.head())
         self._announcements.append(announcement)
         self._room -= len(announcement)
         self._write(run.number, 0, 0, run.views(), run.num_bytes)
