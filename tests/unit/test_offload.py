@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from experts_server.offloading import OffloadMemory
 from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.autograd.offload import OffloadedExperts, read_ahead
 from moe_autograd.autograd.offload.flat import Layout
@@ -25,7 +26,7 @@ from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore
 from moe_autograd.autograd.parallel import parallel_apply
-from moe_autograd.errors import CheckpointError
+from moe_autograd.errors import CheckpointError, ConfigError
 
 CPU = torch.device("cpu")
 
@@ -477,6 +478,35 @@ def test_bad_arguments() -> None:
         OffloadedExperts([nn.Linear(8, 8, bias=False)], sgd, max_resident_bytes=300)
     with pytest.raises(ValueError, match="expected update='on_step' or 'on_backward', got 'later'"):
         OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, update="later")  # type: ignore[arg-type]
+
+
+def test_a_folder_belongs_to_one_until_he_closes_or_goes(tmp_path: Path) -> None:
+    def build() -> OffloadedExperts:
+        return OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000, store=tmp_path)
+
+    first = build()
+    with pytest.raises(
+        RuntimeError, match=r"resident-store: expected a folder that nobody uses, got one in use"
+    ):
+        build()
+    with pytest.raises(ConfigError, match=r"offload\.store .* expected it to be free"):
+        OffloadMemory(1000, tmp_path)
+    first.close()
+    second = build()
+    with pytest.raises(RuntimeError, match="expected open experts, got closed ones"):
+        first[0](torch.ones(1, 2))
+    del second
+    gc.collect()
+    build().close()
+
+
+def test_an_expert_without_parameters_is_called_and_not_trained() -> None:
+    experts = OffloadedExperts([nn.Identity(), nn.Linear(2, 2)], sgd, max_resident_bytes=1000)
+    x = torch.ones(1, 2, requires_grad=True)
+    sum(expert(x) for expert in experts).sum().backward()  # type: ignore[union-attr]
+    experts.step()
+    assert len(experts.optimizers) == 1
+    torch.testing.assert_close(x.grad, 1 + torch.ones(2) @ (experts.state_dict(1)["weight"] + 0.1)[None])
 
 
 def test_hooks_that_would_never_run_are_refused() -> None:

@@ -144,7 +144,11 @@ def test_training_after_a_checkpoint_leaves_it_alone_and_the_next_replaces_it(tm
         experts.residency.flush()
         assert {p.name: p.read_bytes() for p in first.iterdir()} == before
         second = experts.checkpoint()
-        assert sorted(p.name for p in tmp_path.iterdir()) == [second.name, "resident-store"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == [
+            second.name,
+            "resident-store",
+            "resident-store.lock",
+        ]
 
 
 def test_without_a_checkpoint_or_a_folder(tmp_path: Path) -> None:
@@ -294,7 +298,7 @@ KILL_AT_EVERY_CALL = """
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
         experts.checkpoint(3)
         left = sorted(path.name for path in folder.iterdir())
-        assert len(left) == 2 and left[1] == "resident-store", left
+        assert len(left) == 3 and left[1:] == ["resident-store", "resident-store.lock"], left
         print(note, flush=True)
 
     kill_at, killed = 0, True

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_c
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store, lock_folder
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.errors import CheckpointError
 
@@ -95,6 +96,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     Raises:
         ValueError: an expert's weights and gradients exceed the limit (its state: at the first step), or a weight has
             hooks that wait for `.grad`.
+        RuntimeError: other experts use the folder, in this process or another.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
     are any, except for weights, which are found again by place. `step` between a forward and its backward makes
@@ -148,7 +150,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             raise ValueError("OffloadedExperts: expected at least one expert, got none.")
         if max_resident_bytes is not None:
             self._shared = _Shared(max_resident_bytes, store, _device_of(first))
-            self._finalizer = weakref.finalize(self, self._shared.residency.close)
+            self._finalizer = weakref.finalize(self, self._shared.close)
         elif beside is not None:
             self._shared, self._finalizer = beside._shared, beside._finalizer
         self.residency = self._shared.residency
@@ -336,10 +338,18 @@ class _Shared:
         self.folder = Path(store) if isinstance(store, str | Path) and store != "ram" else None
         self.held: list[HeldExpert] = []
         if self.folder is not None:
-            store = FolderStore(self.folder / "resident-store")
+            path = self.folder / "resident-store"
+            self._unlock = weakref.finalize(self, os.close, lock_folder(path))
+            store = FolderStore(path)
         elif isinstance(store, str | Path):
             store = RamStore()
         self.residency = Residency(limit_bytes, store, device)
+
+    def close(self) -> None:
+        """End the threads, and let others use the folder."""
+        self.residency.close()
+        if self.folder is not None:
+            self._unlock()
 
     def need_folder(self) -> tuple[Path, FolderStore]:
         """Return the folder and its store, or complain that there is none."""

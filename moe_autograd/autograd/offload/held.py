@@ -53,7 +53,8 @@ class HeldExpert:
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
         self.name, self.module, self.residency = name, module, residency
         self.parameters = dict(module.named_parameters())
-        self.optimizer = optimizer(list(self.parameters.values())) if optimizer else None
+        # An optimizer wants at least one parameter.
+        self.optimizer = optimizer(list(self.parameters.values())) if optimizer and self.parameters else None
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
         self.num_updates = 0
         self._lock = threading.Lock()

@@ -75,6 +75,7 @@ class Residency:
         self._serial_numbers = itertools.count()
         self._error: BaseException | None = None
         self._come_in_bytes = 0
+        self._is_closed = False
         self._reader = Mover("offload-read", self._lock, self._next_wish, self._grant)
         self._writer = Mover("offload-write", self._lock, self._next_to_write, self._write)
         self._apart = Apart("offload-update")
@@ -125,6 +126,7 @@ class Residency:
 
     def prefetch(self, parts: Sequence[Part]) -> None:
         """Wish for parts, those needed first before the others. Returns at once."""
+        self._check_is_open()
         with self._lock:
             for part in parts:
                 if part.buffer is None:
@@ -231,12 +233,14 @@ class Residency:
     def close(self) -> None:
         """Finish what is being read and written, and end the threads."""
         with self._lock:
+            self._is_closed = True
             self._wishes.clear()
         for thread in (self._reader, self._writer, self._apart):
             thread.close()
 
     def _acquire(self, parts: Sequence[Part]) -> None:
         self.check_fits(parts)
+        self._check_is_open()
         me = threading.get_ident()
         with self._lock:
             while not self._try_to_take(parts):
@@ -274,6 +278,10 @@ class Residency:
             for part in unread:
                 part.is_reading = False
                 self._resident.put_out(part)
+
+    def _check_is_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
 
     def check_fits(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` if these parts can never be held together."""

@@ -9,6 +9,7 @@ checkpoint as well.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 from pathlib import Path
 from typing import Protocol
@@ -107,6 +108,27 @@ class FolderStore:
     def remove(self, name: str) -> None:
         """See `Store`."""
         self.path(name).unlink(missing_ok=True)
+
+
+def lock_folder(path: Path) -> int:
+    """Return a file descriptor that locks the store at `path` until it is closed, or its process ends.
+
+    A server's `OffloadMemory` locks the same file.
+
+    Raises:
+        RuntimeError: somebody else uses it, in this process or another.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise RuntimeError(
+            f"{path}: expected a folder that nobody uses, got one in use: two would read each other's weights. "
+            "Close the other experts (close()), or choose another folder."
+        ) from error
+    return fd
 
 
 def _is_ours_alone(path: Path, num_bytes: int) -> bool:
