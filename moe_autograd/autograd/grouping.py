@@ -40,15 +40,23 @@ class CallFailure:
     error: Exception
 
 
+class Roll(Protocol):
+    """The calls of a group that are waited for, in one pass. Threads: any."""
+
+    def settle(self, index: int, is_answered: bool) -> None:
+        """Note that a call has answered, or has failed for good."""
+
+    def is_needed(self, index: int) -> bool:
+        """Tell whether a call is to be waited for, as things are, that cannot be made before something returns."""
+
+
 class Attendance(Protocol):
     """Takes note of who answers and who fails, in a forward and in its backwards. Threads: any."""
 
     def append(self, failure: CallFailure, /) -> None:
         """Note a call that is left out. May raise: then the whole pass does, once all its calls have come to rest."""
 
-    def waiting(
-        self, phase: str, give_up: Callable[[str], None]
-    ) -> AbstractContextManager[Callable[[int, bool], None]]:
+    def waiting(self, phase: str, give_up: Callable[[str], None]) -> AbstractContextManager[Roll]:
         """Enter this for as long as the calls of a group are waited for.
 
         Args:
@@ -56,7 +64,7 @@ class Attendance(Protocol):
             give_up: called with a reason when calls that have no answer yet are to be cancelled; from any thread.
 
         Returns:
-            Yields a function that is to be told, for each call's index, that it has answered (or failed, for good).
+            Yields the roll, which is to be told what becomes of each call.
         """
 
 

@@ -50,7 +50,7 @@ class Attendance:
         self._failures = failures
         self._rests = rests
         self._tolerance = tolerance
-        self._waits: dict[str, Wait] = {}  # by phase; empty for those who wait for all
+        self._waits: dict[str, Wait] = {}  # by phase
 
     def call(
         self, slices: Sequence[Tensor], *, max_concurrency: int | None, recompute: bool | Recompute
@@ -76,7 +76,7 @@ class Attendance:
         )
 
     def follow_backwards_of(self, y: Tensor) -> None:
-        """Look for stragglers in each backward from `y`, too.
+        """Know in each backward from `y`, too, who is waited for.
 
         Only among experts on servers: of others nobody knows here when they are done.
         """
@@ -85,19 +85,22 @@ class Attendance:
             for position, expert in enumerate(self._experts)
             if position not in self.lost and _is_lenient(expert)
         ]
-        if y.requires_grad and self._tolerance.timeout_after_min_s is not None:
+        if y.requires_grad:
             y.register_hook(lambda _: self._start_wait("backward", remote))
 
     def _start_wait(self, phase: str, positions: Sequence[int]) -> None:
-        timeout_s = self._tolerance.timeout_after_min_s
-        if timeout_s is not None:
-            tokens = self._plan.token_index.split(list(self._plan.counts))
-            tokens_of = {position: tokens[position] for position in positions}
-            self._waits[phase] = Wait(tokens_of, self._tolerance.min_experts, timeout_s)
+        tokens = self._plan.token_index.split(list(self._plan.counts))
+        tokens_of = {position: tokens[position] for position in positions}
+        tolerance = self._tolerance
+        self._waits[phase] = Wait(tokens_of, tolerance.min_experts, tolerance.timeout_after_min_s)
 
-    def wait_in(self, phase: str) -> Wait | None:
-        """Return who looks for stragglers; `None` without a timeout."""
-        return self._waits.get(phase)
+    def wait_in(self, phase: str) -> Wait:
+        """Return who knows which calls are still waited for."""
+        return self._waits[phase]
+
+    def needs(self, wait: Wait, position: int) -> bool:
+        """Tell whether a call is waited for whose server is gone: not where zeros will do (Rule 2 of `partial`)."""
+        return not self._tolerance.allow_zero_outputs and wait.is_needed(position)
 
     def note_failure(self, position: int, phase: str, error: Exception) -> None:
         """Leave a call out; raises the error if it must not be left out."""
@@ -143,15 +146,14 @@ class _LocalCall(nn.Module):
     def forward(self, tokens: Tensor) -> Any:
         wait = self._attendance.wait_in("forward")
         try:
-            if wait is not None and wait.reason:
+            if wait.reason:
                 raise StragglerError(f"expected to begin in time, got there late: {wait.reason}")
             return self.expert(tokens) if self._recompute is None else self._recompute(self.expert, tokens)
         except Exception as error:
             self._attendance.note_failure(self._position, "forward", error)
             return None
         finally:
-            if wait is not None:
-                wait.settle(self._position, is_answered=self._position not in self._attendance.lost)
+            wait.settle(self._position, is_answered=self._position not in self._attendance.lost)
 
     def leaves_out(self, error: Exception) -> bool:
         """Tell whether a backward that failed so is left out, and note it; see `grouping`."""
@@ -199,10 +201,22 @@ class _GroupAttendance:
         self.attendance.note_failure(self.positions[failure.index], failure.phase, failure.error)
 
     @contextlib.contextmanager
-    def waiting(self, phase: str, give_up: Callable[[str], None]) -> Iterator[Callable[[int, bool], None]]:
+    def waiting(self, phase: str, give_up: Callable[[str], None]) -> Iterator[_Roll]:
         wait = self.attendance.wait_in(phase)
-        if wait is None:
-            yield lambda index, is_answered: None
-            return
         with wait.waiting(give_up):
-            yield lambda index, is_answered: wait.settle(self.positions[index], is_answered)
+            yield _Roll(self.attendance, wait, self.positions)
+
+
+@dataclass(frozen=True)
+class _Roll:
+    """See `grouping.Roll`."""
+
+    attendance: Attendance
+    wait: Wait
+    positions: Sequence[int]
+
+    def settle(self, index: int, is_answered: bool) -> None:
+        self.wait.settle(self.positions[index], is_answered)
+
+    def is_needed(self, index: int) -> bool:
+        return self.attendance.needs(self.wait, self.positions[index])

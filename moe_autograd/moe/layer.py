@@ -52,8 +52,9 @@ class MixtureOfExperts(nn.Module):
         on_failure: what to do if an expert cannot be reached or fails on its server. "raise" raises its error.
             "drop" goes on without it: weights are renormalised over the token's experts that answered; an expert
             that is lost between forward and backward leaves out its part of the gradient. `routing.failures` says
-            who was lost, when and why. An expert that failed is left alone for a while that grows, where others
-            can stand in for it. An error of a module that runs here is raised all the same, unless it is a
+            who was lost, when and why. A server that is gone is waited for only while a token has too few experts
+            without it, and may not become zeros. An expert that failed is left alone for a while that grows, where
+            others can stand in for it. An error of a module that runs here is raised all the same, unless it is a
             `RemoteError`, `ConnectionError` or `TimeoutError`; so is a call that is refused as invalid or not
             permitted.
         min_experts: with "drop", how many of its experts have to answer for each token, 1 to `top_k`.

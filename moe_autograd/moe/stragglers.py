@@ -6,7 +6,8 @@
     ──┬──────────────────────┬───────────────────────────────────┬──────────▶ time
       │  results come in     │ ◀────── timeout_after_min_s ────▶ │
 
-A token that cannot get enough any more, because its experts have failed, is not waited for.
+A token that cannot get enough any more, because its experts have failed, is not waited for. Without a timeout all are
+waited for, except those that cannot be called because their server is gone, once no token needs them.
 
 Shape letters: T tokens.
 """
@@ -14,8 +15,9 @@ Shape letters: T tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -29,23 +31,20 @@ class Wait:
     Args:
         tokens_of: for each call the tokens that wait for it: int64, each once.
         min_experts: how many calls are enough for a token; those it has, if it has fewer.
-        timeout_s: how long the rest is waited for then.
+        timeout_s: how long the rest is waited for then; None: until it has settled.
 
     Mutable state: all of it, under `_lock`; calls are given up outside of it.
 
     Threads: calls settle on any; the clock is a thread of its own, which ends with the last call.
     """
 
-    def __init__(self, tokens_of: Mapping[int, Tensor], min_experts: int, timeout_s: float) -> None:
-        self._tokens_of = {call: tokens.cpu() for call, tokens in tokens_of.items()}
+    def __init__(self, tokens_of: Mapping[int, Tensor], min_experts: int, timeout_s: float | None) -> None:
+        self._tokens_of = tokens_of
         self._min_experts = min_experts
         self._timeout_s = timeout_s
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._num_open_T = torch.bincount(torch.cat([none, *self._tokens_of.values()]))
-        self._num_needed_T = self._num_open_T.clamp(max=min_experts)
-        self._num_answers_T = torch.zeros_like(self._num_open_T)
         self._lock = threading.Lock()
-        self._open = set(self._tokens_of)
+        self._open = set(tokens_of)
+        self._answered: set[int] = set()
         self._give_ups: list[GiveUp] = []
         self._clock: threading.Timer | None = None
         self.reason = ""
@@ -56,13 +55,17 @@ class Wait:
             if call not in self._open:
                 return
             self._open.discard(call)
-            tokens = self._tokens_of[call]
-            self._num_open_T[tokens] -= 1
             if is_answered:
-                self._num_answers_T[tokens] += 1
-            self._start_clock_if_enough()
+                self._answered.add(call)
+            if self._timeout_s is not None:
+                self._start_clock_if_enough(self._timeout_s)
             if not self._open and self._clock is not None:
                 self._clock.cancel()
+
+    def is_needed(self, call: int) -> bool:
+        """Tell whether a token waits for this call, as things are."""
+        with self._lock:
+            return bool(self._is_waiting_T()[self._on_cpu[call]].any())
 
     @contextlib.contextmanager
     def waiting(self, give_up: GiveUp) -> Iterator[None]:
@@ -78,15 +81,31 @@ class Wait:
             with self._lock:
                 self._give_ups.remove(give_up)
 
-    def _start_clock_if_enough(self) -> None:
-        if self._clock is not None or not self._open:
-            return
-        has_enough_T = self._num_answers_T >= self._num_needed_T
-        has_no_hope_T = self._num_answers_T + self._num_open_T < self._num_needed_T
-        if bool((has_enough_T | has_no_hope_T).all()):
-            self._clock = threading.Timer(self._timeout_s, self._ring)
+    def _start_clock_if_enough(self, timeout_s: float) -> None:
+        if self._clock is None and self._open and not self._is_waiting_T().any():
+            self._clock = threading.Timer(timeout_s, self._ring)
             self._clock.daemon = True
             self._clock.start()
+
+    def _is_waiting_T(self) -> Tensor:
+        """Return which tokens have not enough, and can still get it."""
+        num_answers_T = self._count_T(self._answered)
+        num_needed_T = self._count_T(self._on_cpu).clamp(max=self._min_experts)
+        num_possible_T = num_answers_T + self._count_T(self._open)
+        return (num_answers_T < num_needed_T) & (num_needed_T <= num_possible_T)
+
+    def _count_T(self, calls: Iterable[int]) -> Tensor:
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        tokens = torch.cat([none, *(self._on_cpu[call] for call in calls)])
+        return torch.bincount(tokens, minlength=self._num_tokens)
+
+    @functools.cached_property
+    def _on_cpu(self) -> dict[int, Tensor]:
+        return {call: tokens.cpu() for call, tokens in self._tokens_of.items()}
+
+    @functools.cached_property
+    def _num_tokens(self) -> int:
+        return 1 + max((int(tokens.max()) for tokens in self._on_cpu.values() if len(tokens)), default=-1)
 
     def _ring(self) -> None:
         with self._lock:

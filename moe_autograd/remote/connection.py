@@ -22,10 +22,12 @@ from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, RemoteErr
 from moe_autograd.remote.calls import Outcome, Request
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
-from moe_autograd.remote.delivery import Delivery, Job, Operation, Settings, raise_first
+from moe_autograd.remote.delivery import Delivery, Job, Settings, raise_first
 from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
+from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.numbering import Numbering
+from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import State, fetch_states, send_states
@@ -48,14 +50,15 @@ class Connection:
         self.numbering = Numbering()
         self.anchor = torch.empty(0, requires_grad=True)  # see expert.py, rule 1
         self.hosted: dict[str, HostedExpert] = {}
-        self._delivery = Delivery(servers, settings, int.from_bytes(self.numbering.client_id[:4], "little"))
+        self._finding = Finding(servers, int.from_bytes(self.numbering.client_id[:4], "little"))
+        self._delivery = Delivery(self._finding, settings)
         self._expectations = Expectations(self._delivery.expect)
         self._updates = Updates(self._delivery, self.numbering)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The servers known now."""
-        return self._delivery.servers.addresses
+        return self._finding.servers.addresses
 
     @property
     def compression(self) -> Compression:
@@ -68,11 +71,11 @@ class Connection:
         Args:
             allow_missing: whether addresses may have no server, as long as one has.
         """
-        with self._delivery.operation() as operation:
-            errors = self._delivery.look(operation.deadline, operation.cancellation)
-        if errors and (not allow_missing or len(errors) == len(self._delivery.servers.given)):
+        with self._delivery.operations.begin() as operation:
+            errors = self._finding.look(operation, may_miss=allow_missing)
+        if errors and (not allow_missing or len(errors) == len(self._finding.servers.given)):
             raise errors[0]
-        hosted = self._delivery.placement.experts()
+        hosted = self._finding.placement.experts()
         self.hosted = self.hosted | hosted  # what a server has dropped is still known here, for a clear error
         return hosted
 
@@ -129,7 +132,7 @@ class Connection:
             job = Job(request, "", lambda hosts: hosts[0] if hosts else None, index=call.index)
             jobs.append(job)
             try:
-                job.address = self._delivery.hosts_of(call.expert)[0]
+                job.address = self._finding.hosts_of(call.expert)[0]
             except ExpertNotFoundError as error:
                 if failures is None:
                     raise
@@ -184,7 +187,7 @@ class Connection:
 
     def _backward_job(self, request: Request, call: Call) -> Job:
         """A backward leaves its server only for one that the expert has moved to, not for a replica."""
-        placement = self._delivery.placement
+        placement = self._finding.placement
         job = Job(request, call.address, lambda hosts: None, index=call.index)
         job.choose = lambda hosts: next(iter(placement.moved_to(call.expert, job.address)), None)
         return job
@@ -251,13 +254,13 @@ class Connection:
         """Return the `state_dict` of each named expert, by name."""
         names_at: dict[str, list[str]] = {}
         for name in names:
-            names_at.setdefault(self._delivery.hosts_of(name)[0], []).append(name)
+            names_at.setdefault(self._finding.hosts_of(name)[0], []).append(name)
 
         def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
             limits = self._delivery.settings.limits
             return fetch_states(channel, own, operation.deadline, limits, operation.cancellation)
 
-        with self._delivery.operation() as operation:
+        with self._delivery.operations.begin() as operation:
             found = self._delivery.at_each(names_at, once, operation, self._moved_names)
         return {name: states[name] for states in found for name in states}
 
@@ -265,7 +268,7 @@ class Connection:
         """Return where experts are now that were only at `address`; a replica has weights of its own."""
         parts: dict[str, list[str]] = {}
         for name in own:
-            new = next(iter(self._delivery.placement.now_at(name, address)), address)
+            new = next(iter(self._finding.placement.now_at(name, address)), address)
             parts.setdefault(new, []).append(name)
         return {} if parts.keys() == {address} else parts
 
@@ -273,7 +276,7 @@ class Connection:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
         states_at: dict[str, dict[str, Mapping[str, Tensor]]] = {}
         for name, state in states.items():
-            for address in self._delivery.hosts_of(name):
+            for address in self._finding.hosts_of(name):
                 states_at.setdefault(address, {})[name] = state
         with self.numbering.sequences(1) as ((sequence,), settled_below):
             update = pb.StateUpdate(
@@ -284,7 +287,7 @@ class Connection:
                 reply = send_states(channel, own, update, operation.deadline)
                 check_updates("SetState", channel, reply, operation)
 
-            with self._delivery.operation() as operation:
+            with self._delivery.operations.begin() as operation:
                 self._delivery.at_each(states_at, once, operation, self._moved_states)
 
     def _moved_states(
@@ -293,7 +296,7 @@ class Connection:
         """Return where all the servers are that have experts of `address` now; replicas are told anyway."""
         parts: dict[str, dict[str, Mapping[str, Tensor]]] = {}
         for name, state in own.items():
-            for new in self._delivery.placement.now_at(name, address) or (address,):
+            for new in self._finding.placement.now_at(name, address) or (address,):
                 parts.setdefault(new, {})[name] = state
         return {} if parts.keys() == {address} else parts
 

@@ -33,6 +33,10 @@ class Deadline:
         """Seconds left; zero once it has passed."""
         return max(0.0, self.started_at + self.timeout_s - time.monotonic())
 
+    def part(self, timeout_s: float) -> Deadline:
+        """Return the deadline of a part of the operation: so many seconds from now, and not after this one."""
+        return Deadline(timeout_s) if timeout_s < self.remaining_s else self
+
     def __str__(self) -> str:
         """Tell how long it has run, as our errors do: `after 2.0 s (deadline 2.0 s)`."""
         elapsed_s = time.monotonic() - self.started_at

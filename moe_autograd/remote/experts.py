@@ -59,7 +59,8 @@ def connect(
         retry: when calls are made again; None for the defaults of `RetryPolicy`.
         hedge: whether a forward that takes unusually long is asked again at another replica: the first answer wins.
             For replicas that are alike: ones that are trained are different experts. A `HedgePolicy` says when.
-        allow_missing: whether some of the addresses may have no server yet, or no more.
+        allow_missing: whether some of the addresses may have no server yet, or no more. One of several that says
+            nothing is then waited for 5 s.
         max_tensor_bytes: larger tensors are not accepted from a server.
 
     Returns:

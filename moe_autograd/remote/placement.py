@@ -119,6 +119,10 @@ class Placement:
             with self._lock:
                 self._rests.pop(address, None)
 
+    def is_lost(self, address: str) -> bool:
+        """Tell whether a server has failed and not answered since."""
+        return address in self._rests
+
     def hosts_of(self, name: str) -> tuple[str, ...]:
         """Return the servers that host an expert, in the order in which this client would ask them."""
         found = None if self._rests else self._found.get(name)

@@ -2,7 +2,7 @@
 
 1. A call is repeated only where that cannot change anything twice: a forward changes nothing, and a change
    carries a sequence number under which the server applies it once.
-2. A server that is gone is waited for, at most `patience_s`: trying costs it nothing.
+2. A server that is gone is waited for by those who need it, at most `patience_s`: trying costs it nothing.
 3. A server that is busy, or an answer that arrived damaged, is tried again a few times, and all such retries of
    a connection share a budget: when many calls fail, retries don't multiply the load.
 4. What the server has looked at and refused is not repeated: it would be refused again.

@@ -66,9 +66,15 @@ class Servers:
         """About how many servers there are at most; names may stand for several."""
         return len(self.given) + _EXPECTED_BEHIND_NAME * len(self._names)
 
-    def patience_s(self, address: str) -> float:
-        """How long to wait for a first word of a server; name servers also tell addresses where nobody is."""
-        return math.inf if address in self.given else _FIRST_WORD_S
+    def patience_s(self, address: str, *, may_miss: bool) -> float:
+        """How long to wait for a first word of a server: name servers also tell addresses where nobody is.
+
+        Args:
+            address: of the server.
+            may_miss: whether the others go on without it.
+        """
+        is_expected = address in self.given and not (may_miss and len(self.given) > 1)
+        return math.inf if is_expected else _FIRST_WORD_S
 
     def channel(self, address: str) -> Channel:
         """Return the channel to a server that is or was known."""

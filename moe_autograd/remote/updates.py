@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.calls import without_name
 from moe_autograd.remote.channel import PHASES, Channel
-from moe_autograd.remote.delivery import Delivery, Operation, raise_first
+from moe_autograd.remote.delivery import Delivery, raise_first
 from moe_autograd.remote.numbering import Numbering
+from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.status import error_of
 
@@ -113,7 +114,7 @@ class Updates:
                         for name in own:
                             self._gathered[name].pop(channel.address, None)
 
-            with self._delivery.operation() as operation:
+            with self._delivery.operations.begin() as operation:
                 self._delivery.at_each(
                     gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
                 )
@@ -128,7 +129,7 @@ class Updates:
         parts: dict[str, dict[str, _Gathered]] = {}
         with self._lock:
             for name, gathered in own.items():
-                new = next(iter(self._delivery.placement.now_at(name, address)), address)
+                new = next(iter(self._delivery.finding.placement.now_at(name, address)), address)
                 if new != address:
                     del self._gathered[name][address]
                     gathered = self._gathered[name].setdefault(new, _Gathered()).joined_by(gathered)

@@ -28,9 +28,10 @@ CHANNEL_OPTIONS: tuple[ChannelOption, ...] = (
     ("grpc.keepalive_time_ms", 800),
     ("grpc.keepalive_timeout_ms", 900),
     ("grpc.http2.ping_timeout_ms", 900),
-    # A server that comes back is found within a second; the default waits up to two minutes. The shortest backoff
-    # stays grpc's: it is also the limit of one attempt to connect, and a crowded machine needs more than 100 ms.
+    # A server that comes back is found within a second; the default waits up to two minutes. The shortest backoff is
+    # also the limit of one attempt to connect, also to a server that is frozen or unplugged; grpc's is 20 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),  # ours know what is safe to repeat
 )

@@ -71,7 +71,7 @@ def connected(replicas: list[Replica], **options) -> tuple[RemoteExperts, Replic
     """Connect; return the experts, the replica that this client asks first, and the other."""
     options = {"hedge": SOON, "timeout_s": PATIENCE_S, **options}
     experts = connect([replica.server.address for replica in replicas], **options)
-    asked_first, _ = experts.connection._delivery.hosts_of("ffn.0")
+    asked_first, _ = experts.connection._finding.hosts_of("ffn.0")
     first, other = sorted(replicas, key=lambda replica: replica.server.address != asked_first)
     return experts, first, other
 

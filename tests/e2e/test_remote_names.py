@@ -156,6 +156,22 @@ class TestNoAnswerOfTheNameServer:
             connect("experts.test:99", timeout_s=0.5)
         never.set()
 
+    def test_while_it_hangs_a_server_that_returns_is_still_found(self, name_server, started, monkeypatch):
+        (server,) = started(make_modules(0))
+        name_server.hosts = ["127.0.0.1"]
+        never = threading.Event()
+
+        def hang(*_: object, **__: object) -> list[object]:
+            never.wait()
+            return []
+
+        with connect(named(server), timeout_s=120.0, retry=PATIENT) as experts:
+            server.stop()
+            with ExpertsServer(make_modules(0), optimizer=sgd, listen=server.address):
+                monkeypatch.setattr(socket, "getaddrinfo", hang)
+                assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+                never.set()
+
     def test_the_servers_that_it_named_before_are_still_called(self, name_server, started):
         (server,) = started(make_modules(0))
         name_server.hosts = ["127.0.0.1"]

@@ -192,6 +192,21 @@ def test_when_it_rings_those_who_wait_are_told_why_and_those_who_come_later_too(
     assert told == [("first", reason), ("late", reason)]
 
 
+def test_a_call_is_needed_as_long_as_a_token_that_can_get_enough_has_not():
+    wait = wait_for([0, 1], [1, 2], [0, 2])
+    assert wait.is_needed(0)
+    wait.settle(1, True)
+    assert wait.is_needed(0)  # token 0 has nobody yet
+    wait.settle(2, True)
+    assert not wait.is_needed(0)
+
+
+def test_a_call_is_not_needed_by_a_token_that_cannot_get_enough_with_it():
+    wait = wait_for([0], [0], min_experts=2)
+    wait.settle(1, False)
+    assert not wait.is_needed(0)
+
+
 # ---- weights
 
 

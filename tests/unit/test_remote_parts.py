@@ -27,6 +27,13 @@ class TestDeadline:
         with patch("time.monotonic", return_value=103.0):
             assert str(Deadline(2.0, started_at=101.5)) == "after 1.5 s (deadline 2.0 s)"
 
+    def test_a_part_has_less_time_and_never_more(self):
+        whole = Deadline(1e6)
+        assert whole.part(5.0).timeout_s == 5.0
+        assert whole.part(2e6) is whole
+        over = Deadline(1.0, started_at=0.0)
+        assert over.part(5.0) is over
+
 
 class TestNumbering:
     def test_numbers_are_never_given_twice(self):
@@ -95,8 +102,10 @@ class TestPlacement:
         placement = self.make(a=("ffn.0",), b=("ffn.0",))
         placement.note_failure("a")
         assert placement.hosts_of("ffn.0") == ("b", "a")
+        assert placement.is_lost("a")
         assert "resting: ['a']" in repr(placement)
         placement.note_success("a")
+        assert not placement.is_lost("a")
         assert placement.hosts_of("ffn.0") == ("a", "b")
 
     def test_a_servers_last_word_counts(self):

@@ -1,0 +1,112 @@
+"""Finding experts: which servers there are, what they host, and which of them are lost.
+
+A server that did not answer when it was asked last is *lost* until it does. Nothing is sent to a lost server before it
+has been asked again, which takes a second at most: whether a connection can be made is for grpc to find out meanwhile,
+and takes it long where packets vanish.
+
+Looking has a pool of threads to itself, since threads of `Delivery` wait for it.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moe_autograd.errors import DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError
+from moe_autograd.remote.fanout import Fanout
+from moe_autograd.remote.operations import Operation
+from moe_autograd.remote.placement import Placement
+from moe_autograd.remote.servers import Servers
+from moe_autograd.wire import experts_pb2 as pb
+
+_LOOK_TIMEOUT_S = 1.0
+_LEAST_ATTEMPT_S = 0.1
+
+
+class Finding:
+    """Asks servers what they host.
+
+    Args:
+        servers: there are.
+        seed: chooses among replicas; see `Placement`.
+    """
+
+    def __init__(self, servers: Servers, seed: int) -> None:
+        self.servers = servers
+        self.placement = Placement(seed)
+        self._looking = Fanout(servers.expected_number)
+
+    def look(self, operation: Operation, *, may_miss: bool = False) -> list[Exception]:
+        """Find out which servers there are, and ask all of them once what they host.
+
+        Args:
+            operation: that waits for it.
+            may_miss: whether others go on without a server that is given: then it is not waited for to the end.
+
+        Returns:
+            For each address that the user gave and behind which no server answered, why.
+        """
+        return self.servers.missing(self._ask_all(operation, math.inf, may_miss=may_miss))
+
+    def look_briefly(self, operation: Operation) -> dict[str, Exception]:
+        """Look in the middle of an operation; return the addresses that did not answer, each with the reason."""
+        errors = self._ask_all(operation, _LOOK_TIMEOUT_S, may_miss=False)
+        return {address: error for address, error in errors.items() if _is_no_answer(error)}
+
+    def hosts_of(self, name: str) -> tuple[str, ...]:
+        """Return the servers of an expert, at least one.
+
+        Raises:
+            ExpertNotFoundError: there is none any more.
+        """
+        hosts = self.placement.hosts_of(name)
+        if not hosts:
+            raise ExpertNotFoundError(
+                f"expert {name!r}: expected a server that hosts it, got none any more at "
+                f"{', '.join(self.servers.given)}. Has a server been restarted with another configuration?"
+            )
+        return hosts
+
+    def close(self) -> None:
+        """Let the threads go when they are done."""
+        self._looking.close()
+
+    def _ask_all(self, operation: Operation, timeout_s: float, *, may_miss: bool) -> dict[str, Exception]:
+        """Return for each server that did not answer, and for each name that stands for none, why."""
+        errors: dict[str, Exception] = {**self.servers.resolve(operation.deadline.part(timeout_s))}
+
+        def info(address: str, _: None) -> pb.InfoReply:
+            channel = self.servers.channel(address)
+            patience_s = self.servers.patience_s(address, may_miss=may_miss)
+            deadline = operation.deadline.part(min(timeout_s, patience_s))
+            try:
+                return channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+            except ServerUnavailableError:  # it may have broken, as grpc's first connection after a fork may
+                if deadline.remaining_s < _LEAST_ATTEMPT_S:
+                    raise
+                return channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+
+        asked = dict.fromkeys(self.servers.addresses)
+        replies: dict[str, pb.InfoReply] = {}
+        for address, result in self._looking.at_each(asked, info, operation.cancellation).items():
+            if isinstance(result, Exception):
+                errors[address] = result
+                if _is_no_answer(result) and operation.deadline.remaining_s:  # else nobody was given the time
+                    self.placement.note_failure(address)
+            else:
+                replies[address] = result
+                self.placement.note_success(address)
+        counted = self.servers.settle(replies)
+        known = [
+            address for address in self.servers.addresses if address in counted or address not in replies
+        ]
+        self.placement.note_replies(known, counted)
+        return errors
+
+    def __repr__(self) -> str:
+        return f"Finding({self.servers!r}, {self.placement!r})"
+
+
+def _is_no_answer(error: Exception) -> bool:
+    return isinstance(error, ServerUnavailableError | DeadlineExceededError)
