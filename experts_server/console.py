@@ -105,10 +105,14 @@ def export_weights(address: str, expert: str, file: Path, **connection: Any) -> 
     """Write an expert's `state_dict` to a safetensors file."""
     reader = ParcelReader()
     state: dict[str, torch.Tensor] = {}
+    num_entries = None
     with _connected(address, **connection) as line:
         call = line.channel.unary_stream(methods.path("GetState"), None, None)
         for message in call(seal(pb.GetStateRequest(experts=[expert])), **line.terms):
             for parcel in reader.feed(message):
+                if isinstance(parcel.head, pb.StateUpdate):
+                    num_entries = parcel.head.num_entries
+                    continue
                 tensor = parcel.tensors[0] if len(parcel.tensors) == 1 else None
                 if not isinstance(parcel.head, pb.StateEntry) or tensor is None:
                     raise CorruptDataError(
@@ -117,6 +121,10 @@ def export_weights(address: str, expert: str, file: Path, **connection: Any) -> 
                     )
                 state[parcel.head.key] = tensor.clone()  # safetensors wants memory that is not shared
     reader.finish()
+    if num_entries != len(state):
+        raise CorruptDataError(
+            f"expert {expert!r} at {address}, export: expected {num_entries} entries, got {len(state)}. Try again."
+        )
     try:
         _write_whole(file, safetensors.torch.save(state))
     except OSError as error:

@@ -205,6 +205,7 @@ class Service:
                 for name in list(request.experts) or list(self.registry):
                     (state,) = await self.registry.inspect([name], copy_state)
                     _raise(state)
+                    writer.add(pb.StateUpdate(num_entries=len(state)))
                     for key, tensor in state.items():
                         writer.add(pb.StateEntry(expert=name, key=key), [tensor])
                     while (message := writer.next_message()) is not None:

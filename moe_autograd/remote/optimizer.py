@@ -24,7 +24,8 @@ class RemoteOptimizer:
         on_failure: "raise" raises what goes wrong at a server. "drop" goes on without that server, as
             `MixtureOfExperts` does with the same option: its experts miss the update, and it is not waited for.
             Gradients that a server could not be told to forget are never applied: its experts wait for the next
-            `zero_grad` that gets through. What a server refuses (an invalid call, a missing permission) is raised all the same.
+            `zero_grad` that gets through. What a server refuses (an invalid call, a missing permission) is raised
+            all the same.
 
     Attributes:
         failures: with "drop", what went wrong in the last `zero_grad` or `step`; the messages name the servers.

@@ -1,8 +1,12 @@
-"""The weights of hosted experts, streamed tensor by tensor: fetched, and set."""
+"""The weights of hosted experts, streamed tensor by tensor: fetched, and set.
+
+What a server sends is taken only if it is whole: a state that lacks an entry would be saved, and missed when it is
+loaded. What the values are, only the server knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import grpc
 from torch import Tensor
@@ -21,21 +25,33 @@ State = dict[str, Tensor]
 
 def fetch_states(
     channel: Channel,
-    names: Sequence[str],
+    num_parameters: Mapping[str, int],
     deadline: Deadline,
     limits: TensorLimits,
     cancellation: Cancellation,
 ) -> dict[str, State]:
-    """Return the `state_dict` of each of the named experts of one server."""
+    """Return the `state_dict` of some experts of one server.
+
+    Args:
+        channel: to the server.
+        num_parameters: of each expert, by name, as its server said when it was asked what it hosts.
+        deadline: of all of it.
+        limits: of what the server sends.
+        cancellation: of the operation.
+
+    Raises:
+        CorruptDataError: a state is not whole.
+    """
     place = f"server at {channel.address}, state_dict"
-    states: dict[str, State] = {name: {} for name in names}
-    stream = channel.stream("GetState", seal(pb.GetStateRequest(experts=names)), None, deadline)
+    stream = channel.stream("GetState", seal(pb.GetStateRequest(experts=num_parameters)), None, deadline)
     cancellation.add(stream.cancel)
-    reader = ParcelReader(limits)
+    reader, arrivals = ParcelReader(limits), _Arrivals(num_parameters)
     try:
         for message in stream:
-            _put(states, reader.feed(message))
+            for parcel in reader.feed(message):
+                arrivals.put(parcel)
         reader.finish()
+        return arrivals.complete()
     except grpc.RpcError as error:
         channel.note_failure(error)
         raise error_of_call(error, f"{place}, {deadline}") from error
@@ -44,22 +60,60 @@ def fetch_states(
     finally:
         stream.cancel()
         cancellation.remove(stream.cancel)
-    return states
 
 
-def _put(states: dict[str, State], parcels: Iterable[Parcel]) -> None:
-    for parcel in parcels:
-        head = parcel.head
+class _Arrivals:
+    """States as they arrive, expert by expert: each the number of its entries, and then so many.
+
+    Args:
+        num_parameters: of each expert that was asked for, in this order.
+    """
+
+    def __init__(self, num_parameters: Mapping[str, int]) -> None:
+        self._num_parameters = num_parameters
+        self._to_come = list(num_parameters)[::-1]
+        self._num_left = 0
+        self._states: dict[str, State] = {}
+        self._name = ""
+
+    def put(self, parcel: Parcel) -> None:
+        """Take what has come; raises `CorruptDataError` if it should not have."""
         if parcel.error is not None:
             raise CorruptDataError(str(parcel.error)) from parcel.error
-        if not isinstance(head, pb.StateEntry) or head.expert not in states or len(parcel.tensors) != 1:
-            raise CorruptDataError(f"state: expected a tensor of one of {sorted(states)}, got {head!r}.")
-        (tensor,) = parcel.tensors
-        if tensor is None:
-            raise CorruptDataError(
-                f"state of expert {head.expert!r}, {head.key!r}: expected a tensor, got None."
+        head = parcel.head
+        if isinstance(head, pb.StateUpdate) and self._num_left == 0 and self._to_come:
+            self._name, self._num_left = self._to_come.pop(), head.num_entries
+            self._states[self._name] = {}
+        elif isinstance(head, pb.StateEntry) and self._is_next(head) and len(parcel.tensors) == 1:
+            (tensor,) = parcel.tensors
+            if tensor is None:
+                raise CorruptDataError(f"expert {self._name!r}, {head.key!r}: expected a tensor, got None.")
+            self._num_left -= 1
+            self._states[self._name][head.key] = tensor
+        else:
+            expected = (
+                f"{self._num_left} more entries of expert {self._name!r}" if self._num_left else "no more"
             )
-        states[head.expert][head.key] = tensor
+            raise CorruptDataError(f"expected {expected}, got {head!r} with {len(parcel.tensors)} tensors.")
+
+    def _is_next(self, head: pb.StateEntry) -> bool:
+        return self._num_left > 0 and head.expert == self._name and head.key not in self._states[self._name]
+
+    def complete(self) -> dict[str, State]:
+        """Return all states; raises `CorruptDataError` if something has not come."""
+        if self._num_left or self._to_come:
+            raise CorruptDataError(
+                f"expected the states of {len(self._num_parameters)} experts, got the end with {self._num_left} "
+                f"entries of expert {self._name!r} and {len(self._to_come)} experts to come. The server is broken."
+            )
+        for name, state in self._states.items():
+            num_values = sum(tensor.numel() for tensor in state.values())
+            if num_values < self._num_parameters[name]:
+                raise CorruptDataError(
+                    f"expert {name!r}: expected at least the {self._num_parameters[name]} parameters it was hosted "
+                    f"with, got {num_values} values ({len(state)} entries). Has its server another configuration now?"
+                )
+        return self._states
 
 
 def send_states(

@@ -19,6 +19,7 @@ from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 Answer = Callable[[int], list[bytes]]  # given the number of the call, the messages of the answer
 ONCE = RetryPolicy(patience_s=0.0, max_retries=0)
 X = torch.ones(2, 4)
+WEIGHT, BIAS = ("weight", torch.ones(4, 4)), ("bias", torch.ones(4))
 
 
 def results(*parcels: tuple[int, list[torch.Tensor | None]]) -> list[bytes]:
@@ -28,21 +29,33 @@ def results(*parcels: tuple[int, list[torch.Tensor | None]]) -> list[bytes]:
     return list(iter(writer.next_message, None))
 
 
+def state(
+    *entries: tuple[str, torch.Tensor | None], num_entries: int = 2, expert: str = "ffn.0"
+) -> list[bytes]:
+    writer = ParcelWriter()
+    writer.add(pb.StateUpdate(num_entries=num_entries))
+    for key, tensor in entries:
+        writer.add(pb.StateEntry(expert=expert, key=key), [tensor])
+    return list(iter(writer.next_message, None))
+
+
 def flipped(messages: list[bytes]) -> list[bytes]:
     return [bytes([*message[:-1], message[-1] ^ 1]) for message in (bytes(message) for message in messages)]
 
 
 class Liar:
-    """Hosts `ffn.0`, and answers passes as it is told to."""
+    """Hosts `ffn.0`, and answers as it is told to."""
 
     def __init__(self) -> None:
         self.forward: Answer = lambda call: results((call, [X]))
         self.backward: Answer = lambda call: results((call, [X]))
+        self.state = state(WEIGHT, BIAS)
         self._server = grpc.server(ThreadPoolExecutor(8))
         self._server.add_registered_method_handlers(
             SERVICE,
             {
                 "Info": grpc.unary_unary_rpc_method_handler(self._info),
+                "GetState": grpc.unary_stream_rpc_method_handler(lambda request, _: map(bytes, self.state)),
                 "Forward": grpc.stream_stream_rpc_method_handler(
                     lambda messages, _: self._answer(messages, self.forward)
                 ),
@@ -61,7 +74,8 @@ class Liar:
         self._server.stop(0).wait()
 
     def _info(self, request: bytes, context: object) -> bytes:
-        return seal(pb.InfoReply(experts=[pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True)]))
+        hosted = pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True, num_parameters=20)
+        return seal(pb.InfoReply(experts=[hosted]))
 
     def _answer(self, messages: Iterator[bytes], answer: Answer) -> Iterator[bytes]:
         reader = ParcelReader()
@@ -147,3 +161,50 @@ def test_gradients_that_do_not_fit_their_inputs_are_refused(liar, expert, grads)
     with pytest.raises(CorruptDataError, match="expected gradients"):
         y.sum().backward()
     assert x.grad is None
+
+
+def test_its_weights_are_believed_where_they_are_whole(expert):
+    torch.testing.assert_close(expert.state_dict(), dict([WEIGHT, BIAS]))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        [],
+        state(WEIGHT),
+        state(WEIGHT, num_entries=1),
+        state(num_entries=0),
+        state(WEIGHT, BIAS, ("more", torch.ones(1))),
+        state(WEIGHT, WEIGHT),
+        state(WEIGHT, BIAS, expert="ffn.1"),
+        state(WEIGHT, BIAS) + state(WEIGHT, BIAS),
+        state(("weight", torch.ones(4, 3)), BIAS),
+        state(("weight", None), BIAS),
+        state(("weight", torch.ones(16, 17)), BIAS),
+        state(("weight", torch.ones(1 << 20)), BIAS)[:1],
+        flipped(state(WEIGHT, BIAS)),
+        results((1, [X])),
+        [b"no message of ours"],
+    ],
+    ids=[
+        "nothing",
+        "an entry less than it says",
+        "an entry less, and it says so",
+        "none, and it says so",
+        "an entry more",
+        "an entry twice",
+        "another expert",
+        "all of it twice",
+        "shape",
+        "no tensor",
+        "above the limit",
+        "cut off",
+        "a bit is wrong",
+        "another message",
+        "no message",
+    ],
+)
+def test_weights_that_are_not_whole_are_refused(liar, expert, lie):
+    liar.state = lie
+    with pytest.raises(CorruptDataError, match=rf"server at {liar.address}, state_dict, after"):
+        expert.state_dict()

@@ -211,7 +211,8 @@ class WireClient:
         request = seal(pb.GetStateRequest(experts=experts))
         for message in method(request, timeout=START_S, metadata=self._metadata):
             for parcel in reader.feed(message):
-                states.setdefault(parcel.head.expert, {})[parcel.head.key] = parcel.tensors[0]
+                if isinstance(parcel.head, pb.StateEntry):  # and not the number of those to come
+                    states.setdefault(parcel.head.expert, {})[parcel.head.key] = parcel.tensors[0]
         reader.finish()
         return states
 
