@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 
 VARIABLE = "HIVEMIND_PYTHON"
 SHUTDOWN_S = 20.0
+ANSWER_S = 600.0  # a whole turn takes seconds; a peer that hangs is ended with all its processes
 
 
 # ---- experts
@@ -270,10 +272,15 @@ class Peer:
 
     def _answer(self) -> dict[str, object]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # its libraries print too
-                answer: dict[str, object] = json.loads(line)
-                return answer
+        watchdog = threading.Timer(ANSWER_S, os.killpg, (self._process.pid, signal.SIGKILL))
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):  # its libraries print too
+                    answer: dict[str, object] = json.loads(line)
+                    return answer
+        finally:
+            watchdog.cancel()
         raise SystemExit(
             f"hivemind: expected an answer, got the end of its process ({self._process.wait()})."
         )

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from moe_autograd.errors import RemoteError
+from moe_autograd.errors import DeadlineExceededError, RemoteError
 from moe_autograd.remote.calls import Outcome, Request, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.closing import closed
@@ -145,14 +145,14 @@ class Hedging:
         race = _Race(requests)
         self._start(race, address, range(len(requests)), terms)
         try:
-            race.wait_until_over(self.latencies.usual_s(address))
+            race.wait_until_over(min(self.latencies.usual_s(address), terms.deadline.remaining_s))
             for other, indices in race.open_calls(elsewhere).items():
                 if self._budget.has_taken():
                     self._start(race, other, indices, terms)
-            race.wait_until_over(None)
+            race.wait_until_over(terms.deadline.remaining_s)
         finally:
             race.cancel()
-        return race.results()
+        return race.results(address, terms.deadline)
 
     def close(self) -> None:
         """Let the threads go when they are done."""
@@ -219,6 +219,13 @@ def _wants_nothing(forward: ForwardHead, num_outputs: int) -> BackwardHead:
     )
 
 
+def _late(request: Request, address: str, deadline: Deadline) -> Outcome:
+    late = (
+        f"expert {request.expert!r} at {address}, forward, {deadline}: expected an answer, got none in time."
+    )
+    return Outcome(error=DeadlineExceededError(f"{late} Is the server overloaded?"), was_answered=False)
+
+
 @dataclass(eq=False)
 class _Leg:
     """One request of a race: which of its calls it carries, and what became of them, by place."""
@@ -268,7 +275,7 @@ class _Race:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
-    def wait_until_over(self, timeout_s: float | None) -> None:
+    def wait_until_over(self, timeout_s: float) -> None:
         with self._changed:
             self._changed.wait_for(self._is_over, timeout_s)
 
@@ -289,17 +296,24 @@ class _Race:
         for leg in legs:
             leg.cancellation.cancel()
 
-    def results(self) -> list[tuple[str, Outcome]]:
-        """Return who answered each call, and what; the first request's error where nobody did."""
+    def results(self, address: str, deadline: Deadline) -> list[tuple[str, Outcome]]:
+        """Return who answered each call, and what; the first request's error where nobody did.
+
+        Args:
+            address: whom the first request went to.
+            deadline: of the operation; where it has passed, requests may be under way that have not noticed yet.
+        """
         with self._changed:
             found = dict(self._winners)
-            if len(found) < len(self._requests):  # nothing is under way any more
-                for leg in self._legs:
-                    for place, outcome in leg.outcomes.items():
-                        found.setdefault(leg.indices[place], (leg.address, outcome))
             if len(found) < len(self._requests):
-                assert self._failure is not None, "a request ends with outcomes or a failure"
+                for leg in self._legs:
+                    for place, outcome in tuple(leg.outcomes.items()):
+                        found.setdefault(leg.indices[place], (leg.address, outcome))
+            if len(found) < len(self._requests) and self._failure is not None:
                 raise self._failure
+            for index, request in enumerate(self._requests):
+                if index not in found:
+                    found[index] = address, _late(request, address, deadline)
             return [found[index] for index in range(len(self._requests))]
 
     def lost_by(self, leg: _Leg) -> list[tuple[Request, int]]:

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from experts_server.kept import KeptForwards
 from moe_autograd.autograd.parallel import parallel_apply
-from moe_autograd.errors import ExpertFailedError, ServerUnavailableError
-from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect
-from moe_autograd.remote.hedging import Latencies
+from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
+from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, hedging
+from moe_autograd.remote.calls import Request
+from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.hedging import Hedging, Latencies, Terms
+from moe_autograd.remote.retry import RetryBudget
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.tensors import TensorLimits
 from tests.support.servers import wait_until
 
 SOON = HedgePolicy(first_after_s=0.05)
@@ -91,6 +98,20 @@ def test_a_replica_overtakes_a_slow_server_with_the_same_numbers(replicas):
         assert torch.equal(x.grad, local_x.grad)
         assert first.modules["ffn.0"].begun.wait(PATIENCE_S)
         assert other.modules["ffn.0"].num_calls == 1
+
+
+def test_the_second_request_comes_after_what_most_forwards_take(replicas):
+    """Not after the first time limit, which is endless here: ten quick forwards have taught how long they take."""
+    experts, first, other = connected(replicas, hedge=HedgePolicy(first_after_s=1e6), timeout_s=1e6)
+    with experts, torch.no_grad():
+        for _ in range(10):
+            experts["ffn.0"](torch.ones(1, 4))
+        num_before = other.modules["ffn.0"].num_calls
+        first.modules["ffn.0"].gate.clear()
+        assert torch.equal(
+            experts["ffn.0"](torch.ones(1, 4)), first.modules["ffn.0"].linear(torch.ones(1, 4))
+        )
+        assert other.modules["ffn.0"].num_calls == num_before + 1
 
 
 def test_the_server_that_lost_keeps_no_graph(replicas, monkeypatch):
@@ -188,6 +209,19 @@ def test_closing_ends_a_call_that_both_servers_keep_waiting(replicas):
     assert isinstance(became[0], ServerUnavailableError)
     with pytest.raises(ServerUnavailableError, match="closed"):
         experts["ffn.1"](torch.ones(1, 4))
+
+
+def test_a_call_ends_with_its_deadline_whatever_its_requests_do(monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(hedging, "exchange", lambda *_: never.wait())
+    sender = Hedging(SOON, RetryBudget(RetryPolicy()), Channel, lambda *_: None)
+    terms = Terms(Deadline(0.2), TensorLimits(), Cancellation())
+    request = Request("ffn.0", pb.ForwardCall(), [])
+    ((address, outcome),) = sender.send("127.0.0.1:1", [request], ["127.0.0.1:2"], terms)
+    never.set()
+    assert address == "127.0.0.1:1"
+    assert isinstance(outcome.error, DeadlineExceededError)
+    assert "expert 'ffn.0' at 127.0.0.1:1, forward, after" in str(outcome.error)
 
 
 class TestPolicy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -16,15 +17,19 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
-from tests.support.servers import ROOT, wait_until_inside
+from tests.support.servers import ROOT, wait_until, wait_until_inside
 from tests.support.subprocesses import assert_prints
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
 
 
 @pytest.fixture(scope="module")
 def server():
     torch.manual_seed(0)
     modules = {"ffn.0": nn.Linear(4, 4), "ffn.1": nn.Linear(4, 4)}
-    with ExpertsServer(modules, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0)) as server:
+    with ExpertsServer(modules, optimizer=sgd) as server:
         yield server
 
 
@@ -76,6 +81,97 @@ class Gated(nn.Module):
         self.begun.set()
         assert self.gate.wait(120)
         return x
+
+
+class Held(nn.Module):
+    """A layer whose forward or backward waits until it is let go; counts those that have begun."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.phase = phase
+        self.begun, self.may_go = threading.Event(), threading.Event()
+        self.num_begun = 0
+
+    def forward(self, x):
+        if self.phase == "forward":
+            self._hold()
+        y = self.linear(x)
+        if self.phase == "backward" and y.requires_grad:
+            y.register_hook(lambda grad: self._hold())
+        return y
+
+    def _hold(self) -> None:
+        self.num_begun += 1
+        self.begun.set()
+        assert self.may_go.wait(120)
+
+
+INTERRUPTED = """
+    import sys, torch
+    from moe_autograd import parallel_apply
+    from moe_autograd.remote import connect
+
+    def wait_in(phase):
+        if phase == sys.argv[1]:
+            print("ready", flush=True)
+            sys.stdin.readline()
+
+    if __name__ == "__main__":
+        with connect(sys.argv[2:4], timeout_s=1000) as experts:
+            modules = [experts[name] for name in sys.argv[4:]]  # in the order of their servers
+            try:
+                wait_in("forward")
+                outputs = parallel_apply(modules, [(torch.ones(1, 4),)] * 2)
+                wait_in("backward")
+                sum(outputs).sum().backward()
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            sys.stdin.readline()  # the server does not hear of it by the end of this process
+            print(experts["held"](torch.ones(1, 4)).shape, flush=True)
+"""
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("is_served_by_caller", [True, False], ids=["calling thread", "another thread"])
+def test_ctrl_c_reaches_the_server_which_does_not_begin_what_waits_there(phase, is_served_by_caller):
+    """The client is a process of its own; it calls two servers at once, the first of them in the interrupted thread."""
+    held = Held(phase)
+    names = ["held", "other"] if is_served_by_caller else ["other", "held"]
+    modules = {"held": held, "other": nn.Linear(4, 4)}
+    with contextlib.ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(
+                ExpertsServer({name: modules[name]}, optimizer=sgd, update="on_backward")
+            )
+            for name in names
+        }
+        server = servers["held"]
+        experts = stack.enter_context(connect(server.address))
+        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(INTERRUPTED), phase]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        client = stack.enter_context(
+            subprocess.Popen(
+                [*command, *(servers[name].address for name in names), *names], cwd=ROOT, text=True, **pipes
+            )
+        )
+        stack.callback(client.kill)
+        stack.callback(held.may_go.set)
+        assert client.stdout.readline() == "ready\n"
+        busy = threading.Thread(target=lambda: experts["held"](torch.ones(1, 4)).sum().backward())
+        busy.start()
+        assert held.begun.wait(60)
+        print("go", file=client.stdin, flush=True)
+        wait_until(lambda: len(server._server.registry["held"]) == 1)
+        client.send_signal(signal.SIGINT)
+        assert client.stdout.readline() == "interrupted\n"
+        wait_until_inside(server, 1)
+        held.may_go.set()
+        busy.join(60)
+        rest, _ = client.communicate("end\n", timeout=120)
+        assert rest == "torch.Size([1, 4])\n"
+        assert held.num_begun == (2 if phase == "forward" else 1)
+        assert server.num_updates == {"held": 1}
 
 
 def test_a_call_that_is_given_up_before_it_began_is_never_begun():
