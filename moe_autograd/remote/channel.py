@@ -92,6 +92,8 @@ class Channel:
         own = (
             ("grpc.http2.ping_timeout_ms", self._ping_timeout_ms),
             (ChannelOptions.SingleThreadedUnaryStream, 1),
+            # Else channels to one address share their connection, also a forked child's with its parent's.
+            ("grpc.use_local_subchannel_pool", 1),
         )
         options = (*(option for option in CHANNEL_OPTIONS if option[0] != own[0][0]), *own)
         if self._tls is None:
