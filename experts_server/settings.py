@@ -67,11 +67,6 @@ def load_config(
     return _check([*sources, Source("flags", _without_none(flags or {}))])
 
 
-def check_config(settings: Mapping[str, Any], source: str = "settings") -> ServerConfig:
-    """Turn plain settings into a `ServerConfig`, or raise `ConfigError` naming every mistake."""
-    return _check([Source(f"config {source!r}", settings)])
-
-
 def _check(sources: Sequence[Source]) -> ServerConfig:
     merged: dict[str, Any] = {"experts": {}}
     for source in sources:

@@ -24,7 +24,7 @@ from experts_server.executor import WorkerPool
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.service import Service
-from experts_server.settings import check_config
+from experts_server.settings import load_config
 from experts_server.training import Training
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd.offload.stores import RamStore
@@ -561,17 +561,18 @@ def test_a_mistake_in_the_configuration_names_key_value_and_what_is_allowed(
     settings: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_config({"experts": {"e": FFN}, **settings})
+        load_config(flags={"experts": {"e": FFN}, **settings}, environment={})
     assert text in str(refused.value)
 
 
 def test_an_expert_says_key_by_key_how_it_differs_from_the_others() -> None:
-    config = check_config(
-        {
+    config = load_config(
+        flags={
             "memory": {"recompute": True, "offload": True},
             "offload": {"max_resident_bytes": 1 << 20},
             "experts": {"a": FFN, "b": {**FFN, "memory": {"offload": False, "split_backward": True}}},
-        }
+        },
+        environment={},
     )
     a, b = (config.memory_of(config.experts[name]) for name in "ab")
     assert (a.recompute, a.offload, a.split_backward) == (True, True, False)

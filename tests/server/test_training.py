@@ -20,7 +20,7 @@ from experts_server.config import OptimizerConfig
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.server import from_config
-from experts_server.settings import check_config
+from experts_server.settings import load_config
 from experts_server.snapshot import restore, take
 from experts_server.training import Training, UpdateMode
 from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
@@ -302,7 +302,7 @@ def test_an_expert_may_be_updated_otherwise_than_the_others() -> None:
             "d": {**ffn, "eval_only": True},
         },
     }
-    server = from_config(check_config(settings))
+    server = from_config(load_config(flags=settings, environment={}))
     trainings = {name: queue.hosted.training for name, queue in server.registry.items()}
     server.pool.close(10)
     assert {name: t and (t.update, t.samples_per_update) for name, t in trainings.items()} == {
@@ -358,7 +358,7 @@ def test_an_eval_only_expert_evaluates_whatever_is_asked_and_nothing_of_it_chang
     settings = {
         "experts": {"e": {"class": "tests.server.test_training:Normalizing", "eval_only": True}},
     }
-    server = from_config(check_config(settings))
+    server = from_config(load_config(flags=settings, environment={}))
     expert = server.registry["e"].hosted
     before, client, x = copy.deepcopy(expert.module.state_dict()), Client(expert), tokens(5, D)
     expected = torch.autograd.grad(expert.module(leaf := x.clone().requires_grad_()), leaf, x)[0]
