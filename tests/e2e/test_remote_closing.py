@@ -17,12 +17,9 @@ from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, con
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.wire import experts_pb2 as pb
+from tests.support.hosting import sgd
 
 ENDLESS = RetryPolicy(patience_s=1e6)  # a call that waits for a closed connection would not return
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError, GradientsLostError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
 from tests.support.certificates import make_certificates
+from tests.support.hosting import make_modules, sgd
 
 PATIENT = RetryPolicy(patience_s=100.0)
 
@@ -44,15 +45,6 @@ def name_server(monkeypatch):
     server = NameServer()
     monkeypatch.setattr(socket, "getaddrinfo", server.getaddrinfo)
     return server
-
-
-def make_modules(*indices: int) -> dict[str, nn.Module]:
-    torch.manual_seed(0)
-    return {f"ffn.{index}": nn.Linear(4, 4) for index in indices}
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def serve(modules: dict[str, nn.Module], listen: str) -> ExpertsServer:

@@ -259,50 +259,6 @@ def test_a_child_forked_in_the_middle_of_a_call_is_refused_and_ends():
         assert process.returncode == 0
 
 
-def test_children_forked_among_calls_are_refused_or_connect_anew_and_none_hangs(server):
-    """Twenty times, with calls of three threads in flight; a child that hangs is ended by its alarm, and fails."""
-    program = """
-        import os, signal, sys, threading, torch
-        from moe_autograd.remote import connect
-
-        X = torch.ones(1, 4)
-
-        def run_child():
-            signal.alarm(100)
-            try:
-                experts["ffn.0"](X)
-            except RuntimeError as error:
-                assert "expected to be used in the process that made it" in str(error), error
-            with connect(sys.argv[1]) as anew:
-                anew["ffn.0"](X).sum().backward()
-
-        with connect(sys.argv[1], timeout_s=1000) as experts:
-            is_over = threading.Event()
-
-            def call():
-                while not is_over.is_set():
-                    experts["ffn.1"](X)
-
-            threads = [threading.Thread(target=call) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for _ in range(20):
-                experts["ffn.0"](X)
-                child = os.fork()
-                if child == 0:
-                    run_child()
-                    os._exit(0)
-                print(os.waitpid(child, 0)[1], flush=True)
-            is_over.set()
-            for thread in threads:
-                thread.join()
-    """
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), server.address]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    assert ended.stdout.split() == ["0"] * 20, ended.stderr
-    assert ended.returncode == 0, ended.stderr
-
-
 def test_a_spawned_child_connects_by_itself(server):
     assert_prints(
         f"""

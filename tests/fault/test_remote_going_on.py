@@ -17,6 +17,7 @@ from moe_autograd.errors import ServerUnavailableError, TooFewExpertsError
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
 from tests.support.survivors import combine_survivors
 
@@ -24,10 +25,6 @@ ENDLESS_S = 1e6
 PATIENT = RetryPolicy(patience_s=ENDLESS_S)
 D_MODEL = 4
 FATES = ["gone", "silent"]
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Hosted:

@@ -13,19 +13,11 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import ExpertNotFoundError, GradientsLostError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.hosting import make_modules, sgd
 
 PATIENT = RetryPolicy(patience_s=100.0)
 X = torch.ones(1, 4)
 WEIGHTS = {"ffn.0.weight": torch.eye(4), "ffn.0.bias": torch.zeros(4)}
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def make_modules(*indices: int) -> dict[str, nn.Module]:
-    torch.manual_seed(0)
-    return {f"ffn.{index}": nn.Linear(4, 4) for index in indices}
 
 
 class Servers:

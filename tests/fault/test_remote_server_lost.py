@@ -13,16 +13,13 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
 from tests.support.servers import ServerProcess
 
 AT_ONCE = RetryPolicy(patience_s=0.0)
 PATIENT = RetryPolicy(patience_s=150.0)  # a server process takes a while to start on a busy machine
 SERVE = ("--expert", "ffn", "--num-experts", "2", "--d-model", "8", "--optimizer", "sgd", "--lr", "0.1")
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Gated(nn.Module):

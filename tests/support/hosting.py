@@ -1,0 +1,21 @@
+"""Experts that tests host, and how they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+LR = 0.1
+
+
+def make_modules(*indices: int) -> dict[str, nn.Module]:
+    """Return `ffn.0` and so on, of width 4; the same weights every time."""
+    torch.manual_seed(0)
+    return {f"ffn.{index}": nn.Linear(4, 4) for index in indices}
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that servers hold, and twins here."""
+    return torch.optim.SGD(parameters, lr=LR)
