@@ -140,6 +140,25 @@ class ExpertQueue:
             if comes_again:
                 self._pool.put([self])
 
+    def let_go_of_late(self) -> None:
+        """Answer all calls that nobody waits for any more: behind an expert that hangs their turn never comes."""
+        late: list[Call] = []
+        with self._lock:
+            for waiting in self._epochs:
+                for client_id, queue in list(waiting.items()):
+                    alive: deque[Call] = deque()
+                    for call in queue:
+                        (late if _is_in_vain(call) else alive).append(call)
+                    waiting[client_id] = alive
+                    if not alive:
+                        del waiting[client_id]
+            self._num_waiting -= len(late)
+            self._num_tokens -= sum(call.num_tokens for call in late)
+            last = self._epochs.pop()  # what comes next waits there
+            self._epochs = deque([*(waiting for waiting in self._epochs if waiting), last])
+        for call in late:
+            self._refuse_late(call)
+
     # ---- choosing
 
     def _may_wait(self, call: Call) -> bool:
@@ -200,7 +219,7 @@ class ExpertQueue:
         """Return the client's first call that is not in vain; those before it are answered."""
         while client_id in waiting:
             call = waiting[client_id][0]
-            if not call.is_cancelled and (call.deadline is None or time.monotonic() < call.deadline):
+            if not _is_in_vain(call):
                 return call
             self._remove_first(waiting, client_id, keeps_place=True)
             self._refuse_late(call)
@@ -310,6 +329,11 @@ class ExpertQueue:
     def _finish(self, call: Call, result: Any) -> None:
         self._limits.give_back(call)
         call.reply(call, result)
+
+
+def _is_in_vain(call: Call) -> bool:
+    """Whether nobody waits for the call any more."""
+    return call.is_cancelled or (call.deadline is not None and time.monotonic() >= call.deadline)
 
 
 def _moved(mean_s: float, newest_s: float) -> float:

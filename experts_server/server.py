@@ -244,6 +244,9 @@ class ExpertServer:
 
     async def _let_go_of_what_waits_too_long(self) -> None:
         self.memory.kept.let_go_expired()
+        for queue in self.registry.values():
+            if len(queue):
+                queue.let_go_of_late()
         trainers = {name: queue.hosted.trainer for name, queue in self.registry.items()}
         lost = [name for name, trainer in trainers.items() if trainer and trainer.gathered.has_stale()]
         call = InspectCall(b"", lambda call, result: None, _forget_stale)

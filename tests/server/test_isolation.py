@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import psutil
@@ -14,11 +14,16 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server import gathered as gathered_module
+from experts_server import server as server_module
 from experts_server import service as service_module
+from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.budget import Budget
+from experts_server.calls import ForwardCall, InspectCall
 from experts_server.config import LimitsConfig, ServingConfig
 from experts_server.gathered import Gathered, GatheredGradients
-from experts_server.kept import RECORD_BYTES, SAVED_BYTES
+from experts_server.hosted import HostedExpert, SharedMemory
+from experts_server.kept import RECORD_BYTES, SAVED_BYTES, KeptForwards
+from moe_autograd.errors import DeadlineExceededError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -141,6 +146,63 @@ def test_a_full_queue_answers_busy_at_once_with_a_hint_and_serves_again_after(
         assert first.result().code == "OK"
         assert {a.code for a in waiting.result()} == {"OK", "BUSY"}
         assert client.forward("e", tokens(1, D)).code == "OK"
+
+
+def test_calls_that_nobody_waits_for_behind_an_expert_that_hangs_take_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.05)
+    gated, limits = Gated(), LimitsConfig(max_queued_calls=4)
+    with (
+        serving({"hangs": gated, "e": nn.Linear(D, D)}, limits=limits) as server,
+        WireClient(server.address) as client,
+    ):
+        assert server._server is not None
+        first = Waiting(lambda: client.forward("hangs", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        calls = [client.forward_call("hangs", tokens(1, D), call_id=n) for n in range(2, 5)]
+        with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+            client.stream("Forward", calls, timeout_s=0.2)
+        room = server._server.queue_limits
+        wait_until(lambda: room.calls.in_use == 1)
+        assert room.bytes.in_use == tokens(1, D).nbytes
+        later = [client.forward_call("e", tokens(1, D), call_id=n) for n in range(5, 8)]
+        assert [answer.code for answer in client.stream("Forward", later)] == ["OK"] * 3
+        gated.let_go()
+        assert first.result().code == "OK"
+        assert client.forward("hangs", tokens(1, D)).code == "OK"
+
+
+def test_late_calls_go_from_wherever_they_wait_and_the_others_keep_their_order() -> None:
+    answered: list[object] = []
+    budget = Budget(100, "queued")
+    memory = SharedMemory(KeptForwards(1000, 10.0), budget, budget)
+    hosted = HostedExpert("e", nn.Linear(D, D), None, memory, can_join=False)
+    queue = ExpertQueue(hosted, cast(Any, None), QueueLimits(budget, Budget(100, "bytes")))
+
+    def waits(client: bytes, number: int, *, is_late: bool) -> ForwardCall:
+        call = ForwardCall(
+            client, lambda call, result: answered.append((call, type(result))), number, (tokens(1, D),)
+        )
+        call.is_cancelled = is_late
+        budget.take(1)
+        queue.add(call)
+        return call
+
+    look = InspectCall(b"", lambda call, result: answered.append((call, type(result))), lambda hosted: None)
+    good = [waits(b"a", 0, is_late=False)]
+    bad = [waits(b"a", 1, is_late=True), waits(b"b", 2, is_late=True)]
+    budget.take(1)
+    queue.add(look)
+    look.is_cancelled = True
+    good.append(waits(b"a", 3, is_late=False))
+    queue.let_go_of_late()
+    assert [call for call, _ in answered] == [*bad, look]
+    assert {error for _, error in answered} == {DeadlineExceededError}
+    assert (len(queue), budget.in_use, queue.stats.num_late) == (2, 2, 3)
+    assert [queue._take() for _ in range(3)] == [[good[0]], [good[1]], []]
+    queue.let_go_of_late()
+    assert len(queue) == 0
 
 
 def test_kept_forwards_stay_within_their_budget_and_the_oldest_go_first() -> None:
