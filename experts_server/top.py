@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.live import Live
@@ -30,17 +31,6 @@ _SHOWN = {
     "experts_updates": "updates",
 }
 
-
-_HEADINGS = (
-    "calls/s",
-    "tokens/s",
-    "busy %",
-    "queue ms",
-    "compute ms",
-    "waiting",
-    "failed",
-    "updates",
-)
 _LINES_BESIDE = 5  # of a table beside its rows
 
 
@@ -80,39 +70,50 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
     return reading
 
 
+class _Row(NamedTuple):
+    """What an expert did between two readings, and what it had done by the later one."""
+
+    added: dict[str, float]
+    total: dict[str, float]
+    elapsed_s: float
+
+
+_COLUMNS: dict[str, Callable[[_Row], str]] = {
+    "calls/s": lambda row: f"{row.added['calls'] / row.elapsed_s:,.1f}",
+    "tokens/s": lambda row: f"{row.added['tokens'] / row.elapsed_s:,.0f}",
+    "busy %": lambda row: f"{100 * row.added['compute_s'] / row.elapsed_s:.0f}",
+    "queue ms": lambda row: f"{1000 * row.added['queue_s'] / max(row.added['calls'], 1):.2f}",
+    "compute ms": lambda row: f"{1000 * row.added['compute_s'] / max(row.added['batches'], 1):.2f}",
+    "waiting": lambda row: f"{row.total['waiting']:.0f}",
+    "failed": lambda row: f"{row.total['failed']:.0f}",
+    "updates": lambda row: f"{row.total['updates']:,.0f}",
+}
+
+
 def table_of(address: str, before: Reading, now: Reading, max_rows: int | None = None) -> Table:
     """Return what happened between two readings, by expert; where there are too many, the busiest of them."""
     elapsed_s = max(now.at - before.at, 1e-9)
     table = plain_table(f"experts at {address}, last {elapsed_s:.1f} s")
     table.add_column("expert", overflow="ellipsis")
-    for heading in _HEADINGS:
+    for heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
-    names = sorted({name for name, _ in now.totals}, key=natural_order)
-    since = {name: _since(before, now, name) for name in names}
-    busiest = sorted(names, key=lambda name: (since[name]["compute_s"], since[name]["calls"]), reverse=True)
-    shown = busiest[:max_rows]
-    for name in sorted(shown, key=natural_order):
-        new = since[name]
-        table.add_row(
-            name,
-            f"{new['calls'] / elapsed_s:,.1f}",
-            f"{new['tokens'] / elapsed_s:,.0f}",
-            f"{100 * new['compute_s'] / elapsed_s:.0f}",
-            f"{1000 * new['queue_s'] / max(new['calls'], 1):.2f}",
-            f"{1000 * new['compute_s'] / max(new['batches'], 1):.2f}",
-            f"{now.of(name, 'waiting'):.0f}",
-            f"{now.of(name, 'failed'):.0f}",
-            f"{now.of(name, 'updates'):,.0f}",
-        )
-    if len(shown) < len(names):
-        table.caption = f"the busiest {len(shown)} of {len(names)}"
+    names = dict.fromkeys(name for name, _ in now.totals)
+    rows = {name: _row_of(name, before, now, elapsed_s) for name in names}
+    busiest = sorted(rows, key=lambda name: (-rows[name].added["compute_s"], -rows[name].added["calls"]))
+    shown = sorted(busiest[:max_rows], key=natural_order)
+    for name in shown:
+        table.add_row(name, *(show(rows[name]) for show in _COLUMNS.values()))
+    if len(shown) < len(rows):
+        table.caption = f"the busiest {len(shown)} of {len(rows)}"
     return table
 
 
-def _since(before: Reading, now: Reading, expert: str) -> dict[str, float]:
-    """Return what was added to the totals; a server that was started anew begins at zero."""
-    totals = {what: (before.of(expert, what), now.of(expert, what)) for what in _SHOWN.values()}
-    return {what: new - old if new >= old else new for what, (old, new) in totals.items()}
+def _row_of(expert: str, before: Reading, now: Reading, elapsed_s: float) -> _Row:
+    """Compare the totals; a server that was started anew begins at zero."""
+    total = {what: now.of(expert, what) for what in _SHOWN.values()}
+    old = {what: before.of(expert, what) for what in total}
+    added = {what: new - old[what] if new >= old[what] else new for what, new in total.items()}
+    return _Row(added, total, elapsed_s)
 
 
 def watch(address: str, interval_s: float, num_looks: int | None) -> None:

@@ -125,10 +125,3 @@ def test_metrics_over_ipv6_have_an_address_that_can_be_asked() -> None:
 def test_metrics_beyond_loopback_are_refused() -> None:
     with pytest.raises(ValueError, match="metrics_listen: expected a loopback address"):
         ServingConfig(metrics_listen="0.0.0.0:9100")
-
-
-def test_top_of_an_address_where_nobody_answers_says_so() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        shown = CliRunner().invoke(main, ["top", f"127.0.0.1:{unused.getsockname()[1]}"])
-    assert (shown.exit_code, "started with metrics_listen" in shown.output) == (1, True), shown.output

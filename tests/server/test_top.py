@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import termios
 from collections.abc import Iterator
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from experts_server import ExpertsServer
+from experts_server.cli import main
 from experts_server.config import ServingConfig
 from experts_server.top import Reading, Totals, read, table_of
 from moe_autograd.errors import ServerUnavailableError
@@ -112,6 +115,13 @@ def test_top_asks_the_server_itself_whatever_proxy_the_environment_names(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert server.metrics_address is not None
     assert read(server.metrics_address).of("ffn.0", "updates") == 0
+
+
+def test_top_of_an_address_where_nobody_answers_says_so() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        shown = CliRunner().invoke(main, ["top", f"127.0.0.1:{unused.getsockname()[1]}"])
+    assert (shown.exit_code, "started with metrics_listen" in shown.output) == (1, True), shown.output
 
 
 def test_top_of_a_port_that_does_not_speak_http_says_so(server: ExpertsServer) -> None:
