@@ -4,8 +4,8 @@
                first turn                    │  others' turns │            second turn
                                              └ `LaterGradients` holds what is left
 
-The second turn comes after the turns that wait for a worker by then: a client that calls all experts of a layer has the
-input gradients of all of them before the weight gradients of any are begun. (An offloaded expert would keep its memory
+The second turn comes after the turns that wait for a worker by then: of a layer whose calls have arrived, the first
+parts of all experts come before the second part of any. (An offloaded expert would keep its memory
 meanwhile; its second part comes at once.)
 
 What an answered backward promises, then:
