@@ -51,7 +51,6 @@ async def run(config: ServerConfig) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
             loop.add_signal_handler(number, take_signal, number)
     await server.start()
-    gc.collect()
     leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
     if server.metrics is not None:
         logger.info("metrics at http://%s/metrics", server.metrics.address)
@@ -85,6 +84,7 @@ async def _leave_modules_out_of_collections() -> None:
     while True:
         if len(sys.modules) > num_modules:
             num_modules = len(sys.modules)
+            gc.collect()
             gc.freeze()
             gc.collect()  # counts what is left
         await asyncio.sleep(LOOK_FOR_MODULES_S)

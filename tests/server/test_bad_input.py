@@ -15,7 +15,8 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
-from tests.support.servers import WireClient, messages_of, tokens
+from tests.support.parcels import messages_of
+from tests.support.servers import WireClient, tokens
 
 D = 16
 

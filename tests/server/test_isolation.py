@@ -31,10 +31,10 @@ from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
 from tests.support.gated import D, Gated, Waiting, serving, wait_until_queued
+from tests.support.parcels import messages_of
 from tests.support.servers import (
     START_S,
     WireClient,
-    messages_of,
     tokens,
     wait_until,
     wait_until_inside,

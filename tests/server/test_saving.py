@@ -33,7 +33,8 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.gated import Gated, Waiting
-from tests.support.servers import START_S, WireClient, messages_of, tokens
+from tests.support.parcels import messages_of
+from tests.support.servers import START_S, WireClient, tokens
 
 D = 8
 
@@ -349,6 +350,7 @@ def exported(answer: list[bytes], folder: Path) -> Any:
 
 def entries(*parcels: tuple[Any, list[Tensor | None]]) -> list[bytes]:
     writer = ParcelWriter()
+    writer.add(pb.StateUpdate(num_entries=len(parcels)))
     for head, tensors in parcels:
         writer.add(head, tensors)
     return list(messages_of(writer))

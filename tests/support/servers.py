@@ -28,6 +28,7 @@ from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
+from tests.support.parcels import messages_of
 
 START_S = 120.0  # patience with a busy machine; nothing that works comes near it
 _OPTIONS = (  # without pings: a machine too busy to answer one is no fault that these tests are about
@@ -295,12 +296,6 @@ class WireClient:
     def _next_sequence(self) -> int:
         self.sequence += 1
         return self.sequence
-
-
-def messages_of(writer: ParcelWriter) -> Iterator[bytes]:
-    """Yield all that `writer` has to say."""
-    while (message := writer.next_message()) is not None:
-        yield message
 
 
 def wait_until(is_so: Callable[[], bool], patience_s: float = START_S) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal, take_packet_apart
-from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
+from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.tensors import DTYPES, TensorLimits
+from tests.support.parcels import messages_of, read
 
 PART_BYTES = 1024
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
@@ -35,17 +36,6 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-
-
-def messages_of(writer: ParcelWriter) -> list[bytes]:
-    return list(iter(writer.next_message, None))
-
-
-def read(messages: list[bytes], limits: TensorLimits | None = None) -> list[Parcel]:
-    reader = ParcelReader(limits)
-    received = [parcel for message in messages for parcel in reader.feed(message)]
-    reader.finish()
-    return received
 
 
 def entry(key: str = "weight") -> pb.StateEntry:
@@ -76,7 +66,7 @@ class TestRoundTrip:
             sent[writer.add(entry(str(index)), made)] = (str(index), made)
             if interleave and (message := writer.next_message()) is not None:
                 messages.append(message)
-        received = read(messages + messages_of(writer))
+        received = read(messages + list(messages_of(writer)))
         assert sorted(parcel.number for parcel in received) == sorted(sent)
         for parcel in received:
             key, made = sent[parcel.number]
@@ -91,7 +81,7 @@ class TestRoundTrip:
         writer = ParcelWriter(PART_BYTES)
         tensor = make_tensor((numel,), dtype, seed=3)
         writer.add(entry(), [tensor])
-        messages = messages_of(writer)
+        messages = list(messages_of(writer))
         assert len(messages) == -(-numel * dtype.itemsize // PART_BYTES)
         assert same(read(messages)[0].tensors[0], tensor)
 
@@ -145,7 +135,7 @@ class TestRoundTrip:
             )
         messages = [*messages_of(writer)]
         writer.add(entry(), [torch.ones(1, dtype=torch.complex128)])
-        for parcel in read(messages + messages_of(writer)):
+        for parcel in read(messages + list(messages_of(writer))):
             assert [tensor.data_ptr() % 16 for tensor in parcel.tensors] == [0] * len(parcel.tensors)
 
     def test_tensors_outlive_reader_and_message(self):
@@ -162,7 +152,7 @@ class TestSharing:
         writer = ParcelWriter()
         for _ in range(64):
             writer.add(pb.ForwardCall(expert="ffn.0"), [torch.ones(1024)])
-        assert len(messages_of(writer)) == 1
+        assert len(list(messages_of(writer))) == 1
 
     def test_a_large_tensor_does_not_hold_up_a_small_one(self):
         writer = ParcelWriter(PART_BYTES)
@@ -193,7 +183,7 @@ class TestSharing:
         first = writer.add(entry(), [torch.ones(2000)])
         messages = [writer.next_message()]
         second = writer.add(entry(), [torch.ones(2)])
-        received = read(messages + messages_of(writer))
+        received = read(messages + list(messages_of(writer)))
         assert {parcel.number for parcel in received} == {first, second}
         assert not writer
         assert writer.next_message() is None
@@ -382,7 +372,7 @@ class TestMalformed:
         writer = ParcelWriter(PART_BYTES)
         writer.add(entry(), [torch.ones(1000)])
         with pytest.raises(CorruptDataError, match="rest of 1 parcels"):
-            read(messages_of(writer)[:-1])
+            read(list(messages_of(writer))[:-1])
 
     @given(st.data())
     @settings(max_examples=300)

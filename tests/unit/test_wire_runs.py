@@ -14,10 +14,11 @@ from torch import Tensor
 from moe_autograd.errors import CorruptDataError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import frame_packet, take_packet_apart
-from moe_autograd.wire.heads import BackwardHead, ForwardHead, Head, Parcel, ResultHead
+from moe_autograd.wire.heads import BackwardHead, ForwardHead, Head, ResultHead
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.runs import MAX_IN_RUN
 from moe_autograd.wire.tensors import DTYPES, TensorLimits
+from tests.support.parcels import messages_of, read
 
 
 def forward(expert: str = "ffn.0", call_id: int = 1, **fields: Any) -> ForwardHead:
@@ -33,14 +34,7 @@ def sent(*parcels: tuple[Head, list[Tensor | None]]) -> list[bytes]:
     writer = ParcelWriter()
     for head, tensors in parcels:
         writer.add(head, tensors)
-    return list(iter(writer.next_message, None))
-
-
-def read(messages: list[bytes], limits: TensorLimits | None = None) -> list[Parcel]:
-    reader = ParcelReader(limits)
-    received = [parcel for message in messages for parcel in reader.feed(message)]
-    reader.finish()
-    return received
+    return list(messages_of(writer))
 
 
 def contents_of(message: bytes) -> pb.Contents:
@@ -86,7 +80,7 @@ class TestRoundTrip:
             given_parcels[writer.add(head, made)] = (head, made)
             if interleave and len(given_parcels) % 3 == 0:
                 messages.append(writer.next_message())
-        received = read([*messages, *iter(writer.next_message, None)])
+        received = read([*messages, *messages_of(writer)])
         assert sorted(parcel.number for parcel in received) == sorted(given_parcels)
         for parcel in received:
             head, made = given_parcels[parcel.number]
@@ -118,7 +112,7 @@ class TestRoundTrip:
         for call_id in range(3):
             writer.add(forward(call_id=call_id), [small])
         writer.add(forward("odd"), [torch.zeros(0, 4), torch.ones(2)])
-        received = {p.number: p for p in read([first, *iter(writer.next_message, None)])}
+        received = {p.number: p for p in read([first, *messages_of(writer)])}
         assert torch.equal(received[0].tensors[0], large)
         assert [received[n].head.call_id for n in (1, 2, 3)] == [0, 1, 2]
         assert all(torch.equal(received[n].tensors[0], small) for n in (1, 2, 3))
