@@ -2,11 +2,15 @@
 
 Two nodes, in the words of `module_calls`: the entry (Rule 1) between the callers' tensors and the calls' own graphs,
 and the gate (Rule 5) between a join and the leaves.
+
+A hook that a call registers on its input is meant for the caller's tensor, which the call does not know from its
+alias: it is to see the whole gradient, once. On an alias it would not run at all where the call returns its input, and
+run in the inner backwards of all other calls, whose aliases come from the same node, with `None`. So it moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +37,9 @@ class _Entry(Function):
             "another way (an attribute, a list, an object that is no pytree). Return it, or register its class with "
             "torch.utils._pytree.register_pytree_node."
         )
+
+
+_ENTRY_NODE = _Entry._backward_cls
 
 
 class _Gate(Function):
@@ -68,6 +75,37 @@ def enter(values: Sequence[Any]) -> dict[int, Tensor]:
     with torch.enable_grad():
         aliases = _Entry.apply(torch.empty(0, requires_grad=True), *detached)  # type: ignore[no-untyped-call]
     return dict(zip(tensors, aliases, strict=True))
+
+
+class _MovedHook:
+    """A hook that was registered on an alias, on the caller's tensor; its handle still removes it."""
+
+    def __init__(self, hooks: dict[int, Callable[[Tensor], Tensor | None]], key: int) -> None:
+        self._hook, self._hooks, self._key = hooks[key], hooks, key
+        hooks[key] = _do_nothing
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        return self._hook(grad) if self._key in self._hooks else None
+
+
+def _do_nothing(grad: Tensor) -> None:
+    return None
+
+
+def move_hooks(values: Sequence[Any], aliases: dict[int, Tensor]) -> None:
+    """Register the hooks that calls have registered on aliases on the tensors that these stand for.
+
+    Those of an alias that was changed in place stay: its history begins in the call.
+
+    Args:
+        values: what `enter` was given.
+        aliases: what it returned.
+    """
+    for value in values:
+        alias = aliases.pop(id(value), None)  # a tensor may stand among the values more than once
+        if alias is not None and alias._backward_hooks and type(alias.grad_fn) is _ENTRY_NODE:
+            for key in alias._backward_hooks:
+                value.register_hook(_MovedHook(alias._backward_hooks, key))
 
 
 def gate(leaves: Iterable[Tensor]) -> Tensor:

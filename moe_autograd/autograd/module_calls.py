@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_unflatten
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.entry import Flat, enter, flatten, gate
+from moe_autograd.autograd.entry import Flat, enter, flatten, gate, move_hooks
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import (
     ACCUMULATE_GRAD,
@@ -379,7 +379,8 @@ def run_module_calls(
 ) -> list[Any]:
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
-    aliases = enter([value for values, _ in flats for value in values])
+    entering = [value for values, _ in flats for value in values]
+    aliases = enter(entering)
     owners: dict[Node, ModuleCall] = {}
     hooks = ordered_hooks(len(modules))
     calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
@@ -396,6 +397,7 @@ def run_module_calls(
 
     run_calls(forward, names, max_concurrency, f"{title}, forward")
     owners.clear()
+    move_hooks(entering, aliases)
     tied: list[Sequence[Tensor]] = [()] * len(calls)
     if any(call.results for call in calls):
         # A module may turn gradients on by itself; then its result has a history under no_grad, too.

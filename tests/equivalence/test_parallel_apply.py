@@ -205,6 +205,47 @@ def test_hooks_registered_inside_a_module_run_once() -> None:
     assert_same_modules_program(program)
 
 
+@pytest.mark.parametrize("returns", ["result", "input", "both", "changed"])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own_inputs", "one_input"])
+def test_hooks_that_a_call_registers_on_its_input_see_the_whole_gradient_once(
+    returns: str, is_shared: bool
+) -> None:
+    def program(apply: MapFunction) -> Any:
+        log: list[Any] = []
+
+        def call(x: Tensor) -> Any:
+            if returns == "changed" and not is_shared:
+                x.mul_(2)
+            x.register_hook(lambda grad: (log.append(round(grad.sum().item(), 9)), grad * 2)[1])
+            x.register_hook(lambda grad: grad * 100).remove()
+            return {"input": x, "both": (x, x.sin())}.get(returns, x.cos())
+
+        leaf = leaves()
+        xs = [leaf[0] * 1] * NUM_CALLS if is_shared else [x * 1 for x in leaf]
+        xs[0].register_hook(lambda grad: (log.append(round(grad.sum().item(), 9)), grad + 1)[1])
+        outputs = apply([call] * NUM_CALLS, [(x,) for x in xs])
+        loss_of(outputs).backward()
+        return sorted(log), [x.grad for x in leaf]
+
+    assert_same_modules_program(program)
+
+
+def test_a_hook_that_a_call_registers_on_its_input_can_be_removed_later() -> None:
+    def program(apply: MapFunction) -> Any:
+        handles: list[Any] = []
+        xs = leaves()
+        outputs = apply(
+            [lambda x: (handles.append(x.register_hook(lambda grad: grad * 2)), x * x)[1]] * NUM_CALLS,
+            [(x,) for x in xs],
+        )
+        for handle in handles:
+            handle.remove()
+        loss_of(outputs).backward()
+        return [x.grad for x in xs]
+
+    assert_same_modules_program(program)
+
+
 def test_hooks_on_modules_run_once_and_may_change_what_passes() -> None:
     def program(apply: MapFunction) -> Any:
         modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
