@@ -40,6 +40,7 @@ from moe_autograd.autograd.join import Joined, join, run_calls
 from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
+from moe_autograd.autograd.statistics import in_turns
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
@@ -221,7 +222,8 @@ def parallel_apply(
         one result is the map's: for another one later, through another result, it takes `retain_graph=True`.
 
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
-        places may run on several threads at once. Modules that would rather be called together have a
+        places may run on several threads at once; with `BatchNorm` inside they take turns, as its running statistics
+        have to be those of a loop. Modules that would rather be called together have a
         `call_group` (`grouping`): all modules of one group are one call.
 
     Example:
@@ -279,6 +281,7 @@ def _apply(
             call if unit.is_group else functools.partial(_in_place, unit.positions[0], call)
             for unit, call in zip(together, called, strict=True)
         ]
+    called = in_turns([unit.call for unit in together], called)
     # On an accelerator nobody waits for the gradients of weights: their kernels are queued.
     defers = defer_weight_grads and how is None and accelerator_in_use() is None
     returned = run_module_calls(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.support.comparison import (
     loss_of,
     one_after_another,
 )
+from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import NUM_CALLS, PROGRAMS, leaves, parameters, seeded
 from tests.support.module_programs_shared import ESCAPES, hidden_from_every_look, hooks_on_a_tensor
 
@@ -128,6 +130,46 @@ def test_gradients_of_a_few_tensors_are_the_same_and_no_others_are_touched(wante
         return grads, [x.grad for x in [*xs, *weights]]
 
     assert_same_modules_program(program)
+
+
+class NormalizesOnceLetIn(nn.Module):
+    """Its call for the first input waits until a later call of the map opens the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.gate = threading.Event()
+
+    def forward(self, x: Tensor, is_first: bool) -> Tensor:
+        if is_first:
+            assert self.gate.wait(PATIENCE_S)
+        return cast(Tensor, self.norm(x))
+
+    def open_the_gate(self, x: Tensor) -> Tensor:
+        self.gate.set()
+        return x * 2
+
+
+def test_running_statistics_of_a_module_in_several_places_are_those_of_a_loop() -> None:
+    def program(apply: MapFunction) -> Any:
+        (module,) = seeded(NormalizesOnceLetIn, 1)
+        assert isinstance(module, NormalizesOnceLetIn)
+        if apply is one_after_another:
+            module.gate.set()
+        xs = leaves(9)
+        calls = [module] * 8 + [module.open_the_gate]
+        outputs = apply(calls, [*[(x, i == 0) for i, x in enumerate(xs[:8])], (xs[8],)])
+        loss_of(outputs).backward()
+        return list(module.buffers()), [x.grad for x in [*xs, *module.parameters()]]
+
+    assert_same_modules_program(program)
+
+
+def test_a_module_in_several_places_fails_as_in_a_loop_and_keeps_nobody_waiting() -> None:
+    module = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="expected 2D or 3D input") as caught:
+        parallel_apply([module] * 8, [(torch.ones(4),), *[(torch.randn(5, 4),)] * 7])
+    assert any("call 0" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("chosen", [[0], [3], [1, 2]])
