@@ -1,7 +1,8 @@
 """Many calls in one stream, small or large, without I/O: a writer makes messages, a reader takes them apart.
 
-A *parcel* is a head (a `ForwardCall`, a `CallResult`, ...) with its tensors. Small parcels share a message;
-large tensors travel in parts of about 1 MiB, turn and turn about, so none holds up another::
+A *parcel* is a head (a `ForwardCall`, a `CallResult`, ...) with its tensors. Small parcels share a message, and those
+alike an announcement (see `runs`); large tensors travel in parts of about 1 MiB, turn and turn about, so none holds up
+another::
 
     writer.add(head A, [small])                 message 1            message 2           message 3
     writer.add(head B, [2.5 MiB])        ┌────────────────────┐ ┌────────────────┐ ┌────────────────┐
