@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from experts_server import config as models
-from experts_server.settings import check_config
+from experts_server.settings import load_config
 from moe_autograd.errors import ConfigError
 
 EXPERT = ("experts", "e")
@@ -50,7 +50,7 @@ def test_a_value_is_taken_or_refused_with_its_key(key: tuple[str, ...]) -> None:
         table[key[-1]] = value
         said = ""
         try:
-            check_config(settings)
+            load_config(flags=settings, environment={})
         except ConfigError as refusal:
             said = str(refusal)
         for line in said.splitlines():
