@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
+from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.emulated import call_backward, call_forward, materialize, options_of, state_of
+from moe_autograd.autograd.join import Joined
+from moe_autograd.autograd.split_backward import is_in_first_part
 
 
 class FunctionCall:
@@ -142,3 +146,23 @@ class FunctionCall:
         """Put `None` for the results that are no tensors, as PyTorch does."""
         by_position = dict(zip(self._tensor_results, grad_outputs, strict=True))
         return [by_position.get(i) for i in range(self._num_results)]
+
+
+class JoinedFunctions(Joined):
+    """The calls of a map of functions: those that are not needed do not run, as nodes of their own would not."""
+
+    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+        """See `Joined`."""
+        return [] if is_in_first_part() else [_is_wanted(node) for node in nodes]
+
+    def is_needed(self, wanted: Sequence[bool]) -> bool:
+        """See `Joined`."""
+        return any(wanted) if wanted else True
+
+
+def _is_wanted(node: Node | None) -> bool:
+    """Whether this backward uses the gradients that flow to `node`."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for: the engine says so by raising
+        return True

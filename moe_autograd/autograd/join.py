@@ -15,7 +15,8 @@ Rule 1. What a call saves is saved by the node. Saved-tensor hooks, the check fo
         the graph and the complaint about a second backward are then PyTorch's own.
 Rule 2. A call's saved tensors go when that call is done: the node lets go of all of them first
         (`maybe_clear_saved_tensors`, which does nothing under `retain_graph`), then each call of its own.
-Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch.
+Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch; nor does a function's call none
+        of whose inputs' gradients this backward uses.
 Rule 4. A result of a call that takes nothing which requires a gradient requires none, though the node does.
 Rule 5. The node is not part of a cycle: a call forgets its results once they are tied.
 """
@@ -118,6 +119,10 @@ class Joined:
         """
         return []
 
+    def is_needed(self, wanted: Sequence[bool]) -> bool:
+        """Whether a call runs of whose inputs' gradients these are `wanted`; it may have others to compute."""
+        return True
+
     def collect(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[Tensor]]:
         """Return the results, and what is to be saved and marked, of all calls."""
         results: list[Tensor] = []
@@ -153,7 +158,9 @@ class Joined:
         wanted_of = split(wanted, self.num_inputs)
         del grad_outputs
         grads: list[Sequence[Tensor | None]] = [(None,) * count for count in self.num_inputs]
-        reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
+        reached = [
+            i for i, own in enumerate(grads_of) if has_any(own) and self.is_needed(wanted_of[i])
+        ]  # Rule 3
 
         def run(index: int) -> None:
             i = reached[index]

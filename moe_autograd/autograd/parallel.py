@@ -33,10 +33,10 @@ from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import find_cuts
 from moe_autograd.autograd.deferred import DeferringModules
 from moe_autograd.autograd.emulated import check_is_function
-from moe_autograd.autograd.function_calls import FunctionCall
+from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions
 from moe_autograd.autograd.grouping import group_calls, ungroup
 from moe_autograd.autograd.in_turn import call_in_turn
-from moe_autograd.autograd.join import Joined, join, run_calls
+from moe_autograd.autograd.join import join, run_calls
 from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
@@ -146,7 +146,7 @@ def _map(
             calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
 
     run_calls(forward, names, max_concurrency, f"{title}, forward", is_recorded=False)  # step 1
-    tied = join(Joined(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
+    tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
     return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
 
 
