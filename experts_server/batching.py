@@ -152,6 +152,7 @@ class ExpertQueue:
                     waiting[client_id] = alive
                     if not alive:
                         del waiting[client_id]
+            self.stats.num_late += len(late)
             self._num_waiting -= len(late)
             self._num_tokens -= sum(call.num_tokens for call in late)
             last = self._epochs.pop()  # what comes next waits there
@@ -222,6 +223,7 @@ class ExpertQueue:
             if not _is_in_vain(call):
                 return call
             self._remove_first(waiting, client_id, keeps_place=True)
+            self.stats.num_late += 1
             self._refuse_late(call)
         return None
 
@@ -250,7 +252,6 @@ class ExpertQueue:
 
     def _refuse_late(self, call: Call) -> None:
         waited_s = time.monotonic() - call.arrived_at
-        self.stats.num_late += 1
         self._finish(
             call,
             DeadlineExceededError(

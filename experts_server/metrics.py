@@ -71,7 +71,7 @@ class ExpertStats:
         self.kinds = {kind: _Kind() for kind in KINDS}
         self.sent_bytes = dict.fromkeys(ENCODINGS, 0)  # as they travel, by encoding
         self.num_refused = 0  # before they were in the queue; counted by the event loop
-        self.num_late = 0  # when their turn came
+        self.num_late = 0  # before they began; counted under the queue's lock
 
     def computed(
         self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
@@ -151,7 +151,7 @@ class ServerCollector(Collector):
         )
         late = CounterMetricFamily(
             "experts_late_calls",
-            "calls given up, or past their deadline, when their turn came",
+            "calls given up, or past their deadline, before they began",
             labels=("expert",),
         )
         for watched in self._experts:

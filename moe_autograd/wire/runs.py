@@ -53,7 +53,7 @@ class Run:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._likeness = _likeness(head, tensor)
-        self._heads: list[Any] = []
+        self._heads: list[PlainHead] = []
         self._tensors: list[torch.Tensor] = []
         self._append(head, tensor)
 
@@ -85,7 +85,7 @@ class Run:
     def head(self) -> pb.Run | WrittenHead:
         """Return what is announced; of a parcel that stayed alone, its own head."""
         if len(self._heads) == 1:
-            return self._heads[0].message()  # type: ignore[no-any-return]
+            return self._heads[0].message()
         return _written(self._heads, [tensor.shape[0] for tensor in self._tensors])
 
     def views(self) -> list[memoryview]:
