@@ -108,14 +108,16 @@ def main() -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)  # what is computed here is small: leave the cores to the servers
 
+    console = Console()
     report = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     with (
         ServerProcess(*SERVE, "--seed", str(options.seed)) as near,
         ServerProcess(*SERVE, "--latency-ms", str(LATENCY_MS)) as far,
     ):
+        console.print("two servers start, of eight experts each")
         weights, accuracy = train(near.wait_until_it_serves(), options.seed, report)
         compare_far_away(far.wait_until_it_serves(), weights, options.seed, report, options.out)
-    Console().print("", report, "\nBoth servers have drained and stopped.", sep="\n")
+    console.print("", report, "\nBoth servers have drained and stopped.", sep="\n")
     if accuracy < ACCURACY_WANTED:
         raise SystemExit(f"demo: expected an accuracy of at least {ACCURACY_WANTED}, got {accuracy:.4f}.")
 

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. *One turn at a time.* The queue is in the worker pool at most once, so the expert's calls never overlap and
-   need no lock around the module; a hanging expert holds one worker and its own queue.
+1. *One turn at a time.* The queue is in the worker pool at most once, or has its turn where the call came in (see
+   `registry`), so calls of an expert never overlap and need no lock around the module; a hanging expert holds one
+   worker and its own queue.
 2. *In order for each client, in turn between clients.* A client's calls begin in the order they came; between
    clients the turn goes round, also where some calls can be joined and others cannot, so one with a thousand calls
    delays another's by one batch. An `InspectCall` runs after all that came before it and before all that come

@@ -128,7 +128,8 @@ def _find_in(package: Any, base: type, place: str, name: str) -> Any:
     }
     found = next((value for key, value in known.items() if key.lower() == name.lower()), None)
     if found is None:
-        raise ConfigError(f"{place}: expected one of {', '.join(sorted(known))} (in any case), got {name!r}.")
+        offered = sorted(key for key, value in known.items() if value not in _CANNOT_STEP_ALONE)
+        raise ConfigError(f"{place}: expected one of {', '.join(offered)} (in any case), got {name!r}.")
     return found
 
 

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import BaseModel
 
 from experts_server import console
+from experts_server.addresses import split_address
+from experts_server.config import OptimizerConfig, ServerConfig
 from experts_server.daemon import run
 from experts_server.logs import start_logging
+from experts_server.names import counted
 from experts_server.security import server_credentials
 from experts_server.server import check_buildable
 from experts_server.settings import load_config
 from experts_server.top import watch
-from moe_autograd.errors import MoeAutogradError
+from moe_autograd.errors import ConfigError, MoeAutogradError
 
 
 def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -46,6 +50,18 @@ def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Cal
     return add
 
 
+def _check_address(ctx: click.Context, parameter: click.Parameter, address: str) -> str:
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise ConfigError(f"address: {error}, got {address!r}.") from error
+    return address
+
+
+def _default(model: type[BaseModel], key: str) -> str:
+    return f"  [default: {model.model_fields[key].default}]"
+
+
 class _Group(click.Group):
     """Shows an error of ours as one line and exits 1."""
 
@@ -64,28 +80,50 @@ def main() -> None:
 
 @main.command()
 @click.option("--config", "file", type=click.Path(path_type=Path), help="A TOML file; flags win over it.")
-@click.option("--listen", metavar="HOST:PORT", help="Port 0 takes a free one.")
+@click.option(
+    "--listen", metavar="HOST:PORT", help="Port 0 takes a free one." + _default(ServerConfig, "listen")
+)
 @click.option(
     "--expert", "expert_class", metavar="CLASS", help="ffn, swiglu, transformer, identity or module:Class."
 )
 @click.option(
-    "--num-experts", type=click.IntRange(1, 65_536), help="How many of --expert; named CLASS.0, CLASS.1, ..."
+    "--num-experts",
+    type=click.IntRange(1, 65_536),
+    help="How many of --expert: CLASS.0, CLASS.1, ...  [default: 1]",
 )
-@click.option("--d-model", type=click.IntRange(1), help="Their width.")
+@click.option("--d-model", type=click.IntRange(1), help="Their width; ffn, swiglu and transformer want it.")
 @click.option("--d-ff", type=click.IntRange(1), help="Their inner width.")
-@click.option("--optimizer", metavar="NAME", help="Of torch.optim, in any case; 'none': not trained.")
-@click.option("--lr", type=float, help="The optimizer's learning rate.")
-@click.option("--update", type=click.Choice(["on_step", "on_backward", "on_samples"]), help="When it steps.")
+@click.option(
+    "--optimizer",
+    metavar="NAME",
+    help="Of torch.optim, in any case; 'none': not trained." + _default(OptimizerConfig, "name"),
+)
+@click.option("--lr", type=float, help="The optimizer's learning rate." + _default(OptimizerConfig, "lr"))
+@click.option(
+    "--update",
+    type=click.Choice(["on_step", "on_backward", "on_samples"]),
+    help="When it steps." + _default(ServerConfig, "update"),
+)
 @click.option(
     "--samples-per-update", type=click.IntRange(1), help="Rows of a client, with --update on_samples."
 )
-@click.option("--seed", type=int, help="Of the experts' first weights.")
-@click.option("--latency-ms", type=float, help="Added to every pass, for demonstrations.")
-@click.option("--checkpoint-dir", type=click.Path(path_type=Path), help="Where checkpoints are kept.")
+@click.option("--seed", type=int, help="Of the experts' first weights." + _default(ServerConfig, "seed"))
+@click.option("--latency-ms", type=float, help="Added to every message of calls, for demonstrations.")
+@click.option(
+    "--checkpoint-dir",
+    type=click.Path(path_type=Path),
+    help="Where checkpoints are kept; nowhere by default.",
+)
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Where /metrics is served; nowhere by default.")
-@click.option("--drain-timeout-s", type=float, help="How long a stop waits for calls in flight.")
+@click.option(
+    "--drain-timeout-s",
+    type=float,
+    help="How long a stop waits for calls in flight." + _default(ServerConfig, "drain_timeout_s"),
+)
 @click.option("--insecure", is_flag=True, default=None, help="Listen beyond loopback without credentials.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+)
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", help="One line an event, on stderr."
 )
@@ -101,7 +139,7 @@ def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> N
 
 
 @main.command()
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", callback=_check_address)
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @_connection_options(60.0)
 def info(address: str, as_json: bool, **connection: Any) -> None:
@@ -114,11 +152,14 @@ def info(address: str, as_json: bool, **connection: Any) -> None:
 
 
 @main.command()
-@click.argument("address", metavar="METRICS_HOST:PORT")
+@click.argument("address", metavar="METRICS_HOST:PORT", callback=_check_address)
 @click.option("--interval-s", type=click.FloatRange(0.1), default=2.0, show_default=True)
 @click.option("--looks", type=click.IntRange(1), help="Stop after so many; without it, at Ctrl-C.")
 def top(address: str, interval_s: float, looks: int | None) -> None:
-    """Watch experts, load, latency and updates, at the server's metrics_listen."""
+    """Watch load, latency and updates of each expert.
+
+    METRICS_HOST:PORT is what the server was started with as --metrics-listen, and its log names.
+    """
     watch(address, interval_s, looks)
 
 
@@ -127,38 +168,50 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
     "--check", "file", required=True, type=click.Path(path_type=Path), help="The TOML file to check."
 )
 def check(file: Path) -> None:
-    """Check a configuration without serving it: keys, values, classes, arguments, certificates and tokens."""
+    """Check a configuration without serving it.
+
+    Keys, values, classes and their arguments, certificates and tokens.
+    """
     config = load_config(file)
     check_buildable(config)
     server_credentials(config.security)
-    click.echo(f"{file}: {len(config.experts)} experts, no mistakes")
+    click.echo(f"{file}: {counted(len(config.experts))}, no mistakes")
 
 
 @main.command()
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", callback=_check_address)
 @_connection_options(600.0)
 def save(address: str, **connection: Any) -> None:
-    """Let the server at HOST:PORT write a checkpoint; prints its name when it is safe on the disk."""
+    """Let the server at HOST:PORT write a checkpoint.
+
+    Prints the name of the checkpoint when it is safe on the disk.
+    """
     click.echo(console.ask_save(address, **connection))
 
 
 @main.command("export")
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", callback=_check_address)
 @click.argument("expert")
 @click.argument("file", type=click.Path(path_type=Path))
 @_connection_options(60.0)
 def export_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
-    """Write the weights of EXPERT to FILE, as plain safetensors that any PyTorch user can load."""
+    """Write the weights of EXPERT to FILE.
+
+    FILE is plain safetensors, with the keys of the expert's state_dict.
+    """
     console.export_weights(address, expert, file, **connection)
 
 
 @main.command("import")
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", callback=_check_address)
 @click.argument("expert")
 @click.argument("file", type=click.Path(path_type=Path))
 @_connection_options(60.0)
 def import_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
-    """Set the weights of EXPERT to those in FILE, a safetensors file with the keys of its state_dict."""
+    """Set the weights of EXPERT to those in FILE.
+
+    FILE is plain safetensors, with the keys of the expert's state_dict. The optimizer's state stays as it is.
+    """
     console.import_weights(address, expert, file, **connection)
 
 

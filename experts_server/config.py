@@ -221,7 +221,7 @@ class ServerConfig(ServingConfig):
             if (update == "on_samples") != (samples is not None):
                 raise ValueError(
                     f"experts.{name}.samples_per_update: expected a number of rows with update = 'on_samples' and none "
-                    f"with another, got {samples} with update = {update!r}"
+                    f"with another, got {'none' if samples is None else samples} with update = {update!r}"
                 )
         return self
 

@@ -14,11 +14,12 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from experts_server.addresses import split_address
-from experts_server.tables import console_of_any_width, plain_table
+from experts_server.names import counted
+from experts_server.tables import console_of_any_width, fit, plain_table
 from moe_autograd.errors import ConfigError, CorruptDataError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
+from moe_autograd.wire.certificates import channel_credentials
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import CHANNEL_OPTIONS
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
@@ -47,10 +48,6 @@ def _connected(
     timeout_s: float,
 ) -> Iterator[_Line]:
     """Connect; within, errors of grpc become ours."""
-    try:
-        split_address(address)
-    except ValueError as error:
-        raise ConfigError(f"address: {error}, got {address!r}.") from error
     metadata = () if token_file is None else (("authorization", f"Bearer {_read_token(token_file)}"),)
     credentials = _credentials(ca, cert, key)
     if credentials is None:
@@ -71,7 +68,12 @@ def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.C
         raise ConfigError("--cert and --key: expected both or neither, got one of them.")
     if ca is None and cert is None:
         return None
-    return grpc.ssl_channel_credentials(*(None if file is None else _read(file) for file in (ca, key, cert)))
+    try:
+        return channel_credentials(ca, cert, key)
+    except OSError as error:
+        raise ConfigError(_unreadable(error)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _read_token(file: Path) -> str:
@@ -177,7 +179,7 @@ def as_plain(address: str, reply: pb.InfoReply) -> dict[str, Any]:
 
 def print_table(address: str, reply: pb.InfoReply) -> None:
     """Print the experts as a table."""
-    table = plain_table(f"{len(reply.experts)} experts at {address} (version {reply.server_version})")
+    table = plain_table(f"{counted(len(reply.experts))} at {address} (version {reply.server_version})")
     for heading in ("expert", "class", "input", "parameters", "optimizer", "update", "updates"):
         is_number, may_be_folded = (
             heading in ("parameters", "updates"),
@@ -194,7 +196,8 @@ def print_table(address: str, reply: pb.InfoReply) -> None:
             _update(expert) or "-",
             f"{expert.num_updates:,}",
         )
-    console_of_any_width().print(table)
+    console = console_of_any_width()
+    console.print(fit(table, console.width))
 
 
 def _spec_text(spec: pb.TensorSpec) -> str:
@@ -211,7 +214,11 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"file {str(file)!r}: expected a readable one, got {error.strerror!r}.") from error
+        raise ConfigError(_unreadable(error)) from error
+
+
+def _unreadable(error: OSError) -> str:
+    return f"file {str(error.filename)!r}: expected a readable one, got {error.strerror!r}. Check path and permissions."
 
 
 def _write_whole(file: Path, content: bytes) -> None:

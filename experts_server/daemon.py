@@ -10,6 +10,7 @@ import signal
 import sys
 
 from experts_server.config import ServerConfig
+from experts_server.names import counted
 from experts_server.server import from_config
 from moe_autograd.autograd.offload.freed_memory import limit_heaps
 from moe_autograd.errors import CheckpointError
@@ -26,7 +27,7 @@ LOOK_FOR_MODULES_S = 5.0
 
 def ready_line(num_experts: int, address: str) -> str:
     """Return the line on stdout that says the server serves; its last word is the address."""
-    return f"experts-server: serving {num_experts} experts at {address}"
+    return f"experts-server: serving {counted(num_experts)} at {address}"
 
 
 async def run(config: ServerConfig) -> int:
@@ -54,6 +55,8 @@ async def run(config: ServerConfig) -> int:
     leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
     if server.metrics is not None:
         logger.info("metrics at http://%s/metrics", server.metrics.address)
+    if config.checkpoint_dir is None and any(queue.hosted.training for queue in server.registry.values()):
+        logger.info("no checkpoint_dir: what the experts learn ends with this process")
     try:
         print(ready_line(len(server.registry), server.address), flush=True)
     except OSError as error:  # its terminal has just gone; how to stop is a signal's business

@@ -33,7 +33,7 @@ class ExpertsServer:
         update: when an optimizer steps: at the client's step (`on_step`), at once with each backward (`on_backward`),
             or when a client's backwards amount to `samples_per_update` rows (`on_samples`).
         samples_per_update: of `on_samples`.
-        latency_ms: added to every pass, for demonstrations; that of `config` by default.
+        latency_ms: added to every message of calls, for demonstrations; that of `config` by default.
         config: everything else; what is given above wins.
 
     Raises:

@@ -46,6 +46,14 @@ class Turn(Protocol):
         """Do it."""
 
 
+def take(turn: Turn) -> None:
+    """Run a turn; never raises."""
+    try:
+        turn.run()
+    except BaseException:  # a turn reports its own failures: this is a bug of ours
+        logger.critical("a turn raised", exc_info=True)
+
+
 def _lane_of(turn: Turn) -> str:
     if turn.expected_s < SHORT_S:
         return "short"
@@ -180,9 +188,7 @@ class WorkerPool:
                     if team_size != worker.team_size:
                         set_team_size(team_size)
                         worker.team_size = team_size
-                    turn.run()
-                except BaseException:  # a turn reports its own failures: this is a bug of ours
-                    logger.critical("a turn raised", exc_info=True)
+                    take(turn)
                 finally:
                     turn = None  # an idle worker holds no tensor
                     self._lock.acquire()

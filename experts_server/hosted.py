@@ -41,6 +41,7 @@ from experts_server.later import LaterGradients, Left
 from experts_server.ledger import Ledger, Reply
 from experts_server.offloading import Lodger, OffloadMemory
 from experts_server.training import Trainer, Training
+from moe_autograd.autograd.in_turn import is_small
 from moe_autograd.errors import InputsNeededError, RemoteError
 
 
@@ -89,6 +90,7 @@ class HostedExpert:
         self.kept = OwnForwards(name, memory.kept)
         self.ledger = Ledger(memory.max_clients, memory.replies)
         self.trainer = None if training is None else self._make_trainer(training, memory)
+        self._updates_at_once = training is not None and training.update == "on_backward"
         self._saving = saving
         self._later: LaterGradients | None = None
         if saving.split_backward and self.trainer is not None:
@@ -162,6 +164,16 @@ class HostedExpert:
         Cheap, and called by whoever takes the call in; values are looked at when its turn comes.
         """
         check_inputs(self.name, self.spec, call)
+
+    def is_small(self, call: Call) -> bool:
+        """Whether a call takes less time than a worker costs, and can do nothing but compute."""
+        given: Sequence[torch.Tensor | None] = ()
+        if isinstance(call, ForwardCall):
+            given = call.inputs
+        elif isinstance(call, BackwardCall) and not (self._updates_at_once and call.wants_weight_grads):
+            given = call.grad_outputs
+        is_simple = len(given) == 1 and self.caller.is_on_cpu and self._lodger is None and self._later is None
+        return is_simple and is_small(self.module, given[0])
 
     # ---- joining
 

@@ -27,9 +27,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._num_users = 0
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="experts-server-loop", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="experts-server-loop", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -50,6 +48,10 @@ class LoopThread:
             LoopThread._current = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped, and close it here: who releases it may be inside another one."""
+        self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from experts_server.addresses import joined_address
 from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, Outputs
+from experts_server.ports import describe_refusal
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.compression import encoded_bytes, is_applicable
@@ -230,8 +231,7 @@ class MetricsEndpoint:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(
-                f"config, key 'metrics_listen': expected an address that is free, got "
-                f"{joined_address(host, port)} ({error.strerror}). Choose another port; 0 takes any free one."
+                f"config, key 'metrics_listen': {describe_refusal(joined_address(host, port), error)}"
             ) from error
         self.address = joined_address(host, self._server.server_port)
 

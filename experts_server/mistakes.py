@@ -15,6 +15,12 @@ _EXPECTED = {
     "model_type": "expected a table",
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "string_type": "expected a text",
     "path_type": "expected a path",
     "string_too_short": "expected a text that is not empty",
 }
@@ -40,7 +46,8 @@ def _mistake(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
         case "missing":
             return Mistake(key, f"key {key!r}: expected a value, got none. Set it.")
         case "extra_forbidden":
-            return Mistake(key, describe_unknown_key(key, got, _allowed_keys(location[:-1], model)))
+            allowed, elsewhere = _allowed_keys(location[:-1], model), _in_tables(str(location[-1]), model)
+            return Mistake(key, describe_unknown_key(key, got, allowed, elsewhere))
         case "value_error" if not key:  # of the whole: the message begins with the key
             key, _, expected = str(found["ctx"]["error"]).partition(": ")
             return Mistake(key, f"key {key!r}: {expected}.")
@@ -62,6 +69,15 @@ def _allowed_keys(location: tuple[Any, ...], model: type[BaseModel]) -> list[str
         if part == "experts":
             next(parts, None)  # the name of one
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _in_tables(name: str, model: type[BaseModel]) -> list[str]:
+    """The tables of `model` that have a key `name`, with it."""
+    return [
+        f"{table}.{name}"
+        for table, field in model.model_fields.items()
+        if table != "experts" and any(name in inner.model_fields for inner in _models_in(field.annotation))
+    ]
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -59,6 +59,15 @@ def expand_pattern(pattern: str) -> list[str]:
     ]
 
 
+def counted(num_experts: int) -> str:
+    """Return how many experts there are, as a text.
+
+    >>> counted(1), counted(2)
+    ('1 expert', '2 experts')
+    """
+    return f"{num_experts} expert{'' if num_experts == 1 else 's'}"
+
+
 def natural_order(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key that puts `ffn.2` before `ffn.10`."""
     return [

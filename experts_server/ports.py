@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import grpc
@@ -42,7 +43,20 @@ def _check_is_free(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        raise ConfigError(
-            f"server: expected an address that is free, got {joined_address(host, port)} ({error.strerror}). "
-            "Stop what listens there, or choose another port; port 0 takes any free one."
-        ) from error
+        raise ConfigError(f"server: {describe_refusal(joined_address(host, port), error)}") from error
+
+
+def describe_refusal(address: str, error: OSError) -> str:
+    """Return what to say of an address that the system does not let this process listen on."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            wanted = "an address that is free"
+            advice = "Stop what listens there, or choose another port; port 0 takes any free one."
+        case errno.EACCES:
+            wanted, advice = "a port that this user may open", "Choose one from 1024 on."
+        case _:
+            wanted = "an address of this machine"
+            advice = (
+                "Choose one that it has; 127.0.0.1 is for itself alone, and 0.0.0.0 stands for all of them."
+            )
+    return f"expected {wanted}, got {address} ({error.strerror}). {advice}"

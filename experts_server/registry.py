@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall
-from experts_server.executor import WorkerPool
+from experts_server.executor import WorkerPool, take
 from experts_server.hosted import HostedExpert
 from experts_server.names import natural_order
 from experts_server.replies import replying_to
+from moe_autograd._intraop import team_of_one
 from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
 
 MAX_NAMES_IN_ERROR = 8
+AT_ONCE_S = 0.002  # as long as other messages wait for small calls
 
 
 class Registry(Mapping[str, ExpertQueue]):
     """Expert queues by name, in name order: ffn.2 before ffn.10.
 
-    Threads: any; what is hosted does not change while a server runs.
+    Threads: the event loop's; what is hosted does not change while a server runs.
     """
 
     def __init__(self, queues: Iterable[ExpertQueue], pool: WorkerPool, limits: QueueLimits) -> None:
@@ -48,9 +51,11 @@ class Registry(Mapping[str, ExpertQueue]):
     def submit(self, calls: Sequence[tuple[str, Call]]) -> None:
         """Check each call and let it wait for its expert; one that is refused is answered at once.
 
-        Never raises, never blocks: many calls cost the worker pool one wake-up.
+        Never raises, never blocks: many calls cost the worker pool one wake-up. Small ones are computed here: to hand
+        one over, and to be woken by its answer, takes longer.
         """
         turns: list[ExpertQueue] = []
+        small: deque[ExpertQueue] = deque()
         has_room = self._has_room_for([call for _, call in calls])
         for name, call in calls:
             try:
@@ -68,9 +73,29 @@ class Registry(Mapping[str, ExpertQueue]):
                 continue
             queue.hosted.prefetch()
             if queue.add(call):
-                turns.append(queue)
+                (small if queue.hosted.is_small(call) else turns).append(queue)
         if turns:
             self._pool.put(turns)
+        if small:
+            self._compute_at_once(small)
+
+    def _compute_at_once(self, turns: deque[ExpertQueue]) -> None:
+        """Take turns here; let the loop do something else from time to time.
+
+        Where more calls wait by now, they would be computed as one, which may not be small.
+        """
+        until = time.monotonic() + AT_ONCE_S
+        with team_of_one():
+            while turns:
+                queue = turns.popleft()
+                if len(queue) == 1:
+                    take(queue)
+                else:
+                    self._pool.put([queue])
+                if time.monotonic() > until:
+                    break
+        if turns:
+            asyncio.get_running_loop().call_soon(self._compute_at_once, turns)
 
     def _has_room_for(self, calls: Sequence[Call]) -> bool:
         """Take room for all of them at once, if there is."""

@@ -50,7 +50,7 @@ class Gate:
         header = next((value for key, value in metadata or () if key == "authorization"), None)
         if not isinstance(header, str) or not header.startswith(_SCHEME):
             raise PermissionDeniedError(
-                "server: expected a bearer token in the call's metadata, got none. Connect with token=..."
+                "server: expected a bearer token in the call's metadata, got none. Pass token=... or --token-file."
             )
         granted = self._find(header.removeprefix(_SCHEME))
         if granted is None:

@@ -37,7 +37,7 @@ from experts_server.health import MAX_STREAMS, Health
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
 from experts_server.metrics import MetricsEndpoint, ServerCollector, Watched
-from experts_server.names import check_name
+from experts_server.names import check_name, counted
 from experts_server.offloading import OffloadMemory
 from experts_server.open_inference import OpenInference
 from experts_server.ports import open_port
@@ -90,40 +90,16 @@ class ExpertServer:
         ConfigError: from `start`, if the address cannot be used.
     """
 
-    def __init__(
-        self,
-        experts: Mapping[str, Hosting],
-        config: ServingConfig,
-    ) -> None:
+    def __init__(self, experts: Mapping[str, Hosting], config: ServingConfig) -> None:
         limits = config.limits
         self.config = config
         self.state: State = "starting"
         self.address = config.listen
         self.pool = WorkerPool(max_threads=limits.max_threads)
-        self.memory = SharedMemory(
-            KeptForwards(limits.kept_forward_bytes, limits.kept_forward_s),
-            Budget(limits.gathered_gradient_bytes, "bytes of gathered gradients"),
-            Budget(limits.ledger_reply_bytes, "bytes of kept answers"),
-            limits.max_clients,
-            limits.gathered_gradient_s,
-            _open_offload_memory(config.offload),
-        )
-        self.queue_limits = QueueLimits(
-            Budget(limits.max_queued_calls, "queued calls"),
-            Budget(limits.max_queued_bytes, "queued bytes"),
-            config.batching.max_batch_tokens,
-            config.batching.max_wait_ms / 1000,
-        )
+        self.memory = _memory_for_all(config)
+        self.queue_limits = _queue_limits(config)
         self.registry = Registry(
-            [
-                ExpertQueue(
-                    hosting.host(check_name(name), self.memory),
-                    self.pool,
-                    self.queue_limits,
-                    call_later=self._call_later,
-                )
-                for name, hosting in experts.items()
-            ],
+            [self._queue_of(name, hosting) for name, hosting in experts.items()],
             self.pool,
             self.queue_limits,
         )
@@ -151,6 +127,10 @@ class ExpertServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: grpc.aio.Server | None = None
         self._upkeep: asyncio.Task[None] | None = None
+
+    def _queue_of(self, name: str, hosting: Hosting) -> ExpertQueue:
+        hosted = hosting.host(check_name(name), self.memory)
+        return ExpertQueue(hosted, self.pool, self.queue_limits, call_later=self._call_later)
 
     def __repr__(self) -> str:
         return f"<ExpertServer {self.state} at {self.address}, {len(self.registry)} experts>"
@@ -200,7 +180,7 @@ class ExpertServer:
         await self.health.set_ready()
         self._upkeep = asyncio.ensure_future(self._keep_up())
         self.state = "ready"
-        logger.info("ready: %d experts at %s", len(self.registry), self.address)
+        logger.info("ready: %s at %s", counted(len(self.registry)), self.address)
 
     async def stop(self) -> None:
         """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close."""
@@ -288,6 +268,27 @@ class ExpertServer:
     def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         assert self._loop is not None, "calls come after start"
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
+
+
+def _memory_for_all(config: ServingConfig) -> SharedMemory:
+    limits = config.limits
+    return SharedMemory(
+        KeptForwards(limits.kept_forward_bytes, limits.kept_forward_s),
+        Budget(limits.gathered_gradient_bytes, "bytes of gathered gradients"),
+        Budget(limits.ledger_reply_bytes, "bytes of kept answers"),
+        limits.max_clients,
+        limits.gathered_gradient_s,
+        _open_offload_memory(config.offload),
+    )
+
+
+def _queue_limits(config: ServingConfig) -> QueueLimits:
+    return QueueLimits(
+        Budget(config.limits.max_queued_calls, "queued calls"),
+        Budget(config.limits.max_queued_bytes, "queued bytes"),
+        config.batching.max_batch_tokens,
+        config.batching.max_wait_ms / 1000,
+    )
 
 
 def _open_offload_memory(config: OffloadConfig | None) -> OffloadMemory | None:

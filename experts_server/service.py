@@ -23,7 +23,7 @@ from experts_server.doorway import Context, Doorway
 from experts_server.hosted import HostedExpert
 from experts_server.registry import Registry
 from experts_server.security import Gate, Permission
-from experts_server.state import check_size, check_state, copy_state, load_state
+from experts_server.state import check_size, check_state, copy_state, layout_of_expert, load_state
 from experts_server.streams import PassStream
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
@@ -81,6 +81,7 @@ class Service:
         self.doorway = Doorway(max_concurrent_rpcs)
         self.gate = gate
         self._save = save
+        self._layouts: dict[str, bytes] = {}  # by expert; they never change, and take long to find out
 
     async def drain(self, timeout_s: float) -> bool:
         """Turn new RPCs away and wait for those in flight; return whether all of them came to their end."""
@@ -179,10 +180,18 @@ class Service:
     # ---- information, weights, checkpoints
 
     async def _info(self, _: pb.InfoRequest) -> pb.InfoReply:
+        layouts: dict[bytes, int] = {}
+        experts = []
+        for name, queue in self.registry.items():
+            if name not in self._layouts:
+                self._layouts[name] = layout_of_expert(queue.hosted).SerializeToString()
+            layout = layouts.setdefault(self._layouts[name], len(layouts))
+            experts.append(_expert_info(queue.hosted, layout))
         return pb.InfoReply(
             server_version=metadata.version("moe-autograd"),
             server_id=self.server_id,
-            experts=[_expert_info(queue.hosted) for queue in self.registry.values()],
+            experts=experts,
+            layouts=map(pb.StateLayout.FromString, layouts),
             limits=pb.ServerLimits(
                 max_tensor_bytes=self.limits.max_tensor_bytes, max_message_bytes=MAX_MESSAGE_BYTES
             ),
@@ -296,7 +305,7 @@ def _raise(result: Any) -> None:
         raise result
 
 
-def _expert_info(hosted: HostedExpert) -> pb.ExpertInfo:
+def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
     spec, training = hosted.spec, hosted.training
     return pb.ExpertInfo(
         name=hosted.name,
@@ -308,4 +317,5 @@ def _expert_info(hosted: HostedExpert) -> pb.ExpertInfo:
         num_updates=hosted.num_updates,
         optimizer=type(training.optimizer).__name__ if training is not None else "",
         wants_hints=hosted.wants_hints,
+        layout=layout,
     )

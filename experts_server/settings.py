@@ -80,8 +80,9 @@ def _check(sources: Sequence[Source]) -> ServerConfig:
 
 
 def _source_of(key: str, sources: Sequence[Source]) -> str:
-    """Return the name of the last source that says most about `key`."""
-    return max(reversed(sources), key=lambda source: _reach(key, _expanded(source))).name
+    """Return the name of the last source that says most about `key`; of the first where none says anything."""
+    reached = {source.name: _reach(key, _expanded(source)) for source in reversed(sources)}
+    return max(reached, key=lambda name: reached[name]) if any(reached.values()) else sources[0].name
 
 
 def _reach(key: str, settings: Any) -> int:

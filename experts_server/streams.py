@@ -102,9 +102,8 @@ class PassStream:
             await self._send()
         finally:
             receiver.cancel()
-            self._failure = (
-                None  # its traceback leads back here, and the cycle collector rarely comes by beside torch
-            )
+            # Its traceback leads back here, and the cycle collector rarely comes by beside torch.
+            self._failure = None
             self._hold(0)
             for call in self._outstanding.values():
                 call.is_cancelled = True

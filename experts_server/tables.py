@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+FOLDED = 12  # columns in which a text that may be folded, or cut, can still be read
 WIDE = 1000  # columns of what is no terminal: a program that reads it gets whole names
 
 
@@ -19,6 +21,28 @@ def plain_table(title: str) -> Table:
         padding=0,
         show_edge=False,
     )
+
+
+def fit(table: Table, width: int) -> Table:
+    """Take columns away from the right until the others can be read in `width`; the caption says which.
+
+    The first one, which says what a row is about, always stays.
+    """
+    gone: list[str] = []
+    while len(table.columns) > 1 and _readable_width(table) > width:
+        gone.insert(0, str(table.columns.pop().header))
+    if gone:
+        table.caption = f"{table.caption or ''} too narrow for: {', '.join(gone)}".strip()
+    return table
+
+
+def _readable_width(table: Table) -> int:
+    return sum(_needed(column) for column in table.columns) + len(table.columns) - 1
+
+
+def _needed(column: Column) -> int:
+    natural = max(cell_len(str(text)) for text in (column.header, *column.cells))
+    return natural if column.no_wrap else min(natural, FOLDED)
 
 
 def console_of_any_width() -> Console:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from experts_server.names import natural_order
-from experts_server.tables import console_of_any_width, plain_table
+from experts_server.tables import console_of_any_width, fit, plain_table
 from moe_autograd.errors import ServerUnavailableError
 
 Totals = dict[tuple[str, str], float]  # (expert, what) -> total so far
@@ -58,8 +60,8 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
             text = reply.read().decode()
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerUnavailableError(
-            f"metrics at {address}: expected an answer, got {type(error).__name__}: {error}. "
-            "Is the server started with metrics_listen?"
+            f"metrics at {address}: expected an answer, got {type(error).__name__}: {str(error)!r}. "
+            "Is the server started with metrics_listen, and this its address?"
         ) from error
     reading = Reading(time.monotonic())
     for family in text_string_to_metric_families(text):
@@ -117,19 +119,27 @@ def _row_of(expert: str, before: Reading, now: Reading, elapsed_s: float) -> _Ro
 
 
 def watch(address: str, interval_s: float, num_looks: int | None) -> None:
-    """Show the table again and again until Ctrl-C, or `num_looks` times."""
+    """Show the table again and again until Ctrl-C, or `num_looks` times; one below the other where nobody looks."""
     console = console_of_any_width()
+    with contextlib.suppress(KeyboardInterrupt):
+        tables = _tables(address, interval_s, num_looks, console)
+        if not console.is_terminal:
+            next(tables)  # nothing has happened between two equal readings
+            for table in tables:
+                console.print(table)
+            return
+        with Live(next(tables), console=console, auto_refresh=False) as live:
+            for table in tables:
+                live.update(table, refresh=True)
+
+
+def _tables(address: str, interval_s: float, num_looks: int | None, console: Console) -> Iterator[Table]:
+    """Make the first table at once, and the others as time goes by."""
     before = now = read(address)
-
-    def table() -> Table:
-        return table_of(
-            address, before, now, max(1, console.height - _LINES_BESIDE) if console.is_terminal else None
-        )
-
-    with contextlib.suppress(KeyboardInterrupt), Live(table(), console=console, auto_refresh=False) as live:
-        looks = 0
-        while num_looks is None or looks < num_looks:
-            time.sleep(interval_s)
-            before, now = now, read(address)
-            live.update(table(), refresh=True)
-            looks += 1
+    for look in itertools.count():
+        max_rows = max(1, console.height - _LINES_BESIDE) if console.is_terminal else None
+        yield fit(table_of(address, before, now, max_rows), console.width)
+        if look == num_looks:
+            return
+        time.sleep(interval_s)
+        before, now = now, read(address)

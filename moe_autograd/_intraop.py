@@ -15,10 +15,11 @@ built without OpenMP the team stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from threadpoolctl import ThreadpoolController
@@ -58,3 +59,14 @@ def set_team_size(num_threads: int) -> None:
         torch.get_num_threads()  # takes the default now, so that it cannot replace what is set below (rule 2)
         _has_taken_default.done = True
     _omp_set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def team_of_one() -> Iterator[None]:
+    """Let the operators of the calling thread use no other thread inside."""
+    before = get_team_size()
+    set_team_size(1)
+    try:
+        yield
+    finally:
+        set_team_size(before)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,29 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config {str(file)!r}: expected a readable file, got {reason!r}. Check the path and its permissions."
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"config {str(file)!r}: expected TOML, got a file that does not parse ({error}). Correct that line."
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config {str(file)!r}: expected TOML in UTF-8, got other bytes ({error}). Save it as UTF-8."
+        ) from error
 
 
-def describe_unknown_key(key: str, value: Any, allowed: Iterable[str]) -> str:
+def describe_unknown_key(key: str, value: Any, allowed: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
     """Return what to say of a key that is not allowed, with the one that may have been meant.
 
     Args:
         key: as in the file, with the tables that it is in: `security.tls_crt`.
         value: its value.
         allowed: the keys that its table has.
+        elsewhere: keys of the same name in other tables, with these.
 
     >>> describe_unknown_key("tls.ca_fil", "ca.pem", ["ca_file", "cert_file"])
     "key 'tls.ca_fil': expected one of ca_file, cert_file, got an unknown key (value 'ca.pem'). Did you mean 'ca_file'?"
     """
     names = sorted(allowed)
-    near = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
+    near = [*elsewhere, *difflib.get_close_matches(key.rpartition(".")[2], names, n=1)]
     advice = f" Did you mean {near[0]!r}?" if near else ""
     return f"key {key!r}: expected one of {', '.join(names)}, got an unknown key (value {value!r}).{advice}"

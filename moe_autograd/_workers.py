@@ -13,11 +13,11 @@ How many run at once follows from what the calls do:
 
 - The calling thread works too. It starts with the first call while a thread of its own kind, the lookout
   (`_lookout`), takes a first look 0.3 ms later, so a map of tiny calls is over before anybody was woken for it.
-- At each look the lookout reads the processor time of the threads that run calls. A thread that used some is
-  computing, one that used none is waiting. While fewer compute than there are cores, others are added: as many as
-  there is room on the cores, or as many as wait, whichever is more. Waiting calls thus double at each look, and 64
-  of them all run within some 2 ms; computing calls get one thread a core. (Faster growth was tried: with a thousand
-  calls the threads then fight for the interpreter lock for seconds.)
+- At each look the lookout learns which of the threads that run calls compute, and which wait (`_progress`). While
+  fewer compute than there are cores, others are added: as many as there is room on the cores, or as many as wait,
+  whichever is more. Waiting calls thus double at each look, and 64 of them all run within some 2 ms; computing calls
+  get one thread a core. (Faster growth was tried: with a thousand calls the threads then fight for the interpreter
+  lock for seconds.)
 - Added threads come one after the other: each begins by waking the next. Woken all at once they fight for the
   interpreter lock: 1,024 calls then took 35,000 changes of threads, against 7,000.
 - Calls that compute for less than `TINY_S` are not worth a second thread: their operators are so short that two
@@ -34,7 +34,6 @@ changed by single operations that the interpreter makes atomic.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -44,6 +43,7 @@ from contextlib import AbstractContextManager
 from moe_autograd._ambient import Ambient
 from moe_autograd._intraop import get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
+from moe_autograd._progress import Progress, here
 from moe_autograd._threads import start_soon
 
 FIRST_LOOK_S = 0.0003
@@ -52,8 +52,6 @@ TINY_S = 0.001
 STALL_S = 1.0
 LOOK_UP_S = 0.1
 MOST_LOOKS_AGAIN = 16  # in a look, at threads that waited before
-
-_COMPUTING_SHARE = 0.1  # of a look's time on a core; less is waiting
 
 
 def run_all(
@@ -113,72 +111,6 @@ def _taken_from(failures: dict[int, BaseException]) -> dict[int, BaseException]:
     return taken
 
 
-class _Progress:
-    """What one thread has done since the last look at it."""
-
-    __slots__ = ("_clock", "_cpu_s", "_looked_at_s", "_thread_id", "_used_cpu", "joining", "seemed_to_wait")
-
-    def __init__(self) -> None:
-        self._thread_id, self._clock = _here.thread_id, _here.clock
-        self._cpu_s = 0.0 if self._clock is None else time.clock_gettime(self._clock)
-        self._looked_at_s = time.perf_counter()
-        self._used_cpu = True
-        self.seemed_to_wait = False
-        self.joining: _Crew | None = None  # a nested crew whose calls on other threads this thread waits for
-
-    def look(self, now_s: float) -> bool:
-        """Return whether the thread computes; a thread whose nested calls compute elsewhere counts as such."""
-        if now_s > self._looked_at_s and self._clock is not None:
-            try:
-                cpu_s = time.clock_gettime(self._clock)
-            except OSError:  # the thread has ended since
-                return False
-            elapsed_s, self._looked_at_s = now_s - self._looked_at_s, now_s
-            self._used_cpu = cpu_s - self._cpu_s > _COMPUTING_SHARE * elapsed_s
-            self._cpu_s = cpu_s
-        nested = self.joining
-        self.seemed_to_wait = not (self._used_cpu or (nested is not None and nested.census(now_s)[0] > 0))
-        return not self.seemed_to_wait
-
-    def is_queued(self) -> bool:
-        """Return whether the thread could compute if it had a core; on a busy machine that is not waiting."""
-        try:
-            with open(f"/proc/self/task/{self._thread_id}/stat", "rb") as stat:
-                return stat.read().rpartition(b")")[2].startswith(b" R")
-        except OSError:  # it has ended, or the system has no such file
-            return False
-
-
-def _cpu_clock() -> int | None:
-    """Return the clock of this thread's processor time, where the system has one."""
-    if hasattr(time, "pthread_getcpuclockid"):
-        return time.pthread_getcpuclockid(threading.get_ident())
-    return None
-
-
-class _Here(threading.local):
-    """What this module knows of the current thread."""
-
-    def __init__(self) -> None:  # runs once on each thread
-        self.thread_id = threading.get_native_id()
-        self.clock = _cpu_clock()
-        self.progress: _Progress | None = None
-
-
-_here = _Here()
-
-
-def _look_again() -> None:
-    """In a forked child the thread is another one for the system."""
-    progress = _here.progress
-    _here.__init__()  # type: ignore[misc]
-    _here.progress = progress
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_look_again)
-
-
 def _nothing(index: int) -> None:
     """Stand for the call of a crew that is at rest."""
 
@@ -208,7 +140,7 @@ class _Crew:
         self._lock = threading.Lock()
         self._at_rest = threading.Lock()
         self._at_rest.acquire()
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, Progress] = {}
         self.has_grown = False
         self._begun_s = self._last_end_s = time.perf_counter()
         self._last_num_pending = num_calls
@@ -217,7 +149,7 @@ class _Crew:
 
     def run(self) -> dict[int, BaseException]:
         """Take part in the calls, wait for the rest, and return the failures."""
-        outer = _here.progress
+        outer = here.progress
         try:
             self._work()
             if not self._leave():
@@ -228,7 +160,7 @@ class _Crew:
             self._pending.clear()
             raise
         finally:
-            _here.progress = outer
+            here.progress = outer
             if outer is not None:
                 outer.joining = None
             set_team_size(self._team_size)
@@ -249,36 +181,40 @@ class _Crew:
         else:
             self._at_rest.acquire()
 
-    def _work(self, *, is_helper: bool = False) -> None:
-        _here.progress = self._progress[threading.get_ident()] = _Progress()
-        pending, call = self._pending, self._call
-        cores, smallest, team_size = self._cores, self._smallest_share, 0
+    def _work(self, *, is_added: bool = False) -> None:
+        here.progress = self._progress[threading.get_ident()] = Progress()
         try:
             with self._scope():
-                while pending:
-                    try:
-                        index = pending.popleft()
-                    except IndexError:  # another thread was faster
-                        return
-                    # The first call may get company while it runs, and then has the smallest share; later ones know.
-                    side_by_side = self._num_running if team_size else cores
-                    share = smallest if side_by_side >= cores else self._team_size // side_by_side
-                    if share != team_size:
-                        set_team_size(share)
-                        team_size = share
-                    try:
-                        call(index)
-                    except KeyboardInterrupt as interrupt:
-                        if not is_helper:
-                            raise
-                        self._failures[index] = interrupt
-                    except BaseException as error:
-                        self._failures[index] = error
+                self._run_pending(is_added)
         finally:
             del self._progress[threading.get_ident()]
 
-    def _work_as_helper(self) -> None:
-        self._work(is_helper=True)
+    def _run_pending(self, is_added: bool) -> None:
+        """Run calls until none is left that has not begun."""
+        pending, call = self._pending, self._call
+        cores, smallest, team_size = self._cores, self._smallest_share, 0
+        while pending:
+            try:
+                index = pending.popleft()
+            except IndexError:  # another thread was faster
+                return
+            # The first call may get company while it runs, and then has the smallest share; later ones know.
+            side_by_side = self._num_running if team_size else cores
+            share = smallest if side_by_side >= cores else self._team_size // side_by_side
+            if share != team_size:
+                set_team_size(share)
+                team_size = share
+            try:
+                call(index)
+            except KeyboardInterrupt as interrupt:
+                if not is_added:
+                    raise
+                self._failures[index] = interrupt
+            except BaseException as error:
+                self._failures[index] = error
+
+    def _work_as_added(self) -> None:
+        self._work(is_added=True)
 
     def _leave(self, count: int = 1) -> bool:
         """Take `count` threads off; return whether none is left."""
@@ -309,11 +245,11 @@ class _Crew:
         ambient = self._ambient
         try:
             if ambient is not None:  # else Ctrl-C has ended the map before this thread came
-                ambient.run(self._work_as_helper)
+                ambient.run(self._work_as_added)
         except BaseException as error:
             self._failures[self._num_calls] = error  # the world could not be reinstated: no call of ours
         finally:
-            _here.progress = None
+            here.progress = None
             if self._leave():
                 self._at_rest.release()
 
@@ -330,7 +266,7 @@ class _Crew:
         """
         known = tuple(self._progress.values())
         num_computing, num_looks_again = max(0, self._num_running - len(known)), 0
-        waiting: list[_Progress] = []
+        waiting: list[Progress] = []
         for progress in known:
             if num_computing >= self._cores:
                 break

@@ -1,13 +1,14 @@
-"""Find the tensors with history that a callable holds, before it is called."""
+"""Find what a callable holds, before it is called: tensors with history, and modules with buffers."""
 
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import itertools
 import types
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +30,34 @@ _HOLDS_NOTHING = (
     types.ModuleType,
     types.BuiltinFunctionType,
 )
+_FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tuple, dict)
 _CONTAINERS = frozenset([list, tuple, dict])
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
 
-def find_cuts(module: object) -> list[Cut]:
-    """Return the tensors with history that a callable holds (Rule 3).
+class Held(NamedTuple):
+    """What a callable holds.
 
-    They are looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules;
-    nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole program: so there
-    is a bound, and of the globals that a function names only tensors and containers are followed.
+    Args:
+        cuts: the tensors with history (Rule 3 of `module_calls`).
+        owners: the modules that have buffers themselves.
     """
+
+    cuts: list[Cut]
+    owners: list[torch.nn.Module]
+
+
+def look_into(module: object) -> Held:
+    """Return what a callable holds.
+
+    It is looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules,
+    context variables; nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole
+    program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed.
+    """
+    owners: list[torch.nn.Module] = []
     if isinstance(module, torch.nn.Module):
-        tensors = _held_by_module(module)
-        return [(get_gradient_edge(tensor), tensor) for tensor in tensors] if tensors else []
+        tensors = _held_by_module(module, owners)
+        return Held([(get_gradient_edge(tensor), tensor) for tensor in tensors] if tensors else [], owners)
     found: dict[int, Tensor] = {}
     seen = {id(module)}
     to_visit = [module]
@@ -51,25 +66,27 @@ def find_cuts(module: object) -> list[Cut]:
             if held.grad_fn is not None:
                 found[id(held)] = held
             continue
-        for value in _held_by(held):
+        for value in _held_by(held, owners):
             if not isinstance(value, _HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:
                 seen.add(id(value))
                 to_visit.append(value)
-    return [(get_gradient_edge(tensor), tensor) for tensor in found.values()]
+    return Held([(get_gradient_edge(tensor), tensor) for tensor in found.values()], owners)
 
 
-def _held_by(value: object) -> Iterable[object]:
+def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:
     if isinstance(value, torch.nn.Module):
-        return _held_by_module(value)
+        return _held_by_module(value, owners)
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, contextvars.ContextVar):
+        return (value.get(None),)
     if isinstance(value, types.MethodType):
         return (value.__func__, value.__self__)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
         # Of the globals no functions and objects: following them would walk through whole libraries.
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        named = [held for held in named if isinstance(held, Tensor | list | tuple | dict)]
+        named = [held for held in named if isinstance(held, _FOLLOWED_BY_NAME)]
         return (*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
         return _first(value)
@@ -80,10 +97,11 @@ def _held_by(value: object) -> Iterable[object]:
     return (*attributes.values(), *slots) if isinstance(attributes, dict) else slots
 
 
-def _held_by_module(module: torch.nn.Module) -> list[Tensor]:
-    """Computed weights stand as attributes, in lists of them, as parameters (`functional_call`) or as buffers.
+def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> list[Tensor]:
+    """Return the tensors with history that a module holds, and add its parts that have buffers to `owners`.
 
-    Every call of a module asks, so this reads the dictionaries themselves, not `Module.modules()`.
+    Computed weights stand as attributes, in lists of them, as parameters (`functional_call`) or as buffers. Every call
+    of a module asks, so this reads the dictionaries themselves, not `Module.modules()`.
     """
     found: list[Tensor] = []
     parts = [module]
@@ -105,6 +123,8 @@ def _held_by_module(module: torch.nn.Module) -> list[Tensor]:
         for held in (*parameters.values(), *buffers.values()):
             if held is not None and held.grad_fn is not None:
                 found.append(held)
+        if buffers:
+            owners.append(part)
         if children:
             parts += [child for child in children.values() if child is not None]
     return found

@@ -1,16 +1,23 @@
 """Where tensors enter the graphs of module calls, and where those graphs reach the leaves.
 
-Two nodes, in the words of `module_calls`: the entry (Rule 1) between the callers' tensors and the calls' own graphs,
-and the gate (Rule 5) between a join and the leaves.
+Nodes of two kinds, in the words of `module_calls`: an entry (Rule 1) between each of the callers' tensors and the
+calls' own graphs, and the gate (Rule 5) between a join and the leaves.
 
 A hook that a call registers on its input is meant for the caller's tensor, which the call does not know from its
 alias: it is to see the whole gradient, once. On an alias it would not run at all where the call returns its input, and
-run in the inner backwards of all other calls, whose aliases come from the same node, with `None`. So it moves.
+see but a part of the gradient where others take the same tensor. So it moves to the caller's tensor when the calls have
+ended, and until then runs in the backwards that a call starts itself. A forward that is run again in the backward
+registers its hooks again; these move when all backwards of the map have ended, just before the caller's tensor gets
+its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import collections
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,20 +25,23 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from moe_autograd._random import running
+
+Hook = Callable[[Tensor], Tensor | None]
 Flat = tuple[
     list[Any], TreeSpec | None
 ]  # arguments and how they were nested; `None`: positional ones, not nested
 
 
 class _Entry(Function):
-    """Rule 1. The anchor is a leaf that makes the aliases part of a graph."""
+    """Rule 1. The anchor is a leaf that makes the alias part of a graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple([tensor.detach() for tensor in tensors])  # as they are, each would be a view of itself
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.detach()  # as it is, it would be a view of itself
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError(  # Rule 9
             "parallel_apply: expected tensors with history to leave a call as its result, got one that left by "
             "another way (an attribute, a list, an object that is no pytree). Return it, or register its class with "
@@ -51,8 +61,15 @@ class _Gate(Function):
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():  # compiled autograd adds to whatever comes
+            return _zeros_for_leaves(ctx)
         return (None,) * len(ctx.needs_input_grad)
+
+
+@torch._disable_dynamo
+def _zeros_for_leaves(ctx: Any) -> tuple[Tensor, ...]:
+    return tuple([torch.zeros_like(node.variable) for node, _ in ctx.next_functions])
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
@@ -62,27 +79,93 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
     return tree_flatten((args, kwargs))
 
 
-def enter(values: Sequence[Any]) -> dict[int, Tensor]:
-    """Return an alias of each tensor that requires a gradient, by the tensor's `id` (Rule 1)."""
-    if torch.is_inference_mode_enabled():
-        return {}
-    tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}
-    if not tensors:
-        return {}
-    # Detached: were the entry to lead on to the callers' graph, an inner backward could run on into it and reach
-    # a parameter that serves there, too.
-    detached = [tensor.detach() for tensor in tensors.values()]
-    with torch.enable_grad():
-        aliases = _Entry.apply(torch.empty(0, requires_grad=True), *detached)  # type: ignore[no-untyped-call]
-    return dict(zip(tensors, aliases, strict=True))
+class Entrance:
+    """The aliases of the tensors that the calls of one map take.
+
+    Args:
+        values: what the calls take.
+
+    Attributes:
+        aliases: of each tensor that requires a gradient, by the tensor's `id` (Rule 1).
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.aliases: dict[int, Tensor] = {}
+        self._hooks: list[_AliasHooks] = []
+        if torch.is_inference_mode_enabled():
+            return
+        tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}
+        if not tensors:
+            return
+        anchor = torch.empty(0, requires_grad=True)
+        for key, tensor in tensors.items():
+            hooks = _AliasHooks(tensor)
+            self._hooks.append(hooks)
+            self.aliases[key] = _alias(tensor, anchor, hooks)
+
+    def close(self) -> None:
+        """Let go of the aliases when all calls have been made, and move the hooks that these registered."""
+        for hooks, alias in zip(self._hooks, self.aliases.values(), strict=True):
+            hooks.close(retains_grad=alias.retains_grad)
+        self.aliases.clear()
+        self.move_hooks()
+
+    def move_hooks(self) -> None:
+        """Register what calls have registered on aliases on the tensors that these stand for."""
+        for hooks in self._hooks:
+            hooks.move()
+
+
+class _AliasHooks(collections.OrderedDict[int, Hook]):
+    """The hooks of an alias, as `Tensor.register_hook` and its handles know them.
+
+    A change in place gives an alias another history, and torch another dictionary.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = weakref.ref(tensor)
+        self._moving: list[tuple[int, _MovedHook]] = []
+        self._is_closed = False
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        super().__setitem__(key, _do_nothing if self._is_closed else hook)
+        self._moving.append((running.index, _MovedHook(hook, self, key)))
+
+    def close(self, *, retains_grad: bool = False) -> None:
+        """Let nothing run on the alias from now on."""
+        self._is_closed = True
+        for key in self:
+            super().__setitem__(key, _do_nothing)
+        tensor = self._tensor()
+        if retains_grad and tensor is not None:
+            tensor.retain_grad()
+
+    def again(self) -> _AliasHooks:
+        """Return the hooks of another alias of the same tensor."""
+        tensor = self._tensor()
+        assert tensor is not None  # the call that is made again holds it
+        other = _AliasHooks(tensor)
+        other._moving = self._moving
+        return other
+
+    def move(self) -> None:
+        """Register the hooks on the caller's tensor, in the order of the calls."""
+        if not self._moving:
+            return
+        moving = sorted(self._moving, key=itemgetter(0))
+        self._moving.clear()
+        tensor = self._tensor()
+        if tensor is not None:  # else nobody asks for its gradient
+            for _, hook in moving:
+                tensor.register_hook(hook)
 
 
 class _MovedHook:
     """A hook that was registered on an alias, on the caller's tensor; its handle still removes it."""
 
-    def __init__(self, hooks: dict[int, Callable[[Tensor], Tensor | None]], key: int) -> None:
-        self._hook, self._hooks, self._key = hooks[key], hooks, key
-        hooks[key] = _do_nothing
+    def __init__(self, hook: Hook, hooks: _AliasHooks, key: int) -> None:
+        self._hook, self._hooks, self._key = hook, hooks, key
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         return self._hook(grad) if self._key in self._hooks else None
@@ -92,20 +175,50 @@ def _do_nothing(grad: Tensor) -> None:
     return None
 
 
-def move_hooks(values: Sequence[Any], aliases: dict[int, Tensor]) -> None:
-    """Register the hooks that calls have registered on aliases on the tensors that these stand for.
+def refuse_strided_nested(tensor: Tensor) -> None:
+    """Raise where PyTorch's autograd functions, of which a join is one, fail with an internal error.
 
-    Those of an alias that was changed in place stay: its history begins in the call.
-
-    Args:
-        values: what `enter` was given.
-        aliases: what it returned.
+    Raises:
+        TypeError: it is a nested tensor of the older kind.
     """
-    for value in values:
-        alias = aliases.pop(id(value), None)  # a tensor may stand among the values more than once
-        if alias is not None and alias._backward_hooks and type(alias.grad_fn) is _ENTRY_NODE:
-            for key in alias._backward_hooks:
-                value.register_hook(_MovedHook(alias._backward_hooks, key))
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise TypeError(
+            "parallel_apply: expected tensors that an autograd function can take, got a nested tensor of layout "
+            "torch.strided. Make it with layout=torch.jagged."
+        )
+
+
+def _alias(tensor: Tensor, anchor: Tensor, hooks: _AliasHooks) -> Tensor:
+    refuse_strided_nested(tensor)
+    # Detached: were the entry to lead on to the callers' graph, an inner backward could run on into it and reach a
+    # parameter that serves there, too.
+    with torch.enable_grad():
+        alias: Tensor = _Entry.apply(anchor, tensor.detach())  # type: ignore[no-untyped-call]
+    entry: Any = alias.grad_fn
+    entry.hooks = alias._backward_hooks = hooks
+    entry._register_hook_dict(alias)  # as `Tensor.register_hook` does for a dictionary of its own
+    return alias
+
+
+@contextlib.contextmanager
+def entered_again(values: Sequence[Any]) -> Iterator[list[Any]]:
+    """Inside, a call is made with `values`, for the first time or again.
+
+    Again, its tensors are what saved aliases were unpacked to: other objects, of which the entry knows nothing. In
+    their place there are new aliases, so that hooks wait with those of the first ones.
+    """
+    anchor = torch.empty(0, requires_grad=True)
+    entered, all_hooks = list(values), []
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor) and type(value.grad_fn) is _ENTRY_NODE and value._backward_hooks is None:
+            hooks = value.grad_fn.hooks.again()  # type: ignore[union-attr]
+            all_hooks.append(hooks)
+            entered[place] = _alias(value, anchor, hooks)
+    try:
+        yield entered
+    finally:
+        for hooks in all_hooks:
+            hooks.close()
 
 
 def gate(leaves: Iterable[Tensor]) -> Tensor:

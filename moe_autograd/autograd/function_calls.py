@@ -8,6 +8,7 @@ are recorded there and lead to the caller's tensors, since saved tensors come ou
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.emulated import call_backward, call_forward, materialize, options_of, state_of
-from moe_autograd.autograd.join import Joined
+from moe_autograd.autograd.join import Joined, split
 from moe_autograd.autograd.split_backward import is_in_first_part
 
 
@@ -153,11 +154,26 @@ class JoinedFunctions(Joined):
 
     def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
         """See `Joined`."""
-        return [] if is_in_first_part() else [_is_wanted(node) for node in nodes]
+        if is_in_first_part():
+            return []
+        with contextlib.suppress(RuntimeError):  # see `_is_wanted`
+            if all(map(torch._C._will_engine_execute_node, filter(None, nodes))):  # in one go: mostly all are
+                return []
+        return [_is_wanted(node) for node in nodes]
 
-    def is_needed(self, wanted: Sequence[bool]) -> bool:
-        """See `Joined`."""
-        return any(wanted) if wanted else True
+    def backward(
+        self,
+        saved_of: list[Sequence[Any]],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        keep_graph: bool,
+    ) -> list[Tensor | None]:
+        """See `Joined`; a call that is not needed gets no gradient, and so does not run (Rule 3)."""
+        if wanted:
+            needed = [any(own) for own in split(wanted, self.num_inputs)]
+            given = zip(split(grad_outputs, self.num_results), needed, strict=True)
+            grad_outputs = [grad if is_needed else None for own, is_needed in given for grad in own]
+        return super().backward(saved_of, grad_outputs, wanted, keep_graph)
 
 
 def _is_wanted(node: Node | None) -> bool:

@@ -88,6 +88,12 @@ def call_in_turn(
         return None
 
 
+def is_small(module: Callable[..., Any], x: Any) -> bool:
+    """Whether a call, with one intra-op thread, takes less time than a thread costs, and cannot wait."""
+    work = None if any(_HOOKS_OF_ALL) else _work_of(module, x)
+    return work is not None and work <= MOST_SMALL
+
+
 def limits() -> tuple[int, float]:
     """Return how much work a small call is at most, and a large one at least."""
     num_threads = torch.get_num_threads()

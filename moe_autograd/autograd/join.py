@@ -15,8 +15,7 @@ Rule 1. What a call saves is saved by the node. Saved-tensor hooks, the check fo
         the graph and the complaint about a second backward are then PyTorch's own.
 Rule 2. A call's saved tensors go when that call is done: the node lets go of all of them first
         (`maybe_clear_saved_tensors`, which does nothing under `retain_graph`), then each call of its own.
-Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch; nor does a function's call none
-        of whose inputs' gradients this backward uses.
+Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch.
 Rule 4. A result of a call that takes nothing which requires a gradient requires none, though the node does.
 Rule 5. The node is not part of a cycle: a call forgets its results once they are tied.
 """
@@ -36,6 +35,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd._streams import Lanes, lanes_from_here, use_here
 from moe_autograd._workers import run_all
+from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.timeline import add_span, is_recording
 
 ACCUMULATE_GRAD = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
@@ -119,10 +119,6 @@ class Joined:
         """
         return []
 
-    def is_needed(self, wanted: Sequence[bool]) -> bool:
-        """Whether a call runs of whose inputs' gradients these are `wanted`; it may have others to compute."""
-        return True
-
     def collect(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[Tensor]]:
         """Return the results, and what is to be saved and marked, of all calls."""
         results: list[Tensor] = []
@@ -158,9 +154,7 @@ class Joined:
         wanted_of = split(wanted, self.num_inputs)
         del grad_outputs
         grads: list[Sequence[Tensor | None]] = [(None,) * count for count in self.num_inputs]
-        reached = [
-            i for i, own in enumerate(grads_of) if has_any(own) and self.is_needed(wanted_of[i])
-        ]  # Rule 3
+        reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
 
         def run(index: int) -> None:
             i = reached[index]
@@ -217,15 +211,30 @@ class _Join(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        joined: Joined = ctx.joined
-        saved = split(ctx.saved_tensors, joined.num_saved)
-        ctx.maybe_clear_saved_tensors()  # Rule 2
-        # The engine answers these only here, on its own thread.
-        wanted = joined.ask([node for node, _ in ctx.next_functions])
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        grads = joined.backward(saved, grad_outputs, wanted, keep_graph)
-        use_here(grads)
-        return (None, *joined.hand_out(grads))
+        # Compiled autograd traces what it can, and threads it cannot.
+        run = _run_uncompiled if torch.compiler.is_compiling() else _run
+        return run(ctx, grad_outputs)
+
+
+def _run(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    joined: Joined = ctx.joined
+    saved = split(ctx.saved_tensors, joined.num_saved)
+    ctx.maybe_clear_saved_tensors()  # Rule 2
+    nodes = [node for node, _ in ctx.next_functions]
+    for grad in grad_outputs:
+        if grad is None:  # the engine goes on to the leaves of that call all the same
+            leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
+            let_hooks_sleep(node.variable for node in leaf_nodes)
+            break
+    # The engine answers these only here, on its own thread.
+    wanted = joined.ask(nodes)
+    keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    grads = joined.backward(saved, grad_outputs, wanted, keep_graph)
+    use_here(grads)
+    return (None, *joined.hand_out(grads))
+
+
+_run_uncompiled = torch._disable_dynamo(_run)
 
 
 def is_wanted(node: Node | None) -> bool:
@@ -382,7 +391,8 @@ def _raise_lowest(failures: dict[int, BaseException], names: Sequence[str], titl
         return
     index = min(failures)
     error = failures[index]
-    others = f"; {len(failures) - 1} other calls failed as well" if len(failures) > 1 else ""
+    num_others = len(failures) - 1
+    others = f"; {num_others} other call{'s' * (num_others > 1)} failed as well" if num_others else ""
     place = names[index] if index < len(names) else "no call"
     error.add_note(f"{title}: raised by {place} of {len(names)}{others}.")
     try:

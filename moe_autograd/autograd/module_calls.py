@@ -11,8 +11,8 @@ of the whole. The trick is to cut at four kinds of places, and to tie the cuts t
                                                   ▼
         x, h, p, gate(p) ─▶     [ join ] ────────▶ y      (outer)
 
-Rule 1. Inputs are cut at the *entry*: one node that gives every tensor which requires a gradient a new name with the
-        same storage and version counter. Inner graphs end there; an in-place change is noticed on both sides.
+Rule 1. Inputs are cut at the *entry*: a node that gives a tensor which requires a gradient a new name with the same
+        storage and version counter. Inner graphs end there; an in-place change is noticed on both sides.
 Rule 2. Leaves need no cut: the inner graph ends at them by itself. Which ones a call reached is found by walking
         its graph after the forward, so a closure's parameters count as much as a module's own.
 Rule 3. Tensors with history that a callable holds are looked up (`closures`) before the walk, which stops at them.
@@ -44,6 +44,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ from torch.utils._pytree import tree_unflatten
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.entry import Flat, enter, flatten, gate, move_hooks
+from moe_autograd.autograd.entry import Entrance, Flat, flatten, gate
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import (
     ACCUMULATE_GRAD,
@@ -70,8 +71,9 @@ from moe_autograd.autograd.module_results import CallResults, edge_of
 from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part, split_backward
+from moe_autograd.autograd.statistics import Turns
 
-_ANY_THREAD = contextlib.nullcontext()
+_ANY_THREAD = _NO_TURN = contextlib.nullcontext()
 _Edge = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
 
 
@@ -81,7 +83,7 @@ class ModuleCall(CallResults):
     Args:
         module: any callable.
         flat: its arguments, flattened.
-        aliases: what `enter` returned for the tensors of all calls.
+        aliases: of the tensors that all calls take, by their `id`.
         cuts: further places where the inner graph ends, each with the outer tensor it stands for.
         shares_graph: whether its graph runs on into another call's, which may be needed again (Rule 6).
     """
@@ -89,6 +91,7 @@ class ModuleCall(CallResults):
     non_differentiable: tuple[Tensor, ...] = ()
     has_hooks = False  # whether hooks are to sleep in its backward
     boxes: Sequence[weakref.ref[Box]] = ()  # what it saved, where the caller has saved-tensor hooks
+    turn: AbstractContextManager[object] = _NO_TURN  # in which its backward runs
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
     _pending: PendingWeightGradients | None = None  # of its leaves
 
@@ -253,27 +256,31 @@ class ModuleCall(CallResults):
         create_graph: bool = False,
     ) -> Sequence[Tensor | None]:
         """Walk the inner graph backwards (Rule 4)."""
-        if self._is_spent:
-            raise RuntimeError(BACKWARD_TWICE)
-        starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
-        ends = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-        grads: list[Tensor | None] = [None] * len(wanted)
-        if not ends:
+        with self.turn:
+            if self._is_spent:
+                raise RuntimeError(BACKWARD_TWICE)
+            starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
+            ends = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+            grads: list[Tensor | None] = [None] * len(wanted)
+            if not ends:
+                return grads
+            with (
+                sleeping_hooks([edge.node for edge, _ in starts] if self.has_hooks else ()),
+                on_this_thread(),
+            ):
+                # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
+                found = _engine_run_backward(
+                    tuple([edge for edge, _ in starts]),
+                    tuple([grad for _, grad in starts]),
+                    keep_graph,
+                    create_graph,
+                    tuple([self._ends[i] for i in ends]),
+                    allow_unreachable=True,
+                    accumulate_grad=False,
+                )
+            for i, grad in zip(ends, found, strict=True):
+                grads[i] = grad
             return grads
-        with sleeping_hooks([edge.node for edge, _ in starts] if self.has_hooks else ()), on_this_thread():
-            # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
-            found = _engine_run_backward(
-                tuple([edge for edge, _ in starts]),
-                tuple([grad for _, grad in starts]),
-                keep_graph,
-                create_graph,
-                tuple([self._ends[i] for i in ends]),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
-        for i, grad in zip(ends, found, strict=True):
-            grads[i] = grad
-        return grads
 
 
 def on_this_thread() -> contextlib.AbstractContextManager[object]:
@@ -291,6 +298,8 @@ class JoinedModules(Joined):
     """The module calls of one map."""
 
     calls: Sequence[ModuleCall]
+    entrance: Entrance
+    turns: Turns | None = None  # of calls that run their forwards again
     _has_gate = False
 
     def pass_gate(self) -> Tensor | None:
@@ -324,10 +333,15 @@ class JoinedModules(Joined):
     ) -> list[Tensor | None]:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
         with nested_backwards():
-            return self._backward_of_calls(saved_of, grad_outputs, wanted, keep_graph)
+            # A call lets go of its inputs when it is done; held here until hooks have moved to them.
+            inputs = [tensor for call in self.calls for _, tensor in call.cuts]
+            grads = self._backward_of_calls(inputs, saved_of, grad_outputs, wanted, keep_graph)
+            self.entrance.move_hooks()
+        return grads
 
     def _backward_of_calls(
         self,
+        inputs: Sequence[Tensor],
         saved_of: list[Sequence[Any]],
         grad_outputs: Sequence[Tensor | None],
         wanted: Sequence[bool],
@@ -338,9 +352,12 @@ class JoinedModules(Joined):
             if has_any(grads):
                 for box in alive(call.boxes):
                     box.unpack_ahead()
+        if self.turns is not None:
+            reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
+            for i, turn in self.turns.of(reached).items():
+                self.calls[i].turn = turn
         if not torch.is_grad_enabled():
-            cuts = [tensor for call in self.calls for _, tensor in call.cuts]
-            with retained_grads_untouched(cuts):
+            with retained_grads_untouched(inputs):
                 return super().backward(saved_of, grad_outputs, wanted, keep_graph)
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
@@ -376,11 +393,11 @@ def run_module_calls(
     cuts: Sequence[Sequence[Cut]],
     shares_graph: bool = False,
     joined: type[JoinedModules] = JoinedModules,
+    turns: Turns | None = None,
 ) -> list[Any]:
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
-    entering = [value for values, _ in flats for value in values]
-    aliases = enter(entering)
+    entrance = Entrance([value for values, _ in flats for value in values])
     owners: dict[Node, ModuleCall] = {}
     hooks = ordered_hooks(len(modules))
     calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
@@ -388,21 +405,25 @@ def run_module_calls(
     def forward(i: int) -> None:
         use_here(flats[i][0])
         if hooks is None:
-            calls[i] = ModuleCall(modules[i], flats[i], aliases, cuts[i], shares_graph)
+            calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
         else:
             with hooks.of(i):
-                calls[i] = ModuleCall(modules[i], flats[i], aliases, cuts[i], shares_graph)
+                calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
             calls[i].boxes = hooks.boxes(i)
         calls[i].find_leaves(owners)
 
-    run_calls(forward, names, max_concurrency, f"{title}, forward")
-    owners.clear()
-    move_hooks(entering, aliases)
+    try:
+        run_calls(forward, names, max_concurrency, f"{title}, forward")
+    finally:
+        owners.clear()
+        entrance.close()
     tied: list[Sequence[Tensor]] = [()] * len(calls)
     if any(call.results for call in calls):
         # A module may turn gradients on by itself; then its result has a history under no_grad, too.
         # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
         changed = tuple([tensor for call in calls for tensor in call.dirty])
         with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(changed):
-            tied = join(joined(calls, names, max_concurrency, title))
+            all_calls = joined(calls, names, max_concurrency, title)
+            all_calls.entrance, all_calls.turns = entrance, turns
+            tied = join(all_calls)
     return [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
+from moe_autograd.autograd.entry import refuse_strided_nested
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -53,6 +54,7 @@ class CallResults:
                 values[i] = outer_of[id(value)]
                 continue
             if id(value) not in self._places:
+                refuse_strided_nested(value)
                 inner.append(value)
             self._places.setdefault(id(value), []).append(i)
             values[i] = None

@@ -16,7 +16,6 @@ random numbers `_random`'s, the node is `join`'s.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -24,13 +23,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._ambient import refuse_transforms
-from moe_autograd._random import CallSeeds, own_streams, running
+from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
-from moe_autograd.autograd.closures import find_cuts
+from moe_autograd.autograd.alone import apply_alone, run_alone
+from moe_autograd.autograd.closures import Held, look_into
 from moe_autograd.autograd.deferred import DeferringModules
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions
@@ -40,12 +39,11 @@ from moe_autograd.autograd.join import join, run_calls
 from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
-from moe_autograd.autograd.statistics import in_turns
+from moe_autograd.autograd.statistics import Turns
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
 _APPLY = Function.apply.__func__  # type: ignore[attr-defined]  # a class method
-_NO_RANGE = contextlib.nullcontext()
 
 
 def map_with_parallel_backward(
@@ -80,7 +78,8 @@ def map_with_parallel_backward(
     Autograd: what a call saves is saved by one outer node: saved-tensor hooks see it, an in-place change before the
         backward raises, it is freed when the call's backward is done. Second order works if `func` supports it.
         Two calls must not change the same tensor in place. A backward through one result is the map's: for another
-        one later, through another result, it takes `retain_graph=True`.
+        one later, through another result, it takes `retain_graph=True`; and what the other calls' inputs were computed
+        with is walked as well: hooks there may see `None`, Python functions zeros, and what was freed raises.
 
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once.
 
@@ -130,8 +129,7 @@ def _map(
         )
     title = f"map_with_parallel_backward({func.__name__})"
     if len(args_per_call) == 1 and not _is_observed():
-        alone = functools.partial(func.apply, *args_per_call[0])
-        return (_run_alone(alone, f"call 0 ({func.__name__})", title),)
+        return (apply_alone(func, args_per_call[0], title),)
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
     calls: list[FunctionCall] = [_NOT_RUN] * len(args_per_call)
     is_recorded = torch.is_grad_enabled()
@@ -148,18 +146,6 @@ def _map(
     run_calls(forward, names, max_concurrency, f"{title}, forward", is_recorded=False)  # step 1
     tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
     return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
-
-
-def _run_alone(call: Callable[[], Any], name: str, title: str) -> Any:
-    """Make the only call of a map: there is nothing to run it beside, and PyTorch's own node will do."""
-    is_profiled = torch.autograd.profiler._is_profiler_enabled
-    with own_streams(CallSeeds()), record_function(f"{title}, forward: {name}") if is_profiled else _NO_RANGE:
-        running.index = 0
-        try:
-            return call()
-        except BaseException as error:
-            error.add_note(f"{title}, forward: raised by {name} of 1.")
-            raise
 
 
 _map_uncompiled = torch._disable_dynamo(_map)
@@ -214,17 +200,20 @@ def parallel_apply(
 
     Raises:
         ValueError: lists of different lengths; `max_concurrency` less than 1.
+        TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
+        RuntimeError: calls that share a module have changed its buffers side by side (`statistics`).
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call.
 
     Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
         `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order. A backward through
-        one result is the map's: for another one later, through another result, it takes `retain_graph=True`.
+        one result is the map's, as with `map_with_parallel_backward`.
 
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
-        places may run on several threads at once; with `BatchNorm` inside they take turns, as its running statistics
-        have to be those of a loop. Modules that would rather be called together have a
-        `call_group` (`grouping`): all modules of one group are one call.
+        places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as
+        a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
+        the forward (`statistics`). Modules that would rather be called together have a `call_group` (`grouping`): all
+        modules of one group are one call.
 
     Example:
         >>> import torch
@@ -271,7 +260,7 @@ def _apply(
     together = group_calls(modules, args, kwargs, names)
     if len(together) == 1 and together[0].is_group:  # it sees to its own concurrency
         return ungroup(
-            together, [_run_alone(together[0].run, together[0].name, "parallel_apply")], len(modules)
+            together, [run_alone(together[0].run, (), together[0].name, "parallel_apply")], len(modules)
         )
     called = [
         unit.call if how is None or unit.is_group else functools.partial(how, unit.call) for unit in together
@@ -281,19 +270,23 @@ def _apply(
             call if unit.is_group else functools.partial(_in_place, unit.positions[0], call)
             for unit, call in zip(together, called, strict=True)
         ]
-    called = in_turns([unit.call for unit in together], called)
+    held = [Held([], []) if unit.is_group else look_into(unit.call) for unit in together]
+    turns = Turns([own.owners for own in held], [unit.name for unit in together])
     # On an accelerator nobody waits for the gradients of weights: their kernels are queued.
     defers = defer_weight_grads and how is None and accelerator_in_use() is None
     returned = run_module_calls(
-        called,
+        turns.wrap(called, range(len(together))),
         [unit.args for unit in together],
         [unit.kwargs for unit in together],
         names=[unit.name for unit in together],
         max_concurrency=max_concurrency,
         title="parallel_apply",
-        cuts=[() if unit.is_group else find_cuts(unit.call) for unit in together],
+        cuts=[own.cuts for own in held],
         joined=DeferringModules if defers else JoinedModules,
+        turns=None if how is None else turns,
     )
+    if max_concurrency != 1:
+        turns.check()
     if accelerator_in_use() is not None:
         use_here(tree_leaves(returned))
     return ungroup(together, returned, len(modules))

@@ -21,6 +21,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from moe_autograd.autograd.entry import entered_again
+
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
@@ -57,13 +59,18 @@ class Recompute:
         """
         # As keywords of the call's own: `checkpoint` has some, too, which may have the same names.
         return checkpoint(
-            functools.partial(call, **kwargs),
+            functools.partial(_run, call, kwargs),
             *args,
             use_reentrant=False,
             context_fn=self.context_fn,
             determinism_check=self.determinism_check,
             early_stop=self.early_stop,
         )
+
+
+def _run(call: Callable[..., Any], kwargs: dict[str, Any], /, *args: Any) -> Any:
+    with entered_again(args) as entered:
+        return call(*entered, **kwargs)
 
 
 def as_recompute(option: bool | Recompute) -> Recompute | None:

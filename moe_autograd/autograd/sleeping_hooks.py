@@ -6,6 +6,9 @@ Removing and restoring hooks would race with other threads; so each is wrapped, 
 nothing in an inner backward. It tells an inner backward from one that the user starts inside a call by the engine's
 number for it, which the first node to run notes down. `Tensor.retain_grad` is such a hook in C++, which cannot be
 wrapped: what it adds is taken back.
+
+They also sleep where there is no gradient. The engine walks what lies behind every call of a map, also behind those
+that got none, which plain PyTorch would not reach; and a hook is written for tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class _Sleeper:
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         self._hook = hook
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
         is_inner = _inner.is_all or torch._C._current_graph_task_id() in _inner.backwards
         return None if is_inner else self._hook(grad)
 

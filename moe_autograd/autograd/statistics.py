@@ -1,62 +1,138 @@
-"""Modules that keep running statistics, and stand in several places of a map: their calls take turns.
+"""Modules that keep statistics in buffers, where several calls of a map share one: these calls take turns.
 
-`BatchNorm` and its like add to their buffers in the forward. In a plain loop each call adds to what the one before
-it left; side by side, additions get lost, and which ones is left to chance. So the forward of such a call begins when
-the one before it, of the same module, is over. Calls of other modules do not wait, and backwards change no statistics.
+`BatchNorm` and its like add to their buffers in the forward. In a plain loop each call adds to what the one before it
+left; side by side, additions get lost, and which ones is left to chance. So the forward of such a call begins when
+those before it that share such a module are over, whether they share it as a whole, as a part of different modules,
+or through a closure. Calls that share none do not wait, and a backward changes statistics only where it runs the
+forward again: there calls take turns as well, in the same order.
 
-Only a module that is itself in several places is looked at: what else calls share is for their author to guard.
+Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
+its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
+`False`, and its buffers are its author's business.
 
-Threads: calls of a map begin in the order of their index (`_workers`), so whoever is waited for has begun.
+Threads: calls of a map begin in the order of their index (`_workers`), so whoever is waited for has begun. What they
+cannot do is wait for each other in the forward; as nobody can tell that from a long computation, it gives a warning.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+
+WARN_AFTER_S = 60.0
 
 
-class _Turn:
-    """A call that begins when the one before it is over."""
+class Turn:
+    """A context that is entered when others have been left."""
 
-    def __init__(self, call: Callable[..., Any], before: _Turn | None) -> None:
-        self._call, self._before = call, before
+    def __init__(self, name: str, before: Iterable[Turn]) -> None:
+        self._name, self._before = name, before
         self._is_over = threading.Event()
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __enter__(self) -> None:
         try:
-            if self._before is not None:
-                self._before._is_over.wait()
-                self._before = None
-            return self._call(*args, **kwargs)
-        finally:  # also when Ctrl-C ends the wait: the next one must not wait for ever
+            for turn in self._before:
+                if not turn._is_over.wait(WARN_AFTER_S):
+                    self._warn_of(turn)
+                    turn._is_over.wait()
+        except BaseException:  # such as Ctrl-C: the next one must not wait for ever
             self._is_over.set()
+            raise
+        self._before = ()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+
+    def _warn_of(self, other: Turn) -> None:
+        warnings.warn(
+            f"parallel_apply: expected {other._name} to end, got none of its results in {WARN_AFTER_S:g} s; "
+            f"{self._name} waits for it, as both have a module that keeps running statistics. They run one after the "
+            "other, and cannot wait for each other. Give each a module of its own, or call it in eval mode.",
+            stacklevel=2,
+        )
 
 
-def in_turns(modules: Sequence[object], called: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """Return `called`, where calls of one module that keeps statistics wait for each other.
+class Turns:
+    """Which calls of one map share modules that keep statistics.
 
     Args:
-        modules: for each call the module that it calls.
-        called: how each is called.
+        owners: for each call the modules with buffers that it reaches.
+        names: of the calls.
     """
-    if len(set(map(id, modules))) == len(modules):
-        return list(called)
-    keeps = {id(module): _keeps_statistics(module) for module in {id(m): m for m in modules}.values()}
-    last: dict[int, _Turn] = {}
-    taking_turns: list[Callable[..., Any]] = []
-    for module, call in zip(modules, called, strict=True):
-        if keeps[id(module)]:
-            call = last[id(module)] = _Turn(call, last.get(id(module)))
-        taking_turns.append(call)
-    return taking_turns
+
+    def __init__(self, owners: Sequence[Sequence[nn.Module]], names: Sequence[str]) -> None:
+        num_calls = collections.Counter(id(module) for own in owners for module in set(own))
+        shared = [[module for module in own if num_calls[id(module)] > 1] for own in owners]
+        self._keepers = [[id(module) for module in own if _keeps_statistics(module)] for own in shared]
+        self._names = names
+        self._watched = [
+            (names[i], module, name, buffer, 0 if buffer.is_inference() else buffer._version)
+            for i, own in enumerate(shared)
+            for module in own
+            if not _is_settled(module)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def of(self, calls: Iterable[int]) -> dict[int, Turn]:
+        """Return the turns of those among `calls` that have to take one, for one pass."""
+        last: dict[int, Turn] = {}
+        turns: dict[int, Turn] = {}
+        for i in calls:
+            if self._keepers[i]:
+                before = {id(turn): turn for key in self._keepers[i] if (turn := last.get(key)) is not None}
+                turns[i] = Turn(self._names[i], before.values())
+                last.update(dict.fromkeys(self._keepers[i], turns[i]))
+        return turns
+
+    def wrap(self, called: Sequence[Callable[..., Any]], calls: Sequence[int]) -> list[Callable[..., Any]]:
+        """Return `called`, where those that have to take turns do."""
+        turns = self.of(calls)
+        return [
+            functools.partial(_in_turn, turns[i], call) if i in turns else call
+            for i, call in zip(calls, called, strict=True)
+        ]
+
+    def check(self) -> None:
+        """Raise if calls that ran side by side have changed a buffer.
+
+        Raises:
+            RuntimeError: they have; it names the buffer, and one of the calls.
+        """
+        for call, module, name, buffer, version in self._watched:
+            is_same = module._buffers.get(name) is buffer
+            if not is_same or (not buffer.is_inference() and buffer._version != version):
+                raise RuntimeError(
+                    f"parallel_apply: expected calls that share a {type(module).__qualname__} to leave its buffers "
+                    f"alone, got {name!r} changed (one of them is {call}). What it is now depends on who came first. "
+                    "Set keeps_statistics = True on the class, and its calls take turns; or False, if any order will "
+                    "do."
+                )
 
 
-def _keeps_statistics(module: object) -> bool:
-    return isinstance(module, nn.Module) and any(
-        isinstance(part, _NormBase) and part.training and part.running_mean is not None
-        for part in module.modules()
+def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with turn:
+        return call(*args, **kwargs)
+
+
+def _is_settled(module: nn.Module) -> bool:
+    return (
+        isinstance(module, _NormBase | _SpectralNorm) or getattr(module, "keeps_statistics", None) is not None
     )
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    said = getattr(module, "keeps_statistics", None)
+    if said is not None:
+        return bool(said)
+    if isinstance(module, _NormBase):
+        return module.training and module.running_mean is not None
+    return isinstance(module, _SpectralNorm) and module.training

@@ -14,11 +14,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from moe_autograd._ambient import refuse_transforms
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.recompute import Recompute
-from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
+from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch, select
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import Rests, Tolerance
 from moe_autograd.moe.idle import with_zero_grads
@@ -70,6 +72,7 @@ class MixtureOfExperts(nn.Module):
             router, or an expert changes the shape of what it is given. Options that do not fit together.
         TypeError: an expert is not a module, or returns something that is not a tensor.
         TooFewExpertsError: with "drop", some token has fewer than `min_experts`.
+        UnsupportedTransformError: inside a `torch.func` transform or a trace, or with forward-mode tangents.
 
     Autograd: gradients flow to `x`, the router and the local experts, to any order that the experts
     support. An expert may change its input in place: nobody else holds that memory.
@@ -102,6 +105,7 @@ class MixtureOfExperts(nn.Module):
         timeout_after_min_s: float | None = None,
     ) -> None:
         super().__init__()
+        num_experts = _num_experts_of(router)
         self.router = router
         self.experts = _as_module_list(experts)
         self.max_concurrency = max_concurrency
@@ -118,10 +122,10 @@ class MixtureOfExperts(nn.Module):
                 "come later are not left out. Choose one of them."
             )
         _check_min_experts(min_experts, getattr(router, "top_k", min_experts))
-        if len(self.experts) != router.num_experts:
+        if len(self.experts) != num_experts:
             raise ValueError(
-                f"MixtureOfExperts: expected as many experts as the router chooses from, {router.num_experts}, got "
-                f"{len(self.experts)} (num_experts={router.num_experts}). Pass num_experts={len(self.experts)} to the "
+                f"MixtureOfExperts: expected as many experts as the router chooses from, {num_experts}, got "
+                f"{len(self.experts)} (num_experts={num_experts}). Pass num_experts={len(self.experts)} to the "
                 "router, or other experts here."
             )
 
@@ -135,13 +139,17 @@ class MixtureOfExperts(nn.Module):
         Returns:
             A tensor of the shape and dtype of `x`; with `return_routing`, a tuple of it and the `Routing`.
         """
-        routing: Routing = self.router(x)
+        if not torch.compiler.is_compiling():  # dispatch would fail first, in words of its own
+            refuse_transforms([x])
+        routing = _checked(self.router(x))
         x_TD = x.reshape(routing.num_tokens, x.shape[-1])
         plan = plan_dispatch(routing.expert_index, routing.tokens_per_expert)
+        if routing.is_kept is not None:
+            plan, _ = select(plan, routing.is_kept)
         active: Sequence[int] = plan.active
         if self.on_failure == "raise":
             outputs = self._call_experts(active, dispatch(x_TD, plan))
-            y_TD = combine(outputs or [x_TD], routing.combine_weights, plan)
+            y_TD = combine(outputs or [x_TD[:0]], routing.combine_weights, plan)
         else:
             routing = dataclasses.replace(routing, failures=[])
             y_TD, active = self._call_tolerantly(x_TD, routing, plan)
@@ -223,9 +231,34 @@ def _check_min_experts(min_experts: int, top_k: int) -> None:
         )
 
 
+def _num_experts_of(router: nn.Module) -> int:
+    num_experts = getattr(router, "num_experts", None)
+    if not isinstance(num_experts, int):
+        raise TypeError(
+            f"MixtureOfExperts: expected a router with an int num_experts, got {type(router).__name__} "
+            f"(num_experts={num_experts!r}). Pass a TopKRouter, or a module that returns a Routing and says how many "
+            "experts it chooses from."
+        )
+    return num_experts
+
+
+def _checked(routing: Any) -> Routing:
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"MixtureOfExperts: expected the router to return a Routing, got {type(routing).__name__}. "
+            "See TopKRouter.forward for one."
+        )
+    return routing
+
+
 def _as_module_list(experts: Experts) -> nn.ModuleList:
     if isinstance(experts, nn.ModuleList):
         return experts
+    if not isinstance(experts, Iterable):
+        raise TypeError(
+            f"MixtureOfExperts: expected several experts, got one {type(experts).__name__}. "
+            "Pass a list, an nn.ModuleList or a mapping."
+        )
     modules = list(experts.values() if isinstance(experts, Mapping | nn.ModuleDict) else experts)
     for index, module in enumerate(modules):
         if not isinstance(module, nn.Module):

@@ -94,7 +94,7 @@ def _without_resting(
         return plan
     is_called_E = _all_but(resting, routing)
     if not tolerance.allow_zero_outputs:
-        is_short_T = is_called_E[routing.expert_index].sum(dim=1) < tolerance.min_experts
+        is_short_T = _is_short(is_called_E[routing.expert_index], routing, tolerance)
         is_called_E[routing.expert_index[is_short_T].flatten()] = True
     plan, _ = select(plan, is_called_E[routing.expert_index])
     routing.failures.extend(
@@ -115,19 +115,30 @@ def _combine(
 ) -> Tensor:
     """Combine the outputs of the experts that answered, for which `plan` is (Rule 1)."""
     if not routing.failures:
-        return combine(outputs or [x], routing.combine_weights, plan)
+        return combine(outputs or [x[:0]], routing.combine_weights, plan)
     is_answered_TK = _all_but({failure.expert_index for failure in routing.failures}, routing)[
         routing.expert_index
     ]
-    is_short_T = is_answered_TK.sum(dim=1) < tolerance.min_experts
+    is_short_T = _is_short(is_answered_TK, routing, tolerance)
     short = is_short_T.nonzero().flatten().tolist()
     if short and not tolerance.allow_zero_outputs:
         raise _too_few(short, routing, tolerance) from cause
     # Rows of tokens that become zeros are taken out, not multiplied by zero, which would keep an infinite one.
-    is_kept_TK = is_answered_TK & ~is_short_T.unsqueeze(1)
+    is_kept_TK = _of_those_kept(is_answered_TK, routing) & ~is_short_T.unsqueeze(1)
     kept_plan, is_kept_N = select(plan, is_kept_TK)
     rows_ND = torch.cat(tuple(outputs))[is_kept_N] if outputs else x[:0]
     return combine([rows_ND], renormalize(routing.combine_weights, is_kept_TK), kept_plan)
+
+
+def _is_short(is_there_TK: Tensor, routing: Routing, tolerance: Tolerance) -> Tensor:
+    """Return (T,), bool: which tokens have too few experts; of what the router dropped they have no need."""
+    num_there_T = _of_those_kept(is_there_TK, routing).sum(dim=1)
+    num_wanted_T = _of_those_kept(torch.ones_like(is_there_TK), routing).sum(dim=1)
+    return num_there_T < num_wanted_T.clamp(max=tolerance.min_experts)
+
+
+def _of_those_kept(choices_TK: Tensor, routing: Routing) -> Tensor:
+    return choices_TK if routing.is_kept is None else choices_TK & routing.is_kept
 
 
 def _all_but(expert_indexes: Collection[int], routing: Routing) -> Tensor:

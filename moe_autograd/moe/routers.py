@@ -3,7 +3,7 @@
 A router of one's own is any module with an attribute `num_experts` that maps `x`, (..., D), to the
 `Routing` of its T tokens.
 
-Shape letters: T tokens, D d_model, E experts, K top-k.
+Shape letters: T tokens, D d_model, E experts, K top-k, N = T * K choices.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class TopKRouter(nn.Module):
         top_k: how many of them each token goes to, 1 to `num_experts`.
         normalize: divide the chosen probabilities by their sum. `False` leaves them as they are, as the Switch
             layer does: a single weight (``top_k=1``) would always be one and teach the router nothing.
+        capacity_factor: how many times its even share, ``T * top_k / num_experts`` tokens rounded up, an expert
+            takes at most. It keeps the choices with the largest weights; the others are dropped: they add nothing to
+            their tokens, whose other weights stay as they are. `None` drops nothing. An attribute, so that
+            evaluation may have another one.
         device: where to create the weight, as in `torch.nn.Linear`.
         dtype: the weight's dtype, as in `torch.nn.Linear`.
 
@@ -53,6 +57,7 @@ class TopKRouter(nn.Module):
         top_k: int,
         *,
         normalize: bool = True,
+        capacity_factor: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -67,10 +72,16 @@ class TopKRouter(nn.Module):
                 f"TopKRouter: expected top_k from 1 to num_experts, got {top_k} (num_experts={num_experts}). "
                 "Choose a smaller top_k or add experts."
             )
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(
+                f"TopKRouter: expected a positive capacity_factor or None, got {capacity_factor}. 1.0 lets each expert "
+                "take its even share; None drops no token."
+            )
         self.d_model = d_model
         self.num_experts = num_experts
         self.top_k = top_k
         self.normalize = normalize
+        self.capacity_factor = capacity_factor
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -91,8 +102,36 @@ class TopKRouter(nn.Module):
         weights_TK, expert_index_TK = torch.topk(probabilities_TE, self.top_k, dim=-1)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK)
+        if self.capacity_factor is None:
+            return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK)
+        capacity = math.ceil(self.capacity_factor * expert_index_TK.numel() / self.num_experts)
+        is_kept_TK = within_capacity(expert_index_TK, weights_TK, capacity)
+        weights_TK = weights_TK.where(is_kept_TK, 0.0)
+        return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK, is_kept_TK)
 
     def extra_repr(self) -> str:
         """Show the sizes in the module's `repr`."""
-        return f"d_model={self.d_model}, num_experts={self.num_experts}, top_k={self.top_k}"
+        sizes = f"d_model={self.d_model}, num_experts={self.num_experts}, top_k={self.top_k}"
+        return sizes if self.capacity_factor is None else f"{sizes}, capacity_factor={self.capacity_factor}"
+
+
+def within_capacity(expert_index: Tensor, weights: Tensor, capacity: int) -> Tensor:
+    """Return which choices are among the `capacity` ones of largest weight of their expert: (T, K), bool.
+
+    Args:
+        expert_index: (T, K), int64.
+        weights: (T, K), floating; of equal ones the earlier token's counts as larger.
+        capacity: at most so many choices an expert.
+
+    >>> within_capacity(torch.tensor([[0], [0], [1]]), torch.tensor([[0.6], [0.9], [0.5]]), capacity=1).flatten()
+    tensor([False,  True,  True])
+    """
+    index_N = expert_index.flatten()
+    order_N = weights.detach().flatten().argsort(descending=True, stable=True)
+    order_N = order_N[index_N[order_N].argsort(stable=True)]  # by expert, and by weight within
+    counts_E = index_N.bincount()
+    starts_N = (counts_E.cumsum(0) - counts_E).repeat_interleave(counts_E)
+    rank_N = torch.arange(len(index_N), device=index_N.device) - starts_N
+    is_kept_N = torch.empty_like(index_N, dtype=torch.bool)
+    is_kept_N[order_N] = rank_N < capacity
+    return is_kept_N.reshape(expert_index.shape)

@@ -27,6 +27,8 @@ class Routing:
         probabilities: (T, E), float32 or float64, each row sums to one.
         expert_index: (T, K), int64, the experts of each token, most probable first, no expert twice in a row.
         combine_weights: (T, K), float32 or float64, the weight of each of these experts' outputs.
+        is_kept: (T, K), bool, which choices are computed; the others are dropped, and their weights are zero. `None`:
+            all are.
         failures: the experts that a layer with ``on_failure="drop"`` went on without, in its forward and, as they are
             found, in its backwards. Nothing else here changes with them: it is what the router decided.
 
@@ -39,6 +41,7 @@ class Routing:
     probabilities: Tensor
     expert_index: Tensor
     combine_weights: Tensor
+    is_kept: Tensor | None = None
     failures: list[ExpertFailure] = field(default_factory=list)
 
     @property
@@ -58,8 +61,13 @@ class Routing:
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """How many tokens each expert gets: (E,), int64, summing to T * K."""
+        """How many tokens chose each expert, before any are dropped: (E,), int64, summing to T * K."""
         return torch.bincount(self.expert_index.flatten(), minlength=self.num_experts)
+
+    @property
+    def num_dropped(self) -> int:
+        """How many of the T * K choices are not computed."""
+        return 0 if self.is_kept is None else int((~self.is_kept).sum())
 
     @property
     def load_balancing_loss(self) -> Tensor:

@@ -25,9 +25,10 @@ import grpc
 import torch
 
 from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError, StragglerError
-from moe_autograd.remote.channel import Channel, error_of_call
+from moe_autograd.remote.channel import Channel, end, error_of_call
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.timeline import add_span, is_recording
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import RESULT, BackwardHead, ForwardHead, ResultHead
@@ -76,13 +77,26 @@ class Outcome:
     server_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for all calls of an operation.
+
+    Args:
+        deadline: of the operation.
+        limits: of what servers send.
+        cancellation: of the operation.
+    """
+
+    deadline: Deadline
+    limits: TensorLimits
+    cancellation: Cancellation
+
+
 def exchange(
     channel: Channel,
     rpc: str,
     requests: Sequence[Request],
-    deadline: Deadline,
-    limits: TensorLimits,
-    cancellation: Cancellation,
+    terms: Terms,
     outcomes_by_index: dict[int, Outcome] | None = None,
 ) -> list[Outcome]:
     """Make all calls in one stream and return their outcomes, in order.
@@ -91,25 +105,22 @@ def exchange(
         channel: to the server.
         rpc: `Forward` or `Backward`.
         requests: the calls.
-        deadline: of the operation.
-        limits: of what the server sends.
-        cancellation: of the operation.
+        terms: of the operation.
         outcomes_by_index: filled with the outcomes as they come, before `on_settled` is called.
 
     Raises:
         ServerUnavailableError: the channel has been closed.
         KeyboardInterrupt: Ctrl-C; the stream is cancelled first.
     """
-    filled = {} if outcomes_by_index is None else outcomes_by_index
-    outcomes = _one_stream(channel, rpc, requests, deadline, limits, cancellation, filled)
+    line = _Line(channel, rpc, terms)
+    outcomes = line.settle(requests, {} if outcomes_by_index is None else outcomes_by_index)
     again = [
         index
         for index, outcome in enumerate(outcomes)
         if isinstance(outcome.error, InputsNeededError) and requests[index].with_inputs is not None
     ]
     if again:
-        repeated = [_with_inputs(requests[index]) for index in again]
-        results = _one_stream(channel, rpc, repeated, deadline, limits, cancellation, {})
+        results = line.settle([_with_inputs(requests[index]) for index in again], {})
         for index, outcome in zip(again, results, strict=True):
             outcomes[index] = outcome
     return outcomes
@@ -121,69 +132,112 @@ def _with_inputs(request: Request) -> Request:
     return Request(request.expert, head, tensors, request.encoding, on_settled=request.on_settled)
 
 
-def _one_stream(
-    channel: Channel,
-    rpc: str,
-    requests: Sequence[Request],
-    deadline: Deadline,
-    limits: TensorLimits,
-    cancellation: Cancellation,
-    outcomes: dict[int, Outcome],
-) -> list[Outcome]:
-    started_s = time.perf_counter()
-    writer = ParcelWriter()
-    index_of = {
-        writer.add(request.head, request.tensors, request.encoding): index
-        for index, request in enumerate(requests)
-    }
-    first = writer.next_message()
-    assert first is not None, "there is a call to make"
-    stream = channel.stream(rpc, first, iter(writer.next_message, None) if writer else None, deadline)
-    cancellation.add(stream.cancel)
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """To whom calls go, what is asked, and on which terms."""
 
-    def place(index: int) -> str:
-        return f"expert {requests[index].expert!r} at {channel.address}, {rpc.lower()}, {deadline}"
+    channel: Channel
+    rpc: str
+    terms: Terms
 
-    def fail_the_rest(error_at: Callable[[str], RemoteError]) -> None:
-        for index in range(len(requests)):
-            if index not in outcomes:
-                outcomes[index] = Outcome(error=error_at(place(index)), was_answered=False)
+    def settle(self, requests: Sequence[Request], outcomes: dict[int, Outcome]) -> list[Outcome]:
+        """Make the calls in one stream; what a fork of this process interrupts, in another."""
+        for may_interrupt in (True, False):
+            if len(outcomes) < len(requests):
+                with GATE.passage(may_interrupt=may_interrupt) as passage:
+                    _Stream(self, requests, outcomes).run(passage)
+        return [outcomes[index] for index in range(len(requests))]
 
-    reader = ParcelReader(limits)
-    try:
-        for message in stream:
-            for parcel in reader.feed(message):
-                index, result = _result_of(parcel, index_of)
-                if index in outcomes:
-                    raise CorruptDataError(f"call {result.call}: expected one result, got a second.")
-                request = requests[index]
-                if parcel.error is None and result.status.code == pb.OK:
-                    server_s = result.queue_s + result.compute_s
-                    outcomes[index] = Outcome(parcel.tensors, result.is_sequence, server_s=server_s)
-                    request.on_settled(True)
-                else:
-                    outcomes[index] = Outcome(error=_error_in(parcel, result, request.expert, place(index)))
-                if is_recording():
-                    add_span(request.expert, rpc.lower(), started_s, time.perf_counter())
-        reader.finish()
-        if channel.encodings.is_measuring(rpc) and len(outcomes) == len(requests):
-            _measure(channel, rpc, requests, outcomes.values(), time.perf_counter() - started_s)
-        fail_the_rest(
-            lambda where: RemoteError(f"{where}: expected a result, got none. The server is broken.")
-        )
-    except grpc.RpcError as error:
-        broken: grpc.RpcError = error
-        channel.note_failure(broken)
-        if cancellation.reason:
-            fail_the_rest(lambda where: StragglerError(f"{where}: {cancellation.reason}"))
-        fail_the_rest(lambda where: _caused(error_of_call(broken, where), broken))
-    except CorruptDataError as error:
-        damaged: CorruptDataError = error
-        fail_the_rest(lambda where: _caused(CorruptDataError(f"{where}: {damaged}"), damaged))
-    finally:
-        stream.cancel()  # if it is still under way: Ctrl-C, or damage
-        cancellation.remove(stream.cancel)
-    return [outcomes[index] for index in range(len(requests))]
+
+class _Stream:
+    """One stream with the calls that have no outcome yet."""
+
+    def __init__(self, line: _Line, requests: Sequence[Request], outcomes: dict[int, Outcome]) -> None:
+        self._line, self._requests, self._outcomes = line, requests, outcomes
+        self._started_s = time.perf_counter()
+        self._writer = ParcelWriter()
+        self._index_of = {
+            self._writer.add(request.head, request.tensors, request.encoding): index
+            for index, request in enumerate(requests)
+            if index not in outcomes
+        }
+
+    def run(self, passage: Passage) -> None:
+        """Make the calls; afterwards all have an outcome, unless a fork interrupted it."""
+        channel = self._line.channel
+        try:
+            self._send_and_take(passage)
+            self._fail_the_rest(
+                lambda where: RemoteError(f"{where}: expected a result, got none. The server is broken.")
+            )
+        except grpc.RpcError as error:
+            if passage.is_interrupted:
+                return
+            broken: grpc.RpcError = error
+            channel.note_failure(broken)
+            if reason := self._line.terms.cancellation.reason:
+                self._fail_the_rest(lambda where: StragglerError(f"{where}: {reason}"))
+            self._fail_the_rest(lambda where: _caused(error_of_call(broken, where), broken))
+        except CorruptDataError as error:
+            damaged: CorruptDataError = error
+            self._fail_the_rest(lambda where: _caused(CorruptDataError(f"{where}: {damaged}"), damaged))
+
+    def _send_and_take(self, passage: Passage) -> None:
+        """Send the calls and take their results; the stream is over when this returns or raises."""
+        channel, rpc = self._line.channel, self._line.rpc
+        first = self._writer.next_message()
+        assert first is not None, "there is a call to make"
+        rest = iter(self._writer.next_message, None) if self._writer else None
+        stream = channel.stream(rpc, first, rest, self._line.terms.deadline, passage)
+        self._line.terms.cancellation.add(stream.cancel)
+        reader = ParcelReader(self._line.terms.limits)
+        try:
+            for message in stream:
+                for parcel in reader.feed(message):
+                    self._take(parcel)
+                if self._is_settled() and not self._writer:
+                    channel.leave(stream)
+                    break
+            reader.finish()
+        except (grpc.RpcError, RemoteError):
+            end(stream)
+            raise
+        except BaseException:  # such as Ctrl-C
+            stream.cancel()
+            raise
+        finally:
+            self._line.terms.cancellation.remove(stream.cancel)
+        if channel.encodings.is_measuring(rpc) and self._is_settled():
+            taken_s = time.perf_counter() - self._started_s
+            _measure(channel, rpc, self._requests, self._outcomes.values(), taken_s)
+
+    def _take(self, parcel: Parcel) -> None:
+        """Take what became of one call."""
+        index, result = _result_of(parcel, self._index_of)
+        if index in self._outcomes:
+            raise CorruptDataError(f"call {result.call}: expected one result, got a second.")
+        request = self._requests[index]
+        if parcel.error is None and result.status.code == pb.OK:
+            server_s = result.queue_s + result.compute_s
+            self._outcomes[index] = Outcome(parcel.tensors, result.is_sequence, server_s=server_s)
+            request.on_settled(True)
+        else:
+            error = _error_in(parcel, result, request.expert, self._place(index))
+            self._outcomes[index] = Outcome(error=error)
+        if is_recording():
+            add_span(request.expert, self._line.rpc.lower(), self._started_s, time.perf_counter())
+
+    def _is_settled(self) -> bool:
+        return len(self._outcomes) == len(self._requests)
+
+    def _place(self, index: int) -> str:
+        line, name = self._line, self._requests[index].expert
+        return f"expert {name!r} at {line.channel.address}, {line.rpc.lower()}, {line.terms.deadline}"
+
+    def _fail_the_rest(self, error_at: Callable[[str], RemoteError]) -> None:
+        for index in range(len(self._requests)):
+            if index not in self._outcomes:
+                self._outcomes[index] = Outcome(error=error_at(self._place(index)), was_answered=False)
 
 
 def _measure(

@@ -61,9 +61,10 @@ class Compression:
     def __post_init__(self) -> None:
         for direction, allowed in (("forward", _ENCODINGS), ("backward", _ENCODINGS.keys() - {"float16"})):
             name = getattr(self, direction)
-            if name not in allowed:
+            if not isinstance(name, str) or name not in allowed:
                 raise ValueError(
-                    f"compression: expected one of {sorted(allowed)}, got {name!r} ({direction}). Choose one of these."
+                    f"compression: expected one of {sorted(allowed)}, got {name!r} ({direction}). Choose one of these; "
+                    "Compression(forward=..., backward=...) names one for each direction."
                 )
 
     @classmethod

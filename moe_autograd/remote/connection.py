@@ -257,9 +257,9 @@ class Connection:
             names_at.setdefault(self._finding.hosts_of(name)[0], []).append(name)
 
         def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
-            num_parameters = {name: self.hosted[name].num_parameters for name in own}
+            layouts = {name: self.hosted[name].layout for name in own}
             limits = self._delivery.settings.limits
-            return fetch_states(channel, num_parameters, operation.deadline, limits, operation.cancellation)
+            return fetch_states(channel, layouts, operation.deadline, limits, operation.cancellation)
 
         with self._delivery.operations.begin() as operation:
             found = self._delivery.at_each(names_at, once, operation, self._moved_names)

@@ -33,12 +33,12 @@ from moe_autograd.errors import (
     RemoteError,
     ServerUnavailableError,
 )
-from moe_autograd.remote.calls import Outcome, Request, exchange
+from moe_autograd.remote.calls import Outcome, Request, Terms, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.fanout import Cancellation, Fanout
 from moe_autograd.remote.finding import Finding
-from moe_autograd.remote.hedging import HedgePolicy, Hedging, Terms
+from moe_autograd.remote.hedging import HedgePolicy, Hedging
 from moe_autograd.remote.operations import Operation, Operations
 from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
 from moe_autograd.wire import experts_pb2 as pb
@@ -175,22 +175,14 @@ class Delivery:
 
     def _send(self, address: str, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
         requests = [job.request for job in jobs]
+        terms = Terms(operation.deadline, self.settings.limits, operation.cancellation)
         elsewhere = self._elsewhere(address, rpc, jobs)
         if self._hedging is not None and any(elsewhere):
-            terms = Terms(operation.deadline, self.settings.limits, operation.cancellation)
-            for job, result in zip(
-                jobs, self._hedging.send(address, requests, elsewhere, terms), strict=True
-            ):
+            results = self._hedging.send(address, requests, elsewhere, terms)
+            for job, result in zip(jobs, results, strict=True):
                 job.address, job.outcome = result
             return
-        outcomes = exchange(
-            self._channel(address),
-            rpc,
-            requests,
-            operation.deadline,
-            self.settings.limits,
-            operation.cancellation,
-        )
+        outcomes = exchange(self._channel(address), rpc, requests, terms)
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome = outcome
         self._note_outcomes(address, outcomes)

@@ -74,7 +74,8 @@ class RemoteExpert(nn.Module):
         """Compute on the server.
 
         Args:
-            inputs: dense tensors of any shape that the expert takes.
+            inputs: dense tensors of any shape that the expert takes. Under autocast, floating ones are converted to
+                the dtype that the server says it takes (`hosted.inputs`).
 
         Returns:
             What the expert returns: a tensor, or a tuple of tensors.
@@ -182,6 +183,10 @@ def call_experts(
     failures: Failures | None,
 ) -> list[Any]:
     """Call all experts at once, differentiably; return what each returned."""
+    inputs = [
+        _under_autocast(connection.hosted[expert.name], args)
+        for expert, args in zip(experts, inputs, strict=True)
+    ]
     calls = [
         _call(connection, index, expert, args)
         for index, (expert, args) in enumerate(zip(experts, inputs, strict=True))
@@ -200,6 +205,19 @@ def _result(call: Call, row: list[Tensor]) -> Tensor | tuple[Tensor, ...] | None
     if call.is_sequence:
         return tuple(row)
     return row[0] if row else None  # it failed, and failures are left out
+
+
+def _under_autocast(hosted: HostedExpert, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Under autocast, convert floating inputs to the dtype that the expert takes, as operators convert theirs."""
+
+    def converted(x: Any, dtype: torch.dtype | None) -> Any:
+        is_meant = (
+            isinstance(x, Tensor) and x.is_floating_point() and dtype is not None and dtype.is_floating_point
+        )
+        return x.to(dtype) if is_meant and torch.is_autocast_enabled(x.device.type) else x
+
+    wanted = [spec.dtype for spec in hosted.inputs] + [None] * len(inputs)
+    return tuple(converted(x, dtype) for x, dtype in zip(inputs, wanted, strict=False))
 
 
 def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:

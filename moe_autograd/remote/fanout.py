@@ -84,10 +84,10 @@ class Fanout:
         if not work:
             return {}
         first, *others = work
-        futures: dict[str, Future[R]] = {
-            address: self._submit(do, address, work[address]) for address in others
-        }
+        futures: dict[str, Future[R]] = {}
         try:
+            for address in others:
+                futures[address] = self._submit(do, address, work[address])
             results: dict[str, R | Exception] = {first: _attempt(do, first, work[first])}
             for address, future in futures.items():
                 outcome = _result(future, address)

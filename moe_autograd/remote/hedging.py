@@ -32,17 +32,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_autograd.errors import DeadlineExceededError, RemoteError
-from moe_autograd.remote.calls import Outcome, Request, exchange
+from moe_autograd.remote.calls import Outcome, Request, Terms, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.closing import closed
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.retry import RetryBudget
 from moe_autograd.wire.heads import BackwardHead, ForwardHead
-from moe_autograd.wire.tensors import TensorLimits
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +93,6 @@ class Latencies:
         if len(taken_s) < _NUM_ENOUGH:
             return self._policy.first_after_s
         return taken_s[math.ceil(self._policy.quantile * len(taken_s)) - 1]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What all requests of one operation share."""
-
-    deadline: Deadline
-    limits: TensorLimits
-    cancellation: Cancellation
 
 
 class Hedging:
@@ -177,7 +167,7 @@ class Hedging:
         try:
             requests = race.watched(leg)
             exchange(
-                channel, "Forward", requests, terms.deadline, terms.limits, leg.cancellation, leg.outcomes
+                channel, "Forward", requests, replace(terms, cancellation=leg.cancellation), leg.outcomes
             )
         except Exception as error:  # the connection is closed; the caller raises it
             failure = error
@@ -200,7 +190,9 @@ class Hedging:
         ]
         if requests:
             try:
-                exchange(channel, "Backward", requests, Deadline(_LET_GO_S), terms.limits, Cancellation())
+                exchange(
+                    channel, "Backward", requests, Terms(Deadline(_LET_GO_S), terms.limits, Cancellation())
+                )
             except RemoteError as error:
                 logger.debug("forwards that lost stay at %s: %s", channel.address, error)
 

@@ -67,6 +67,11 @@ class RemoteOptimizer:
         for module in trained:
             self._names.setdefault(module.call_group, []).append(module.name)
 
+    def __repr__(self) -> str:
+        names = [name for names in self._names.values() for name in names]
+        places = sorted({address for connection in self._names for address in connection.addresses})
+        return f"RemoteOptimizer({', '.join(names)} at {', '.join(places)})"
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that this client gave since its last `zero_grad`.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_autograd.remote.inputs import InputSpec
 from moe_autograd.wire import experts_pb2 as pb
@@ -38,6 +38,7 @@ class HostedExpert:
         optimizer: the optimizer's class; empty for none.
         inputs: what its inputs have to be, as far as the server says so.
         wants_hints: whether it comes and goes on its server, and is there sooner if that knows in time.
+        layout: of its state, on the first of the servers.
     """
 
     name: str
@@ -50,6 +51,7 @@ class HostedExpert:
     optimizer: str
     inputs: tuple[InputSpec, ...] = ()
     wants_hints: bool = False
+    layout: pb.StateLayout = field(default_factory=pb.StateLayout, repr=False, compare=False)
 
 
 class Placement:
@@ -65,6 +67,7 @@ class Placement:
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._replies: dict[str, dict[str, pb.ExpertInfo]] = {}
+        self._layouts: dict[str, Sequence[pb.StateLayout]] = {}  # by address
         self._answered: frozenset[str] = frozenset()  # when servers were asked last
         self._beside: dict[
             str, dict[str, frozenset[str]]
@@ -85,6 +88,7 @@ class Placement:
             self._replies = {address: self._replies.get(address, {}) for address in self._addresses}
             for address, reply in replies.items():
                 self._replies[address] = {info.name: info for info in reply.experts}
+                self._layouts[address] = reply.layouts
                 self._rests.pop(address, None)
             self._answered = frozenset(replies)
             self._found = {}
@@ -175,7 +179,8 @@ class Placement:
             for address in self._addresses:
                 for name, info in self._replies.get(address, {}).items():
                     places.setdefault(name, []).append((address, info))
-        return {name: _hosted(name, found) for name, found in places.items()}
+            layouts = dict(self._layouts)
+        return {name: _hosted(name, found, layouts[found[0][0]]) for name, found in places.items()}
 
     def __repr__(self) -> str:
         now = time.monotonic()
@@ -183,7 +188,9 @@ class Placement:
         return f"Placement({len(self._addresses)} servers, resting: {resting})"
 
 
-def _hosted(name: str, places: Sequence[tuple[str, pb.ExpertInfo]]) -> HostedExpert:
+def _hosted(
+    name: str, places: Sequence[tuple[str, pb.ExpertInfo]], layouts: Sequence[pb.StateLayout]
+) -> HostedExpert:
     info = places[0][1]
     return HostedExpert(
         name=name,
@@ -196,4 +203,5 @@ def _hosted(name: str, places: Sequence[tuple[str, pb.ExpertInfo]]) -> HostedExp
         optimizer=info.optimizer,
         inputs=tuple(InputSpec.of(spec) for spec in info.inputs),
         wants_hints=info.wants_hints,
+        layout=layouts[info.layout] if info.layout < len(layouts) else pb.StateLayout(),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 
+from moe_autograd.wire.certificates import channel_credentials
 from moe_autograd.wire.options import ChannelOption
 
 
@@ -37,13 +38,9 @@ class TLS:
             )
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files; raises `OSError` where one cannot be read."""
-        return grpc.ssl_channel_credentials(_read(self.ca_file), _read(self.key_file), _read(self.cert_file))
+        """Read the files; raises `OSError` where one cannot be read, and `ValueError` where it is no PEM."""
+        return channel_credentials(self.ca_file, self.cert_file, self.key_file)
 
     def options(self) -> tuple[ChannelOption, ...]:
         """Return the channel options that belong to it."""
         return () if self.server_name is None else (("grpc.ssl_target_name_override", self.server_name),)
-
-
-def _read(file: str | Path | None) -> bytes | None:
-    return None if file is None else Path(file).read_bytes()

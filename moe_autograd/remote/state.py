@@ -1,7 +1,7 @@
 """The weights of hosted experts, streamed tensor by tensor: fetched, and set.
 
-What a server sends is taken only if it is whole: a state that lacks an entry would be saved, and missed when it is
-loaded. What the values are, only the server knows.
+What a server sends is taken only if it has the keys, dtypes and shapes that it told when it was asked what it hosts:
+another state would be saved, and be missed when it is loaded. What the values are, only the server knows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import grpc
 from torch import Tensor
 
 from moe_autograd.errors import CorruptDataError
-from moe_autograd.remote.channel import Channel, error_of_call
+from moe_autograd.remote.channel import Channel, end, error_of_call
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
+from moe_autograd.wire.layouts import mismatch
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
 from moe_autograd.wire.tensors import TensorLimits
 
@@ -25,7 +27,7 @@ State = dict[str, Tensor]
 
 def fetch_states(
     channel: Channel,
-    num_parameters: Mapping[str, int],
+    layouts: Mapping[str, pb.StateLayout],
     deadline: Deadline,
     limits: TensorLimits,
     cancellation: Cancellation,
@@ -34,7 +36,7 @@ def fetch_states(
 
     Args:
         channel: to the server.
-        num_parameters: of each expert, by name, as its server said when it was asked what it hosts.
+        layouts: of each expert's state, by name, as its server said when it was asked what it hosts.
         deadline: of all of it.
         limits: of what the server sends.
         cancellation: of the operation.
@@ -42,10 +44,29 @@ def fetch_states(
     Raises:
         CorruptDataError: a state is not whole.
     """
+    with GATE.passage(may_interrupt=True) as passage:
+        states = _fetch(channel, layouts, deadline, limits, cancellation, passage)
+    if states is None:
+        with GATE.passage() as passage:
+            states = _fetch(channel, layouts, deadline, limits, cancellation, passage)
+    assert states is not None, "only a fork interrupts it"
+    return states
+
+
+def _fetch(
+    channel: Channel,
+    layouts: Mapping[str, pb.StateLayout],
+    deadline: Deadline,
+    limits: TensorLimits,
+    cancellation: Cancellation,
+    passage: Passage,
+) -> dict[str, State] | None:
+    """Do so; return None if a fork of this process interrupts it."""
     place = f"server at {channel.address}, state_dict"
-    stream = channel.stream("GetState", seal(pb.GetStateRequest(experts=num_parameters)), None, deadline)
+    request = seal(pb.GetStateRequest(experts=layouts))
+    stream = channel.stream("GetState", request, None, deadline, passage)
     cancellation.add(stream.cancel)
-    reader, arrivals = ParcelReader(limits), _Arrivals(num_parameters)
+    reader, arrivals = ParcelReader(limits), _Arrivals(layouts)
     try:
         for message in stream:
             for parcel in reader.feed(message):
@@ -53,12 +74,18 @@ def fetch_states(
         reader.finish()
         return arrivals.complete()
     except grpc.RpcError as error:
+        end(stream)
+        if passage.is_interrupted:
+            return None
         channel.note_failure(error)
         raise error_of_call(error, f"{place}, {deadline}") from error
     except CorruptDataError as error:
+        end(stream)
         raise CorruptDataError(f"{place}, {deadline}: {error}") from error
-    finally:
+    except BaseException:  # such as Ctrl-C
         stream.cancel()
+        raise
+    finally:
         cancellation.remove(stream.cancel)
 
 
@@ -66,12 +93,12 @@ class _Arrivals:
     """States as they arrive, expert by expert: each the number of its entries, and then so many.
 
     Args:
-        num_parameters: of each expert that was asked for, in this order.
+        layouts: of each expert that was asked for, in this order.
     """
 
-    def __init__(self, num_parameters: Mapping[str, int]) -> None:
-        self._num_parameters = num_parameters
-        self._to_come = list(num_parameters)[::-1]
+    def __init__(self, layouts: Mapping[str, pb.StateLayout]) -> None:
+        self._layouts = layouts
+        self._to_come = list(layouts)[::-1]
         self._num_left = 0
         self._states: dict[str, State] = {}
         self._name = ""
@@ -103,15 +130,13 @@ class _Arrivals:
         """Return all states; raises `CorruptDataError` if something has not come."""
         if self._num_left or self._to_come:
             raise CorruptDataError(
-                f"expected the states of {len(self._num_parameters)} experts, got the end with {self._num_left} "
+                f"expected the states of {len(self._layouts)} experts, got the end with {self._num_left} "
                 f"entries of expert {self._name!r} and {len(self._to_come)} experts to come. The server is broken."
             )
         for name, state in self._states.items():
-            num_values = sum(tensor.numel() for tensor in state.values())
-            if num_values < self._num_parameters[name]:
+            if (wrong := mismatch(self._layouts[name], state)) is not None:
                 raise CorruptDataError(
-                    f"expert {name!r}: expected at least the {self._num_parameters[name]} parameters it was hosted "
-                    f"with, got {num_values} values ({len(state)} entries). Has its server another configuration now?"
+                    f"expert {name!r}, {wrong}. Has its server another configuration now? Connect anew."
                 )
         return self._states
 

@@ -255,21 +255,23 @@ class InfoRequest(_message.Message):
     def __init__(self, checksum: _Optional[int] = ...) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("server_version", "server_id", "experts", "limits", "checksum")
+    __slots__ = ("server_version", "server_id", "experts", "limits", "layouts", "checksum")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     server_id: str
     experts: _containers.RepeatedCompositeFieldContainer[ExpertInfo]
     limits: ServerLimits
+    layouts: _containers.RepeatedCompositeFieldContainer[StateLayout]
     checksum: int
-    def __init__(self, server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[ExpertInfo, _Mapping]]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[ExpertInfo, _Mapping]]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., layouts: _Optional[_Iterable[_Union[StateLayout, _Mapping]]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ExpertInfo(_message.Message):
-    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints")
+    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints", "layout")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +282,7 @@ class ExpertInfo(_message.Message):
     NUM_UPDATES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     WANTS_HINTS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     inputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -290,7 +293,8 @@ class ExpertInfo(_message.Message):
     num_updates: int
     optimizer: str
     wants_hints: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ..., wants_hints: _Optional[bool] = ...) -> None: ...
+    layout: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ..., wants_hints: _Optional[bool] = ..., layout: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("dtype", "shape", "may_have_more")
@@ -395,6 +399,22 @@ class GetStateRequest(_message.Message):
     experts: _containers.RepeatedScalarFieldContainer[str]
     checksum: int
     def __init__(self, experts: _Optional[_Iterable[str]] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class StateLayout(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[EntryLayout]
+    def __init__(self, entries: _Optional[_Iterable[_Union[EntryLayout, _Mapping]]] = ...) -> None: ...
+
+class EntryLayout(_message.Message):
+    __slots__ = ("key", "dtype", "shape")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StateEntry(_message.Message):
     __slots__ = ("expert", "key")

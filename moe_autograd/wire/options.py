@@ -9,7 +9,7 @@ from __future__ import annotations
 PART_BYTES = 1 << 20  # 64 MiB as one message moves at a fifth of the speed, and holds up all small calls
 MAX_PARCELS = (
     1 << 16
-)  # in a message: each weighs a kilobyte or so in Python, and as little as six bytes on the wire
+)  # in a message: each weighs a kilobyte in Python, and as little as six bytes on the wire
 MAX_MESSAGE_BYTES = 4 << 20  # never -1: one hostile message would take all memory
 
 ChannelOption = tuple[str, int | str]

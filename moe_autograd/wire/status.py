@@ -21,6 +21,7 @@ Anything else that a server raises is its own fault: it becomes INTERNAL, with t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import grpc
@@ -64,6 +65,11 @@ _ERROR_OF_GRPC[grpc.StatusCode.UNAUTHENTICATED] = PermissionDeniedError
 # Our servers never end an RPC so: grpc itself does, when a connection breaks or a server stops in the middle.
 _ERROR_OF_GRPC[grpc.StatusCode.CANCELLED] = ServerUnavailableError
 _ERROR_OF_GRPC[grpc.StatusCode.UNKNOWN] = ServerUnavailableError
+_NOT_CONNECTED = re.compile(
+    r"(?:failed to connect to all addresses; last error: \w+: (?:\S+: )?(?:Failed to connect to remote host: )?"
+    r"|errors resolving .*: )(.*?)\.?\]?",
+    re.DOTALL,
+)
 
 
 # ---- errors -> status, on the server
@@ -127,8 +133,19 @@ def error_of_rpc(
 ) -> RemoteError:
     """Return the error that the end of a whole RPC tells of (`call.code()`, `.details()`, `.trailing_metadata()`)."""
     hint = dict(trailing or ()).get(RETRY_AFTER_KEY)
-    text = details or code.name
+    text = _in_our_words(details or code.name)
     return _error(_ERROR_OF_GRPC.get(code, RemoteError), text, _seconds(hint), place)
+
+
+def _in_our_words(details: str) -> str:
+    """Return what to say of a connection that grpc could not make; other details are a server's, and ours already."""
+    failed = _NOT_CONNECTED.fullmatch(details)
+    if failed is None:
+        return details
+    return (
+        f"expected a connection, got {failed[1]!r}. Is the server started, is this its address, do both use TLS or "
+        "neither?"
+    )
 
 
 def _error(error: type[RemoteError], text: str, retry_after_s: float | None, place: str) -> RemoteError:

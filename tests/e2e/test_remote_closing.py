@@ -16,10 +16,12 @@ from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.forking import Passage
 from moe_autograd.wire import experts_pb2 as pb
 from tests.support.hosting import sgd
 
 ENDLESS = RetryPolicy(patience_s=1e6)  # a call that waits for a closed connection would not return
+PASSAGE = Passage(may_interrupt=False)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ class ClosedInBetween(Channel):
     [
         lambda channel, deadline: channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline),
         lambda channel, deadline: channel.upload("SetState", iter([b""]), pb.UpdateReply, deadline),
-        lambda channel, deadline: channel.stream("GetState", b"", None, deadline),
-        lambda channel, deadline: channel.stream("Forward", b"", iter([b""]), deadline),
+        lambda channel, deadline: channel.stream("GetState", b"", None, deadline, PASSAGE),
+        lambda channel, deadline: channel.stream("Forward", b"", iter([b""]), deadline, PASSAGE),
     ],
     ids=["unary", "upload", "stream", "stream both ways"],
 )

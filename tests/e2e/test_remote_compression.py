@@ -60,7 +60,7 @@ def test_shapes_at_the_edge(server, shape):
         assert torch.equal(experts["echo"](torch.ones(shape)), torch.ones(shape))
 
 
-@pytest.mark.parametrize("name", ["zip", "", None])
+@pytest.mark.parametrize("name", ["zip", "", None, {"forward": "int8"}])
 def test_an_unknown_name_is_refused(server, name):
     with pytest.raises(ValueError, match="compression: expected one of"):
         connect(server.address, compression=name)

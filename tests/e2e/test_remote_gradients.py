@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from experts_server.config import LimitsConfig, ServingConfig
 from moe_autograd import split_backward
-from moe_autograd.errors import MoeAutogradError
+from moe_autograd.errors import InvalidCallError, MoeAutogradError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 
 
@@ -112,6 +112,26 @@ class TestValuesAndGradients:
             found.append((x_grad, *pending.run()))
         torch.testing.assert_close(found[1], found[0])
         assert not weights_change(remote, "two")
+
+    def test_under_autocast_an_expert_computes_in_its_own_dtype_and_gradients_have_the_inputs(
+        self, local, remote
+    ):
+        x = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
+        twin = x.detach().clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = remote["linear"](x)
+        expected = local["linear"](twin.float())
+        torch.testing.assert_close(y, expected)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(x.grad, twin.grad)
+        with pytest.raises(InvalidCallError, match=r"expected dtype torch\.float32, got torch\.bfloat16"):
+            remote["linear"](x)
+        with (
+            pytest.raises(InvalidCallError, match=r"torch\.int64"),
+            torch.autocast("cpu", dtype=torch.bfloat16),
+        ):
+            remote["linear"](x.long())
 
     def test_several_inputs_and_outputs(self, local, remote):
         inputs = [torch.randn(5, 4, requires_grad=True), torch.tensor(3.0, requires_grad=True)]

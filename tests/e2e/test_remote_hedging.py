@@ -15,11 +15,11 @@ from experts_server.kept import KeptForwards
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
 from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, hedging
-from moe_autograd.remote.calls import Request
+from moe_autograd.remote.calls import Request, Terms
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
-from moe_autograd.remote.hedging import Hedging, Latencies, Terms
+from moe_autograd.remote.hedging import Hedging, Latencies
 from moe_autograd.remote.retry import RetryBudget
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.tensors import TensorLimits

@@ -1,4 +1,4 @@
-"""Remote experts among signals, forks, threads and event loops."""
+"""Remote experts among signals, spawned processes, threads and event loops."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
+from tests.support.held import Held
 from tests.support.servers import ROOT, wait_until, wait_until_inside
 from tests.support.subprocesses import assert_prints
 
@@ -81,30 +82,6 @@ class Gated(nn.Module):
         self.begun.set()
         assert self.gate.wait(120)
         return x
-
-
-class Held(nn.Module):
-    """A layer whose forward or backward waits until it is let go; counts those that have begun."""
-
-    def __init__(self, phase: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.phase = phase
-        self.begun, self.may_go = threading.Event(), threading.Event()
-        self.num_begun = 0
-
-    def forward(self, x):
-        if self.phase == "forward":
-            self._hold()
-        y = self.linear(x)
-        if self.phase == "backward" and y.requires_grad:
-            y.register_hook(lambda grad: self._hold())
-        return y
-
-    def _hold(self) -> None:
-        self.num_begun += 1
-        self.begun.set()
-        assert self.may_go.wait(120)
 
 
 INTERRUPTED = """
@@ -188,75 +165,6 @@ def test_a_call_that_is_given_up_before_it_began_is_never_begun():
         first.join(60)
         experts["gated"](x)
         assert gated.num_calls == 2
-
-
-def test_a_forked_child_gets_a_clear_error_and_can_connect_anew(server):
-    assert_prints(
-        f"""
-        import os, torch
-        from moe_autograd.remote import connect
-        with connect({server.address!r}) as experts:
-            x = torch.ones(1, 4)
-            experts["ffn.0"](x)
-            child = os.fork()
-            if child == 0:
-                try:
-                    experts["ffn.0"](x)
-                except RuntimeError as error:
-                    assert "expected to be used in the process that made it" in str(error), error
-                    print("refused", flush=True)
-                with connect({server.address!r}) as anew:
-                    anew["ffn.0"](x)
-                print("anew", flush=True)
-                experts.close()  # as its `with` block would
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
-            experts["ffn.0"](x)
-            print("parent")
-        """,
-        "refused anew parent",
-    )
-
-
-def test_a_child_forked_in_the_middle_of_a_call_is_refused_and_ends():
-    """Another thread of the parent is inside gRPC then, with whatever locks it holds."""
-    program = """
-        import os, sys, threading, torch
-        from moe_autograd.remote import connect
-        with connect(sys.argv[1], timeout_s=1000) as experts:
-            call = threading.Thread(target=experts["gated"], args=(torch.ones(1, 4),))
-            call.start()
-            sys.stdin.readline()
-            child = os.fork()
-            if child == 0:
-                try:
-                    experts["gated"](torch.ones(1, 4))
-                except RuntimeError as error:
-                    print("refused", flush=True)
-                experts.close()
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
-            print("parent", flush=True)
-            call.join()
-    """
-    gated = Gated()
-    with ExpertsServer({"gated": gated}) as server:
-        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), server.address]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
-            try:
-                assert gated.begun.wait(120)
-                assert process.stdin is not None
-                assert process.stdout is not None
-                process.stdin.write("fork\n")
-                process.stdin.flush()
-                assert [process.stdout.readline() for _ in range(2)] == ["refused\n", "parent\n"]
-                gated.gate.set()
-                process.communicate(timeout=120)
-            finally:
-                gated.gate.set()
-                process.kill()
-        assert process.returncode == 0
 
 
 def test_a_spawned_child_connects_by_itself(server):

@@ -110,3 +110,12 @@ class TestMutualTLS:
 def test_a_certificate_without_its_key_is_refused(folder):
     with pytest.raises(ValueError, match="expected cert_file and key_file together"):
         TLS(cert_file=folder / "client.pem")
+
+
+def test_files_that_are_no_certificates_are_refused_by_name_before_anything_connects(folder):
+    with pytest.raises(ValueError, match=r"TLS: expected certificates as PEM, got '.*client\.key'"):
+        connect("127.0.0.1:1", tls=TLS(folder / "client.key"))
+    with pytest.raises(
+        ValueError, match=r"expected a certificate and its key.*server\.key'.*belong together"
+    ):
+        connect("127.0.0.1:1", tls=TLS(cert_file=folder / "client.pem", key_file=folder / "server.key"))

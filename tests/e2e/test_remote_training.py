@@ -79,6 +79,12 @@ def test_losses_and_weights_are_those_of_local_training(name, num_servers):
         assert 0 < updates[expert] <= 20
 
 
+def test_the_optimizers_repr_names_what_it_trains_and_where():
+    modules = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    with ExpertsServer(modules, optimizer=OPTIMIZERS["sgd"]) as server, connect(server.address) as experts:
+        assert repr(RemoteOptimizer(experts)) == f"RemoteOptimizer(a, b at {server.address})"
+
+
 def test_gradients_of_several_backwards_add_up_until_the_step():
     modules = {"ffn.0": nn.Linear(4, 4)}
     twin = copy.deepcopy(modules["ffn.0"])

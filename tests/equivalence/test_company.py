@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -274,6 +276,43 @@ def test_a_compiled_function_around_a_mapped_function_gives_the_same_gradients()
             return first.sin() * second
 
         loss_of(layer(*xs)).backward()
+        return [x.grad for x in xs]
+
+    said = assert_same_program(program, tolerance=1e-12)
+    assert not isinstance(said, Raised), said
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_compiled_backward_through_a_map_gives_the_same_gradients(options: dict[str, Any]) -> None:
+    def program(apply: MapFunction) -> Any:
+        torch._dynamo.reset()
+        modules, (first,), (x,) = (
+            seeded(lambda: nn.Linear(4, 4)),
+            seeded(lambda: nn.Linear(4, 4), 1),
+            leaves(1),
+        )
+        modules[3] = modules[0]
+        hidden = first(x)
+        outputs = apply(modules, [(hidden * i,) for i in range(NUM_CALLS)])
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            (loss_of(outputs) + loss_of([modules[1].weight])).backward()
+        return [y.grad for y in [x, *first.parameters(), *parameters(modules)]]
+
+    mapped = functools.partial(parallel_apply, **options)
+    said = assert_same_program(program, native_apply=one_after_another, mapped_apply=mapped, tolerance=1e-12)
+    assert not isinstance(said, Raised), said
+
+
+@pytest.mark.parametrize("num_calls", [1, NUM_CALLS])
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_compiled_backward_through_a_mapped_function_gives_the_same_gradients(num_calls: int) -> None:
+    def program(apply: MapFunction) -> Any:
+        torch._dynamo.reset()
+        xs = leaves(num_calls)
+        results = apply(SavesInput, *[(x * 2,) for x in xs])
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss_of(results).backward()
         return [x.grad for x in xs]
 
     said = assert_same_program(program, tolerance=1e-12)

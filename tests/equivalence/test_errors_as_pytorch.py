@@ -29,6 +29,10 @@ def make_calls(func: type[Function], broken: set[int]) -> tuple[list[Tensor], li
     return leaves, [(arg, i in broken) for i, arg in enumerate(args)]
 
 
+def title_of(func: type[Function]) -> str:
+    return f"map_with_parallel_backward({func.__name__})"
+
+
 def names_call(notes: tuple[str, ...], index: int) -> bool:
     return any(f"call {index}" in note for note in notes)
 
@@ -64,6 +68,41 @@ def test_a_broken_backward_among_sound_ones_raises_as_pytorch(func: type[Functio
         loss_of(apply(func, *calls)).backward()
 
     assert isinstance(assert_same_program(program), Raised)
+
+
+@pytest.mark.parametrize("func", BREAKS_BACKWARD, ids=lambda func: func.__name__)
+def test_the_broken_backward_of_the_only_call_raises_as_pytorch_and_names_it(func: type[Function]) -> None:
+    def program(apply: MapFunction) -> Any:
+        _, calls = make_calls(func, {0})
+        loss_of(apply(func, calls[0])).backward()
+
+    said = assert_same_program(program)
+    assert isinstance(said, Raised)
+    if func.__name__.startswith("Gives"):  # a complaint about what it returned names the function
+        assert not said.notes
+    else:
+        assert said.notes == (f"{title_of(func)}, backward: raised by call 0 ({func.__name__}) of 1.",)
+
+
+def test_the_only_call_that_returns_an_earlier_result_leaves_that_ones_node_alone() -> None:
+    class Passes(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *more: Any) -> Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return (grad, *[None] * (len(ctx.needs_input_grad) - 1))
+
+    def program(apply: MapFunction) -> Any:
+        x = torch.ones(3, requires_grad=True)
+        y = Passes.apply(x, 1, 2)
+        with torch.no_grad():
+            (z,) = apply(Passes, (y,))
+        (z * y).sum().backward()
+        return x.grad
+
+    assert not isinstance(assert_same_program(program), Raised)
 
 
 def test_an_invalid_gradient_is_reported_with_its_argument_and_both_shapes() -> None:

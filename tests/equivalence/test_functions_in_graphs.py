@@ -238,6 +238,15 @@ def a_function_that_maps_itself(apply: MapFunction) -> Any:
     return x.grad
 
 
+@program
+def hooks_on_leaves_of_calls_without_a_gradient(apply: MapFunction) -> Any:
+    xs = leaves()
+    for x in xs:
+        x.register_hook(lambda grad: grad * 2)
+    loss_of(apply(SavesInput, *[(x,) for x in xs])[1::2]).backward()
+    return [x.grad for x in xs]
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_says_the_same(program: Callable[[MapFunction], Any]) -> None:
     said = assert_same_program(program, tolerance=1e-12)

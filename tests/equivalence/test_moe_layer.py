@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,20 @@ def test_values_and_all_gradients_are_those_of_a_plain_loop(shape: tuple[int, ..
 def test_no_option_changes_a_number(make_expert: Callable[[int], nn.Module], options: dict[str, Any]) -> None:
     layer = layer_of(lambda: make_expert(D_MODEL), **options)
     assert_equals_plain_loop(layer, torch.randn(40, D_MODEL, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_dropped_choices_add_nothing_to_values_and_gradients(top_k: int, on_failure: str) -> None:
+    layer = layer_of(top_k=top_k, on_failure=on_failure)
+    layer.router.capacity_factor = 0.5
+    x = torch.randn(4, 10, D_MODEL, dtype=torch.float64)
+    assert_equals_plain_loop(layer, x)
+    y, routing = layer(x, return_routing=True)
+    without_any = ~routing.is_kept.any(dim=1)
+    assert routing.num_dropped > 0
+    assert top_k > 1 or without_any.any()
+    assert not y.reshape(40, D_MODEL)[without_any].any()
 
 
 def test_tokens_that_do_not_lie_contiguously_are_taken_as_they_read() -> None:
@@ -221,6 +236,26 @@ def test_an_expert_is_called_once_with_all_its_tokens_and_idle_ones_are_not() ->
     loads = routing.tokens_per_expert.tolist()
     assert 0 in loads
     assert [expert.shapes for expert in layer.experts] == [[(n, D_MODEL)] if n else [] for n in loads]
+
+
+def test_an_expert_is_not_called_with_more_tokens_than_its_capacity() -> None:
+    layer = layer_of(Counting, dtype=torch.float32)
+    favour(layer, 2)
+    layer.router.capacity_factor = 1.5
+    layer(torch.rand(10, 3, D_MODEL))
+    sizes = [rows for expert in layer.experts for rows, _ in expert.shapes]
+    assert max(sizes) == layer.experts[2].shapes[0][0] == 15
+
+
+def test_a_router_of_ones_own_may_drop_everything() -> None:
+    class DropsAll(TopKRouter):
+        def forward(self, x: Tensor) -> Routing:
+            return dataclasses.replace(super().forward(x), is_kept=torch.zeros(7, 2, dtype=torch.bool))
+
+    experts = [nn.Linear(4, 4) for _ in range(3)]
+    for on_failure in ("raise", "drop"):
+        layer = MixtureOfExperts(DropsAll(4, 3, 2), experts, on_failure=on_failure)
+        assert torch.equal(layer(torch.randn(7, 4)), torch.zeros(7, 4))
 
 
 def test_parameters_of_idle_experts_get_no_gradient() -> None:
@@ -374,6 +409,23 @@ def test_the_repr_names_only_options_that_were_chosen() -> None:
 def test_another_number_of_experts_than_the_router_chooses_from_is_refused() -> None:
     with pytest.raises(ValueError, match=r"as the router chooses from, 4, got 3 \(num_experts=4\)"):
         MixtureOfExperts(TopKRouter(D_MODEL, 4, 2), [nn.Identity()] * 3)
+
+
+def test_one_module_for_all_experts_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected several experts, got one Linear"):
+        MixtureOfExperts(TopKRouter(4, 2, 1), nn.Linear(4, 4))  # type: ignore[arg-type]  # the point of the test
+
+
+def test_a_router_that_is_none_is_refused() -> None:
+    experts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pytest.raises(
+        TypeError, match=r"expected a router with an int num_experts, got Linear \(num_experts=None\)"
+    ):
+        MixtureOfExperts(nn.Linear(4, 2), experts)
+    no_router = nn.Identity()
+    no_router.num_experts = 2  # type: ignore[assignment]  # the point of the test
+    with pytest.raises(TypeError, match="expected the router to return a Routing, got Tensor"):
+        MixtureOfExperts(no_router, experts)(torch.randn(3, 4))
 
 
 def test_an_expert_that_is_no_module_is_refused_by_its_index() -> None:

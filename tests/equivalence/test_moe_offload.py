@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +51,18 @@ def test_losses_are_those_of_a_layer_whose_experts_are_all_in_memory() -> None:
     torch.testing.assert_close(of_layer, of_plain, rtol=1e-4, atol=0)
     assert of_plain[-1] < of_plain[0]
     assert offloaded.resident_bytes < NUM_EXPERTS * bytes_of_one * 4
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
+def test_a_layer_that_cannot_be_copied_says_which_expert_stays(
+    copying: Callable[[nn.Module], object],
+) -> None:
+    with OffloadedExperts([nn.Linear(4, 4)], make_adam, max_resident_bytes=10_000) as experts:
+        layer = MixtureOfExperts(TopKRouter(4, 1, 1), experts)
+        with pytest.raises(
+            TypeError, match="offloaded expert 'expert-00000': expected to stay where it is, got copied"
+        ):
+            copying(layer)
 
 
 PLACES = ["all in memory", "ram", "folder"]

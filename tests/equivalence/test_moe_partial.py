@@ -137,6 +137,26 @@ def test_experts_lost_in_the_backward_have_a_part_in_the_values_and_none_in_the_
     }
 
 
+@pytest.mark.parametrize("min_experts", [1, 2])
+def test_a_token_whose_choices_were_dropped_needs_no_more_experts_than_it_has_left(min_experts):
+    layer = layer_of(3, fails={1: "forward"}, min_experts=min_experts, allow_zero_outputs=True)
+    layer.router.capacity_factor = 0.4
+    x = tokens()
+    y, routing = layer(x, return_routing=True)
+    answered = routing.is_kept & (routing.expert_index != 1)
+    wanted = routing.is_kept.sum(1).clamp(max=min_experts)
+    weights = routing.combine_weights.where(answered & (answered.sum(1) >= wanted).unsqueeze(1), 0)
+    weights = (weights / weights.sum(1, keepdim=True)).nan_to_num() * routing.combine_weights.sum(
+        1, keepdim=True
+    )
+    expected = torch.zeros_like(x)
+    for index, expert in enumerate(layer.experts):
+        expected = expected + (weights * (routing.expert_index == index)).sum(
+            1, keepdim=True
+        ) * expert.linear(x)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_without_a_failure_the_numbers_are_those_of_a_strict_layer_to_the_last_bit():
     x = tokens()
     tolerant, strict = layer_of(), layer_of(on_failure="raise")

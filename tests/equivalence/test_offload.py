@@ -536,3 +536,41 @@ def test_an_optimizer_that_runs_in_a_backward_sees_none_of_the_callers_modes() -
     with torch.autocast("cpu", dtype=torch.bfloat16):
         experts[0](torch.ones(4, 8)).sum().backward()
     assert seen == [(False, False)]
+
+
+class Replacing(torch.optim.Optimizer):
+    """Puts a new tensor into its state in each step, and from the third on keeps a second one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["num_steps"] = state.get("num_steps", 0) + 1
+            state["mean"] = 0.9 * state.get("mean", 0.0) + parameter.grad
+            if state["num_steps"] > 2:
+                state["peak"] = torch.maximum(state.get("peak", parameter.grad), parameter.grad.abs())
+            parameter -= 0.1 * state["mean"] / (1 + state.get("peak", 0.0))
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_an_optimizer_that_replaces_its_state(update: Any) -> None:
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 4) for _ in range(3)]
+    twins = copy.deepcopy(modules)
+    optimizers = [Replacing(twin.parameters()) for twin in twins]
+    experts = OffloadedExperts(modules, Replacing, max_resident_bytes=500, update=update)
+    for _ in range(5):
+        x = torch.randn(3, 4)
+        sum(expert(x) for expert in experts).square().sum().backward()  # type: ignore[union-attr]
+        sum(twin(x) for twin in twins).square().sum().backward()  # type: ignore[union-attr]
+        if update == "on_step":
+            experts.step()
+            experts.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for i, twin in enumerate(twins):
+        torch.testing.assert_close(experts.state_dict(i)["weight"], twin.weight.detach())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -132,46 +132,6 @@ def test_gradients_of_a_few_tensors_are_the_same_and_no_others_are_touched(wante
     assert_same_modules_program(program)
 
 
-class NormalizesOnceLetIn(nn.Module):
-    """Its call for the first input waits until a later call of the map opens the gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.gate = threading.Event()
-
-    def forward(self, x: Tensor, is_first: bool) -> Tensor:
-        if is_first:
-            assert self.gate.wait(PATIENCE_S)
-        return cast(Tensor, self.norm(x))
-
-    def open_the_gate(self, x: Tensor) -> Tensor:
-        self.gate.set()
-        return x * 2
-
-
-def test_running_statistics_of_a_module_in_several_places_are_those_of_a_loop() -> None:
-    def program(apply: MapFunction) -> Any:
-        (module,) = seeded(NormalizesOnceLetIn, 1)
-        assert isinstance(module, NormalizesOnceLetIn)
-        if apply is one_after_another:
-            module.gate.set()
-        xs = leaves(9)
-        calls = [module] * 8 + [module.open_the_gate]
-        outputs = apply(calls, [*[(x, i == 0) for i, x in enumerate(xs[:8])], (xs[8],)])
-        loss_of(outputs).backward()
-        return list(module.buffers()), [x.grad for x in [*xs, *module.parameters()]]
-
-    assert_same_modules_program(program)
-
-
-def test_a_module_in_several_places_fails_as_in_a_loop_and_keeps_nobody_waiting() -> None:
-    module = nn.BatchNorm1d(4)
-    with pytest.raises(ValueError, match="expected 2D or 3D input") as caught:
-        parallel_apply([module] * 8, [(torch.ones(4),), *[(torch.randn(5, 4),)] * 7])
-    assert any("call 0" in note for note in caught.value.__notes__)
-
-
 @pytest.mark.parametrize("chosen", [[0], [3], [1, 2]])
 def test_a_loss_over_some_outputs_leaves_the_other_modules_without_gradients(chosen: list[int]) -> None:
     def program(apply: MapFunction) -> Any:
@@ -231,6 +191,19 @@ def test_hooks_on_inputs_and_outputs_run_once_and_may_change_the_gradient() -> N
     assert len(assert_same_modules_program(program)[0]) == 3 * NUM_CALLS
 
 
+def test_hooks_on_what_only_calls_without_a_gradient_use_do_not_run() -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+        inputs = [*xs[:2], *[x * 1 for x in xs[2:]]]
+        for tensor in [*inputs, *parameters(modules)]:
+            tensor.register_hook(lambda grad: grad * 2)
+        outputs = apply(modules, [(x,) for x in inputs])
+        loss_of([outputs[1], outputs[3]]).backward()
+        return [x.grad for x in [*xs, *parameters(modules)]]
+
+    assert not isinstance(assert_same_modules_program(program), Raised)
+
+
 def test_hooks_registered_inside_a_module_run_once() -> None:
     def program(apply: MapFunction) -> Any:
         log: list[Any] = []
@@ -284,6 +257,77 @@ def test_a_hook_that_a_call_registers_on_its_input_can_be_removed_later() -> Non
             handle.remove()
         loss_of(outputs).backward()
         return [x.grad for x in xs]
+
+    assert_same_modules_program(program)
+
+
+def test_hooks_on_one_input_of_several_calls_run_in_the_order_of_the_calls() -> None:
+    """The first call registers its hook last."""
+
+    def program(apply: MapFunction) -> Any:
+        registered = threading.Event()
+        if apply is one_after_another:
+            registered.set()
+
+        def first(x: Tensor) -> Tensor:
+            assert registered.wait(PATIENCE_S)
+            x.register_hook(lambda grad: grad * 2)
+            return x.sin()
+
+        def second(x: Tensor) -> Tensor:
+            x.register_hook(lambda grad: grad + 1)
+            registered.set()
+            return x.cos()
+
+        (x,) = leaves(1)
+        loss_of(apply([first, second], [(x,)] * 2)).backward()
+        return x.grad
+
+    assert_same_modules_program(program)
+
+
+def test_a_backward_inside_one_call_runs_no_hook_on_another_calls_input() -> None:
+    def program(apply: MapFunction) -> Any:
+        has_hook, log = threading.Event(), []
+
+        def registers(x: Tensor) -> Tensor:
+            x.register_hook(log.append)
+            has_hook.set()
+            return x.sin()
+
+        def differentiates(x: Tensor) -> Tensor:
+            assert has_hook.wait(PATIENCE_S)
+            (slope,) = torch.autograd.grad((x * x).sum(), x, create_graph=True)
+            return slope * x
+
+        xs = leaves(2)
+        loss_of(apply([registers, differentiates], [(x,) for x in xs])).backward()
+        return log, [x.grad for x in xs]
+
+    assert_same_modules_program(program)
+
+
+def test_a_hook_on_an_input_counts_in_the_backwards_that_its_call_starts() -> None:
+    def program(apply: MapFunction) -> Any:
+        def call(x: Tensor) -> Tensor:
+            x.register_hook(lambda grad: grad * 2)
+            (slope,) = torch.autograd.grad((x * x).sum(), x)
+            return x * slope.exp()
+
+        xs = leaves()
+        loss_of(apply([call] * NUM_CALLS, [(x,) for x in xs])).backward()
+        return [x.grad for x in xs]
+
+    assert_same_modules_program(program)
+
+
+def test_an_input_whose_gradient_a_call_wants_retained_has_it() -> None:
+    def program(apply: MapFunction) -> Any:
+        xs = leaves()
+        middles = [x * 2 for x in xs]
+        outputs = apply([lambda x: (x.retain_grad(), x.sin())[1]] * NUM_CALLS, [(m,) for m in middles])
+        loss_of([*outputs, *middles]).backward()
+        return [m.grad for m in middles], [x.grad for x in xs]
 
     assert_same_modules_program(program)
 
@@ -359,6 +403,23 @@ def test_a_failing_module_raises_its_own_error_with_a_note(where: str) -> None:
 def test_lists_of_different_lengths_are_refused(num_inputs: int, num_kwargs: int) -> None:
     with pytest.raises(ValueError, match=f"2 modules, {num_inputs} inputs and {num_kwargs} kwargs"):
         parallel_apply([torch.sin] * 2, [(torch.ones(2),)] * num_inputs, [{}] * num_kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_taken_where_pytorchs_functions_take_them_and_else_refused_by_name() -> None:
+    def program(apply: MapFunction, layout: torch.layout) -> Any:
+        xs = [leaves(1, length, 4)[0] for length in (2, 3)]
+        nested = torch.nested.as_nested_tensor(xs, layout=layout)
+        outputs = apply([torch.sin] * 2, [(nested,)] * 2)
+        loss_of([part for output in outputs for part in output.unbind()]).backward()
+        return [x.grad for x in xs]
+
+    assert_same_modules_program(functools.partial(program, layout=torch.jagged))
+    with pytest.raises(TypeError, match=r"got a nested tensor .* Make it with layout=torch.jagged"):
+        program(parallel_apply, torch.strided)
+    to_nested = lambda *xs: torch.nested.as_nested_tensor(list(xs))  # noqa: E731
+    with pytest.raises(TypeError, match=r"got a nested tensor .* Make it with layout=torch.jagged"):
+        parallel_apply([to_nested] * 2, [tuple(leaves(2))] * 2)
 
 
 def test_no_modules_give_an_empty_list() -> None:

@@ -12,7 +12,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,6 +56,10 @@ def assert_same(got: Any, want: Any) -> None:
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other)
+
+
+def one_after_another_checkpointed(calls: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> list[Any]:
+    return [checkpoint(call, *x, use_reentrant=False) for call, x in zip(calls, inputs, strict=True)]
 
 
 class Checkpointed(nn.Module):
@@ -423,6 +427,36 @@ def test_hooks_run_as_often_as_under_checkpoint_in_a_plain_loop() -> None:
     )
     assert run(functools.partial(parallel_apply, recompute=True)) == in_a_loop
     assert in_a_loop["weight", 0] == in_a_loop["accumulated", 3] == 1
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own_inputs", "one_input"])
+@pytest.mark.parametrize("is_nested", [False, True], ids=["bare", "in a dict"])
+def test_hooks_on_an_input_see_the_whole_gradient_once_for_each_run_as_under_checkpoint(
+    is_shared: bool, is_nested: bool
+) -> None:
+    def run(apply: Callable[..., Any]) -> Any:
+        seen: list[float] = []
+
+        def call(x: Any, factor: float) -> Tensor:
+            x = x["x"] if is_nested else x
+            x.register_hook(lambda grad: seen.append(round(grad.sum().item(), 5)))
+            x.register_hook(lambda grad: grad * factor)
+            x.register_hook(lambda grad: grad * 100).remove()
+            return (x.sin() * x).exp()
+
+        xs = [torch.full((3,), 0.1 * i, requires_grad=True) for i in range(4)]
+        middles = [xs[0] * 2] * 4 if is_shared else [x * 2 for x in xs]
+        inputs = [({"x": m} if is_nested else m, i + 0.5) for i, m in enumerate(middles)]
+        outputs = torch.stack(apply([call] * 4, inputs))
+        del middles, inputs  # so that the graph alone holds them
+        outputs.sum().backward()
+        return sorted(seen), [x.grad for x in xs]
+
+    in_a_loop = run(one_after_another_checkpointed)
+    recomputed = run(functools.partial(parallel_apply, recompute=True))
+    assert recomputed[0] == pytest.approx(in_a_loop[0])
+    assert len(recomputed[0]) == 8
+    assert_same(recomputed[1], in_a_loop[1])
 
 
 @pytest.mark.usefixtures("no_gc")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 
-from moe_autograd import map_with_parallel_backward, parallel_apply
+from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.errors import UnsupportedTransformError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -60,6 +60,13 @@ def applied_to_constants(x: Tensor) -> Tensor:
     return torch.stack(parallel_apply([lambda y: (x * y) ** 2] * 2, [(one,), (one,)])).sum()
 
 
+LAYER = MixtureOfExperts(TopKRouter(3, 2, 1), [nn.Linear(3, 3), nn.Linear(3, 3)])
+
+
+def through_a_layer(x: Tensor) -> Tensor:
+    return LAYER(x).sum()
+
+
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
     "grad": lambda f: torch.func.grad(f)(torch.ones(3)),
     "vjp": lambda f: torch.func.vjp(f, torch.ones(3)),
@@ -75,13 +82,13 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("function", [mapped, applied, applied_to_constants])
+@pytest.mark.parametrize("function", [mapped, applied, applied_to_constants, through_a_layer])
 def test_a_transform_around_a_map_is_refused(transform: str, function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(UnsupportedTransformError, match="plain loop"):
         TRANSFORMS[transform](function)
 
 
-@pytest.mark.parametrize("function", [mapped, applied])
+@pytest.mark.parametrize("function", [mapped, applied, through_a_layer])
 def test_a_dual_tensor_among_the_arguments_is_refused(function: Callable[[Tensor], Tensor]) -> None:
     with forward_ad.dual_level(), pytest.raises(UnsupportedTransformError, match="tangent"):
         function(forward_ad.make_dual(torch.ones(3), torch.ones(3)))
@@ -115,7 +122,7 @@ def test_a_map_inside_a_dual_level_works_on_tensors_without_tangents() -> None:
     assert x.grad.tolist() == [10.0] * 3
 
 
-@pytest.mark.parametrize("function", [mapped, applied])
+@pytest.mark.parametrize("function", [mapped, applied, through_a_layer])
 def test_a_vectorised_backward_is_refused_or_right(function: Callable[[Tensor], Tensor]) -> None:
     """`is_grads_batched` and `autograd.functional.jacobian(vectorize=True)` run the backward under vmap."""
     x = torch.arange(3.0, requires_grad=True)
@@ -138,7 +145,7 @@ def test_a_map_works_again_after_it_was_refused() -> None:
     assert x.grad.tolist() == [6.0] * 3
 
 
-@pytest.mark.parametrize("function", [mapped, applied])
+@pytest.mark.parametrize("function", [mapped, applied, through_a_layer])
 def test_a_trace_follows_its_inputs_or_is_refused(function: Callable[[Tensor], Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

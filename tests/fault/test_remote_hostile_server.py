@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,13 +15,16 @@ from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote import RemoteExpert, RetryPolicy, connect
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
+from moe_autograd.wire.layouts import layout_of
 from moe_autograd.wire.methods import SERVICE
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
+from tests.support.gated import Waiting
+from tests.support.servers import wait_until
 
 Answer = Callable[[int], list[bytes]]  # given the number of the call, the messages of the answer
 ONCE = RetryPolicy(patience_s=0.0, max_retries=0)
 X = torch.ones(2, 4)
-WEIGHT, BIAS = ("weight", torch.ones(4, 4)), ("bias", torch.ones(4))
+WEIGHT, BIAS = ("weight", torch.ones(4, 3)), ("bias", torch.ones(4))
 
 
 def results(*parcels: tuple[int, list[torch.Tensor | None]]) -> list[bytes]:
@@ -50,6 +55,9 @@ class Liar:
         self.forward: Answer = lambda call: results((call, [X]))
         self.backward: Answer = lambda call: results((call, [X]))
         self.state = state(WEIGHT, BIAS)
+        self.may_end = threading.Event()  # its streams, after what they say
+        self.may_end.set()
+        self.streams: list[grpc.ServicerContext] = []
         self._server = grpc.server(ThreadPoolExecutor(8))
         self._server.add_registered_method_handlers(
             SERVICE,
@@ -57,10 +65,10 @@ class Liar:
                 "Info": grpc.unary_unary_rpc_method_handler(self._info),
                 "GetState": grpc.unary_stream_rpc_method_handler(lambda request, _: map(bytes, self.state)),
                 "Forward": grpc.stream_stream_rpc_method_handler(
-                    lambda messages, _: self._answer(messages, self.forward)
+                    lambda messages, context: self._answer(messages, context, self.forward)
                 ),
                 "Backward": grpc.stream_stream_rpc_method_handler(
-                    lambda messages, _: self._answer(messages, self.backward)
+                    lambda messages, context: self._answer(messages, context, self.backward)
                 ),
             },
         )
@@ -71,16 +79,21 @@ class Liar:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.may_end.set()
         self._server.stop(0).wait()
 
     def _info(self, request: bytes, context: object) -> bytes:
-        hosted = pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True, num_parameters=20)
-        return seal(pb.InfoReply(experts=[hosted]))
+        hosted = pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True, num_parameters=16)
+        return seal(pb.InfoReply(experts=[hosted], layouts=[layout_of(dict([WEIGHT, BIAS]))]))
 
-    def _answer(self, messages: Iterator[bytes], answer: Answer) -> Iterator[bytes]:
+    def _answer(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, answer: Answer
+    ) -> Iterator[bytes]:
+        self.streams.append(context)
         reader = ParcelReader()
         (parcel,) = [parcel for message in messages for parcel in reader.feed(message)]
         yield from map(bytes, answer(parcel.number))
+        self.may_end.wait()
 
 
 @pytest.fixture
@@ -99,6 +112,49 @@ def test_it_is_believed_where_it_does_not_lie(expert):
     x = X.clone().requires_grad_()
     expert(x).sum().backward()
     assert torch.equal(x.grad, X)
+
+
+def test_nobody_waits_for_the_end_of_a_stream_that_has_brought_everything(liar, expert):
+    liar.may_end.clear()
+    x = X.clone().requires_grad_()
+    expert(x).sum().backward()
+    assert [stream.is_active() for stream in liar.streams] == [True, True]
+    liar.may_end.set()
+    for _ in range(20):
+        expert(x)
+    assert len(expert.call_group._delivery._channel(liar.address)._left) <= 2  # the other ends were taken
+
+
+def test_streams_that_never_end_hold_up_nobody(liar):
+    liar.may_end.clear()
+    with connect(liar.address, timeout_s=1000.0, retry=ONCE) as experts:
+        results = Waiting(lambda: [experts["ffn.0"](X) for _ in range(5)]).result()
+    assert len(results) == 5
+
+
+def num_tags() -> int:
+    """Count what grpc waits for; it keeps 25 KB for ever of each call of which something is left."""
+    gc.collect()
+    return sum(type(thing).__name__ == "_BatchOperationTag" for thing in gc.get_objects())
+
+
+def test_streams_leave_nothing_behind_also_while_an_exception_is_handled(expert):
+    num_before = num_tags()
+    try:
+        raise LookupError("a training that goes on in an except block")
+    except LookupError:
+        for _ in range(100):
+            expert(X)
+    wait_until(lambda: num_tags() < num_before + 50)
+
+
+def test_a_stream_that_is_given_up_leaves_nothing_behind(liar, expert):
+    num_before = num_tags()
+    liar.forward = lambda call: flipped(results((call, [X])))
+    for _ in range(100):
+        with pytest.raises(CorruptDataError):
+            expert(X)
+    wait_until(lambda: num_tags() < num_before + 50)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +234,11 @@ def test_its_weights_are_believed_where_they_are_whole(expert):
         state(WEIGHT, WEIGHT),
         state(WEIGHT, BIAS, expert="ffn.1"),
         state(WEIGHT, BIAS) + state(WEIGHT, BIAS),
-        state(("weight", torch.ones(4, 3)), BIAS),
+        state(("weight", torch.ones(4, 2)), BIAS),
+        state(("weight", torch.ones(3, 4)), BIAS),
+        state(("weight", torch.ones(12)), BIAS),
+        state(("weight", torch.ones(4, 3).double()), BIAS),
+        state(("weights", torch.ones(4, 3)), BIAS),
         state(("weight", None), BIAS),
         state(("weight", torch.ones(16, 17)), BIAS),
         state(("weight", torch.ones(1 << 20)), BIAS)[:1],
@@ -196,6 +256,10 @@ def test_its_weights_are_believed_where_they_are_whole(expert):
         "another expert",
         "all of it twice",
         "shape",
+        "turned",
+        "flat",
+        "dtype",
+        "another key",
         "no tensor",
         "above the limit",
         "cut off",

@@ -68,7 +68,12 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ({"update": "sometimes"}, "key 'update': expected 'on_step', 'on_backward' or 'on_samples', got 'sometimes'"),
         ({"latency_ms": -1}, "key 'latency_ms': expected greater than or equal to 0, got -1"),
         ({"latency_ms": float("inf")}, "key 'latency_ms': expected"),
-        ({"limits": {"max_threads": "many"}}, "key 'limits.max_threads': expected a valid integer"),
+        ({"limits": {"max_threads": "many"}}, "key 'limits.max_threads': expected a whole number, got 'many'"),
+        ({"limits": {"max_threads": 2.5}}, "key 'limits.max_threads': expected a whole number, got 2.5"),
+        ({"latency_ms": "long"}, "key 'latency_ms': expected a number, got 'long'"),
+        ({"listen": 3}, "key 'listen': expected a text, got 3"),
+        ({"lr": 0.1}, "got an unknown key (value 0.1). Did you mean 'optimizer.lr'?"),
+        ({"limits": {"tls_key": "a"}}, "Did you mean 'security.tls_key'?"),
         ({"limits": {"max_queued_calls": -1}}, "key 'limits.max_queued_calls': expected greater than 0, got -1"),
         ({"limits": {"max_tensor_bytes": 1 << 50}}, "expected less than or equal to 1099511627776"),
         ({"limts": {}}, "key 'limts': expected one of batching, checkpoint_dir"),
@@ -78,6 +83,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ({"listen": "127.0.0.1:70000"}, "key 'listen': expected a port from 0 to 65535, got '127.0.0.1:70000'"),
         ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address or credentials, got '0.0.0.0:80'"),
         ({"update": "on_samples"}, "key 'experts.ffn.0.samples_per_update': expected a number of rows with update = "),
+        ({"update": "on_samples"}, "and none with another, got none with update = 'on_samples'"),
         ({"samples_per_update": 3}, "key 'samples_per_update': expected none with update = 'on_step', got 3"),
         ({"experts": {"e": {**FFN, "samples_per_update": 3}}}, "none with another, got 3 with update = 'on_step'"),
         ({"optimizer": {"clip_grad_value": 0}}, "key 'optimizer.clip_grad_value': expected greater than 0, got 0"),
@@ -157,6 +163,15 @@ def test_a_mistake_names_the_source_that_made_it(tmp_path: Path) -> None:
     )
 
 
+def test_what_nobody_says_is_missing_from_the_file_if_there_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.touch()
+    for source, first in ((file, f"config {str(file)!r}, key 'experts'"), (None, "flags, key 'experts'")):
+        with pytest.raises(ConfigError) as refused:
+            load_config(source, {"experts": None}, {})
+        assert str(refused.value).startswith(first)
+
+
 def test_flags_win_over_an_expert_that_the_file_names_after_its_pattern(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
@@ -228,7 +243,10 @@ def test_loopback_needs_no_credentials_and_other_addresses_tls_and_callers_that_
     ("content", "text"),
     [
         (b"listen = ", "expected TOML, got a file that does not parse (Invalid value (at end of document))"),
-        (b"\xff\xfe", "expected TOML, got a file that does not parse"),
+        (
+            b"\xff\xfe",
+            "expected TOML in UTF-8, got other bytes ('utf-8' codec can't decode byte 0xff in position 0",
+        ),
         (None, "expected a readable file, got 'No such file or directory'"),
     ],
 )
@@ -333,6 +351,13 @@ def test_what_cannot_be_built_names_expert_key_and_value(expert: dict[str, Any],
         from_config(config)
     assert text in str(refused.value)
     assert "'e.0'" in str(refused.value)
+
+
+def test_an_optimizer_that_is_refused_is_not_offered() -> None:
+    config = checked({"experts": {"e": {**FFN, "optimizer": {"name": "Adm"}}}})
+    with pytest.raises(ConfigError, match="Adam, AdamW") as refused:
+        from_config(config)
+    assert not any(name in str(refused.value) for name in ("LBFGS", "SparseAdam"))
 
 
 @pytest.mark.parametrize("name", ["sgd", "ADAM", "AdamW", "rmsprop", "Adagrad"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -77,6 +78,14 @@ def test_what_outlasts_the_drain_timeout_is_cut_off() -> None:
         sender.join(START_S)
         gated.let_go()
     assert len(failed) == 1
+
+
+def test_a_server_is_started_and_stopped_inside_a_running_event_loop_as_in_a_notebook() -> None:
+    async def cell() -> str:
+        with ExpertsServer({"e": FeedForwardExpert(8)}) as server, WireClient(server.address) as client:
+            return client.forward("e", tokens(2, 8)).code
+
+    assert asyncio.run(cell()) == "OK"
 
 
 def test_threads_and_ports_of_a_stopped_server_are_free_again() -> None:

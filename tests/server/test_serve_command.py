@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 
 from experts_server import ExpertsServer
 from experts_server.cli import main
+from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
@@ -44,7 +45,8 @@ def test_the_log_can_be_json_one_event_a_line() -> None:
     with ServerProcess(*FLAGS, "--log-format", "json") as server:
         assert server.stop() == 0
     events = [json.loads(line) for line in server.log]
-    assert [event["message"].split(":")[0] for event in events][::2] == ["ready", "stopped"]
+    messages = [event["message"].split(":")[0] for event in events]
+    assert (messages[0], messages[-1]) == ("ready", "stopped")
     assert all(event.keys() == {"time", "level", "logger", "message"} for event in events)
 
 
@@ -141,7 +143,30 @@ def test_info_of_a_server_that_is_not_there_says_so() -> None:
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         shown = command("info", address, "--timeout-s", "20")
     assert shown.exit_code == 1
-    assert f"server at {address}" in shown.output
+    assert " ".join(shown.output.split()) == (
+        f"Error: server at {address}: expected a connection, got 'Connection refused'. "
+        "Is the server started, is this its address, do both use TLS or neither?"
+    )
+
+
+def test_an_address_of_another_machine_is_refused_as_such() -> None:
+    config = ServingConfig(listen="192.0.2.1:31415", security=SecurityConfig(insecure=True))
+    server = ExpertsServer({"e": FeedForwardExpert(8)}, config=config)
+    with pytest.raises(ConfigError, match=r"expected an address of this machine, got 192\.0\.2\.1:31415 \("):
+        server.start()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says_so"),
+    [((), True), (("--checkpoint-dir", "kept"), False), (("--optimizer", "none"), False)],
+)
+def test_a_server_that_trains_and_saves_nothing_says_so(
+    flags: tuple[str, ...], says_so: bool, tmp_path: Path
+) -> None:
+    flags = tuple(str(tmp_path / flag) if flag == "kept" else flag for flag in flags)
+    with ServerProcess("--expert", "ffn", "--d-model", "8", *flags) as server:
+        assert server.stop() == 0
+    assert any("no checkpoint_dir: what the experts learn ends" in line for line in server.log) == says_so
 
 
 @pytest.mark.parametrize("other_is_grpc", [True, False])
@@ -199,6 +224,14 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
             "address: expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0, got 'nowhere'",
         ),
         (("info", "127.0.0.1:1", "--timeout-s", "0"), 2, "0 is not in the range x>0"),
+        (("info", "127.0.0.1:1", "--ca", __file__), 1, "TLS: expected certificates as PEM, got "),
+        (("info", "127.0.0.1:1", "--ca", "/no/such"), 1, "file '/no/such': expected a readable one"),
+        (
+            ("info", "127.0.0.1:1", "--cert", __file__, "--key", __file__),
+            1,
+            "expected a certificate and its key",
+        ),
+        (("top", "nowhere"), 1, "address: expected HOST:PORT"),
     ],
 )
 def test_a_wrong_command_exits_with_one_clear_message(

@@ -125,8 +125,33 @@ def test_top_of_an_address_where_nobody_answers_says_so() -> None:
 
 
 def test_top_of_a_port_that_does_not_speak_http_says_so(server: ExpertsServer) -> None:
-    with pytest.raises(ServerUnavailableError, match=r"expected an answer, got .*metrics_listen"):
+    with pytest.raises(ServerUnavailableError, match=r"expected an answer, got .*metrics_listen") as refused:
         read(server.address)
+    assert str(refused.value).isprintable(), "what a gRPC server answers would move the terminal's cursor"
+
+
+def test_top_in_a_pipe_writes_each_look_below_the_other(server: ExpertsServer) -> None:
+    assert server.metrics_address is not None
+    shown = CliRunner().invoke(main, ["top", server.metrics_address, "--interval-s", "0.1", "--looks", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert [line.split(", ")[0] for line in shown.output.splitlines() if line.startswith("experts at")] == [
+        f"experts at {server.metrics_address}"
+    ] * 2
+    assert shown.output.endswith("\n")
+
+
+@pytest.mark.parametrize("columns", [60, 40, 20])
+def test_a_narrow_terminal_shows_names_and_as_many_columns_as_fit(
+    server: ExpertsServer, columns: int
+) -> None:
+    assert server.metrics_address is not None
+    for command in (["top", server.metrics_address, "--looks", "1"], ["info", server.address]):
+        terminal = Terminal(*command, columns=columns, lines=24)
+        assert terminal.end() == 0
+        lines = [line.strip() for line in terminal.lines()]
+        assert max(map(len, lines)) <= columns
+        assert "too narrow for:" in " ".join(lines)
+        assert any(line.split()[0] == "ffn.0" for line in lines if line), lines
 
 
 def test_info_shows_whole_names_in_a_terminal_and_in_a_pipe(server: ExpertsServer) -> None:

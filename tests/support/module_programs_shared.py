@@ -26,9 +26,24 @@ def hidden_in_object(tensor: Tensor) -> Callable[[Tensor], Tensor]:
 
 def hidden_from_every_look(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     """A callable that reaches a tensor where no look at its closure can find it."""
-    holder = contextvars.ContextVar[Tensor]("holder")
-    holder.set(tensor)
-    return lambda x: x * holder.get()
+    holder = types.MappingProxyType({"the one": tensor})
+    return lambda x: x * holder["the one"]
+
+
+_held_by_the_context = contextvars.ContextVar[Tensor]("held")
+
+
+@program
+def a_tensor_in_a_context_variable_used_by_calls_and_outside(apply: MapFunction) -> Any:
+    (weight,), xs, log = leaves(1, 4), leaves(), []
+    hidden = weight.exp()
+    hidden.register_hook(lambda grad: log.append(grad.clone()))
+    _held_by_the_context.set(hidden)
+    local = contextvars.ContextVar[Tensor]("local")
+    local.set(hidden.sin())
+    calls = [lambda x: x * _held_by_the_context.get(), lambda x: x * local.get()] * 2
+    said = finish([*apply(calls, [(x,) for x in xs]), hidden * 2], *xs, weight)
+    return said, log
 
 
 def a_tensor_that_no_look_finds_used_by_a_call_and_outside(apply: MapFunction) -> Any:

@@ -23,10 +23,12 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._threads": (),
     "moe_autograd._toml": ("moe_autograd.errors",),
     "moe_autograd._lookout": ("moe_autograd._threads",),
+    "moe_autograd._progress": ("moe_autograd._lookout",),
     "moe_autograd._workers": (
         "moe_autograd._ambient",
         "moe_autograd._intraop",
         "moe_autograd._lookout",
+        "moe_autograd._progress",
         "moe_autograd._threads",
         "moe_autograd.errors",
     ),
@@ -41,7 +43,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "moe_autograd.errors",
         "moe_autograd.timeline",
     ),
-    "moe_autograd.moe": ("moe_autograd.autograd", "moe_autograd.errors"),
+    "moe_autograd.moe": ("moe_autograd._ambient", "moe_autograd.autograd", "moe_autograd.errors"),
     "moe_autograd.remote": (
         "moe_autograd._toml",
         "moe_autograd.autograd",

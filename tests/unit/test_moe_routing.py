@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_autograd.moe.losses import load_balancing_loss, z_loss
-from moe_autograd.moe.routers import TopKRouter
+from moe_autograd.moe.routers import TopKRouter, within_capacity
 from moe_autograd.moe.routing import Routing
 
 
@@ -82,6 +83,50 @@ def test_top_k_out_of_range_is_refused_with_both_numbers(top_k: int) -> None:
         ValueError, match=rf"expected top_k from 1 to num_experts, got {top_k} \(num_experts=6\)"
     ):
         router_of(top_k=top_k)
+
+
+@pytest.mark.parametrize("capacity_factor", [0, -1.0, float("inf"), float("nan")])
+def test_a_capacity_that_is_none_is_refused(capacity_factor: float) -> None:
+    with pytest.raises(ValueError, match="expected a positive capacity_factor or None, got"):
+        router_of(capacity_factor=capacity_factor)
+
+
+@pytest.mark.parametrize("capacity_factor", [0.01, 0.5, 1.0, 1.25, 100.0])
+@pytest.mark.parametrize("num_tokens", [0, 1, 50])
+def test_an_expert_keeps_its_heaviest_choices_up_to_its_capacity_and_the_others_weigh_nothing(
+    capacity_factor: float, num_tokens: int
+) -> None:
+    x = torch.randn(num_tokens, 8)
+    plain, routing = router_of()(x), router_of(capacity_factor=capacity_factor)(x)
+    assert routing.is_kept is not None
+    capacity = math.ceil(capacity_factor * num_tokens * 2 / 6)
+    weights = [
+        plain.combine_weights[plain.expert_index == expert].sort(descending=True).values
+        for expert in range(6)
+    ]
+    kept = [routing.combine_weights[routing.is_kept & (plain.expert_index == expert)] for expert in range(6)]
+    for all_of_one, kept_of_one in zip(weights, kept, strict=True):
+        torch.testing.assert_close(kept_of_one.sort(descending=True).values, all_of_one[:capacity])
+    assert routing.num_dropped == sum(max(0, len(all_of_one) - capacity) for all_of_one in weights)
+    assert not routing.combine_weights[~routing.is_kept].any()
+
+
+def test_of_equal_weights_the_earlier_token_is_kept() -> None:
+    kept = within_capacity(torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5), capacity=3)
+    assert torch.equal(kept, torch.tensor([[True] * 2] * 3 + [[False] * 2]))
+
+
+def test_losses_and_loads_are_those_before_tokens_are_dropped() -> None:
+    x = torch.randn(50, 8)
+    plain, routing = router_of()(x), router_of(capacity_factor=0.5)(x)
+    assert (plain.num_dropped, routing.num_dropped > 0) == (0, True)
+    assert torch.equal(routing.tokens_per_expert, plain.tokens_per_expert)
+    assert torch.equal(routing.load_balancing_loss, plain.load_balancing_loss)
+
+
+def test_the_repr_of_a_router_names_a_capacity_that_was_chosen() -> None:
+    assert repr(router_of()) == "TopKRouter(d_model=8, num_experts=6, top_k=2)"
+    assert repr(router_of(capacity_factor=1.5)).endswith("top_k=2, capacity_factor=1.5)")
 
 
 @pytest.mark.parametrize(("d_model", "num_experts"), [(0, 6), (8, 0)])

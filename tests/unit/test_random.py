@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_autograd import _random
-from moe_autograd._random import CallSeeds, operators_with_generator, own_streams, running
+from moe_autograd._random import CallSeeds, operators, own_streams, running, seeds, stand_ins
 
 
 def test_every_random_operator_of_torch_is_caught() -> None:
     """A new version of torch that has another one fails here, instead of giving numbers in the order of arrival."""
-    known = {name for name, _ in operators_with_generator()}
+    known = {name for name, _ in operators.operators_with_generator()}
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         name = qualified.removeprefix("aten::")
@@ -29,11 +28,11 @@ def test_every_random_operator_of_torch_is_caught() -> None:
     assert known == found
 
 
-def draw(seeds: CallSeeds, order: list[int]) -> dict[int, list[float]]:
+def draw(call_seeds: CallSeeds, order: list[int]) -> dict[int, list[float]]:
     drawn: dict[int, list[float]] = {}
 
     def run(index: int) -> None:
-        with own_streams(seeds):
+        with own_streams(call_seeds):
             running.index = index
             drawn[index] = [*torch.rand(3).tolist(), *torch.dropout(torch.ones(8), 0.5, True).tolist()]
 
@@ -85,8 +84,8 @@ def test_what_has_no_numbers_draws_none() -> None:
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A module such as `torch.cuda`, whose one device computes on the CPU."""
     module = SimpleNamespace(default_generators=(torch.Generator().manual_seed(1),))
-    monkeypatch.setattr(_random, "_accelerator_in_use", lambda: ("cuda", module))
-    monkeypatch.setattr(_random, "_new_generator", lambda device: torch.Generator())
+    monkeypatch.setattr(stand_ins, "_accelerator_in_use", lambda: ("cuda", module))
+    monkeypatch.setattr(seeds, "_new_generator", lambda device: torch.Generator())
     return module
 
 
@@ -106,12 +105,12 @@ def test_the_state_of_a_device_is_that_of_the_call_which_asks(device: SimpleName
 def test_a_call_that_sets_a_devices_state_sees_its_numbers_again_and_nobody_else_does(
     device: SimpleNamespace,
 ) -> None:
-    seeds, place = CallSeeds(), torch.device("cuda", 0)
+    own, place = CallSeeds(), torch.device("cuda", 0)
 
     def draw() -> list[float]:
-        return torch.rand(4, generator=seeds.draw(running.index, place)).tolist()
+        return torch.rand(4, generator=own.draw(running.index, place)).tolist()
 
-    with own_streams(seeds):
+    with own_streams(own):
         running.index = 0
         state = device.default_generators[0].get_state()
         first, second = draw(), draw()
@@ -127,6 +126,6 @@ def test_a_call_that_sets_a_devices_state_sees_its_numbers_again_and_nobody_else
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else `cuda` and `cuda:1` would be two streams of the same numbers."""
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    assert _random._device_of((), {"device": "cuda"}) == torch.device("cuda", 1)
-    assert _random._device_of((), {"device": "cuda:0"}) == torch.device("cuda", 0)
-    assert _random._device_of((), {}) == torch.device("cpu")
+    assert operators._device_of((), {"device": "cuda"}) == torch.device("cuda", 1)
+    assert operators._device_of((), {"device": "cuda:0"}) == torch.device("cuda", 0)
+    assert operators._device_of((), {}) == torch.device("cpu")

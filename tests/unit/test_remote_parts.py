@@ -224,5 +224,18 @@ class TestFanout:
             fanout.at_each({"a": None, "b": None}, do, cancellation)
         fanout.close()
 
+    def test_an_interrupt_while_threads_are_given_their_work_cancels_what_has_begun(self):
+        class Interrupted(dict[str, None]):
+            def __getitem__(self, address: str) -> None:
+                if address == "c":
+                    assert begun.wait(60.0)
+                    raise KeyboardInterrupt
+
+        begun, cancellation, fanout = threading.Event(), Cancellation(), Fanout(3)
+        with pytest.raises(KeyboardInterrupt):
+            fanout.at_each(Interrupted(a=None, b=None, c=None), lambda address, _: begun.set(), cancellation)
+        assert cancellation.wait(0.0)
+        fanout.close()
+
     def test_no_server_is_no_work(self):
         assert Fanout(0).at_each({}, lambda address, work: None, Cancellation()) == {}

@@ -72,6 +72,34 @@ def test_codes_of_grpc_itself_are_understood():
     assert (type(unknown), str(unknown)) == (errors.RemoteError, "UNIMPLEMENTED")
 
 
+@pytest.mark.parametrize(
+    ("details", "got"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:3: "
+            "Failed to connect to remote host: Connection refused",
+            "Connection refused",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:3: "
+            "Failed parsing HTTP/2 (a: b)",
+            "Failed parsing HTTP/2 (a: b)",
+        ),
+        (
+            "errors resolving a.b:3: [field:hostname lookup error:address lookup failed for a.b:3: "
+            "Domain name not found]",
+            "Domain name not found",
+        ),
+    ],
+)
+def test_a_connection_that_grpc_could_not_make_is_told_with_its_reason_and_what_to_look_at(details, got):
+    error = error_of_rpc(grpc.StatusCode.UNAVAILABLE, details, None, "server at a.b:3")
+    assert isinstance(error, errors.ServerUnavailableError)
+    assert str(error).startswith(
+        f"server at a.b:3: expected a connection, got {got!r}. Is the server started"
+    )
+
+
 def test_a_code_of_a_newer_server_is_a_remote_error():
     assert type(error_of(pb.Status(code=99, message="new"))) is errors.RemoteError
 

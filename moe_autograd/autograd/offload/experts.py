@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -29,13 +27,11 @@ from torch.optim import Optimizer
 from moe_autograd._random import running, take_places
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
-from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
-from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store, lock_folder
+from moe_autograd.autograd.offload.shared import SharedResidency
+from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.recompute import Recompute
-from moe_autograd.errors import CheckpointError
 
 
 class OffloadedExpert(nn.Module):
@@ -63,6 +59,12 @@ class OffloadedExpert(nn.Module):
         super().train(mode)
         self._held.module.train(mode)
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"offloaded expert {self._held.name!r}: expected to stay where it is, got copied or pickled. "
+            "`OffloadedExperts.checkpoint()` and `state_dict(index)` have the weights."
+        )
 
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
@@ -131,17 +133,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         update: Literal["on_step", "on_backward"] = "on_step",
         device: torch.device | str | None = None,
     ) -> None:
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ValueError(
-                f"OffloadedExperts: expected num_microbatches of at least 1 or None, got {num_microbatches}."
-            )
-        if (max_resident_bytes is None) == (beside is None):
-            raise ValueError(
-                "OffloadedExperts: expected max_resident_bytes or beside, got "
-                f"max_resident_bytes={max_resident_bytes} and beside={beside!r}. Pass one of them."
-            )
-        if update not in ("on_step", "on_backward"):
-            raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
+        _check_choices(num_microbatches, update, max_resident_bytes, beside)
         self._num_microbatches = num_microbatches
         self._anchor = torch.empty(0, requires_grad=True) if optimizer else None
         modules = (module if device is None else module.to(device) for module in experts)
@@ -149,23 +141,30 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         if first is None:
             raise ValueError("OffloadedExperts: expected at least one expert, got none.")
         if max_resident_bytes is not None:
-            self._shared = _Shared(max_resident_bytes, store, _device_of(first))
-            self._finalizer = weakref.finalize(self, self._shared.close)
+            self._shared = SharedResidency(max_resident_bytes, store, _device_of(first))
         elif beside is not None:
-            self._shared, self._finalizer = beside._shared, beside._finalizer
+            self._shared = beside._shared
         self.residency = self._shared.residency
         self._held: list[HeldExpert] = []
         for module in itertools.chain([first], modules):
-            name = f"expert-{len(self._shared.held):05}"
-            _refuse_hooks_after_accumulation(name, module)
-            held = HeldExpert(name, module, optimizer, self.residency, update == "on_backward")
-            self.residency.check_fits(held.parts_to_update())
-            self._held.append(held)
-            self._shared.held.append(held)
+            self._take_in(module, optimizer, update == "on_backward")
         self._experts = [OffloadedExpert(self, held) for held in self._held]
         self._last_called: Sequence[HeldExpert] = self._held
         self._below: OffloadedExperts | None = None
         self._above: OffloadedExperts | None = None
+
+    def _take_in(
+        self,
+        module: nn.Module,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+        updates_on_backward: bool,
+    ) -> None:
+        name = f"expert-{len(self._shared.held):05}"
+        _refuse_hooks_after_accumulation(name, module)
+        held = HeldExpert(name, module, optimizer, self.residency, updates_on_backward)
+        self.residency.check_fits(held.parts_to_update())
+        self._held.append(held)
+        self._shared.held.append(held)
 
     def __len__(self) -> int:
         return len(self._experts)
@@ -199,8 +198,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         return [held.optimizer for held in self._held if held.optimizer]
 
     def close(self) -> None:
-        """End the threads that read and write. The experts can't be called any more."""
-        self._finalizer()
+        """End the threads that read and write. The experts, and those beside them, can't be called any more."""
+        self._shared.close()
 
     # calls
 
@@ -302,11 +301,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         Raises:
             CheckpointError: the store is no folder.
         """
-        folder, store = self._shared.need_folder()
-        self.residency.flush()
-        names = [part.name for held in self._shared.held for part in (held.weights, held.state) if part]
-        manifest = {"note": note, "experts": [held.options() for held in self._shared.held]}
-        return write_checkpoint(folder, store, names, manifest)
+        return self._shared.checkpoint(note)
 
     def restore(self) -> Any:
         """Go back to the newest checkpoint in the folder; gradients are forgotten.
@@ -317,55 +312,15 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         Raises:
             CheckpointError: there is none, or it does not fit these experts.
         """
-        folder, store = self._shared.need_folder()
-        path, manifest = newest_checkpoint(folder)
-        if len(manifest["experts"]) != len(self._shared.held):
-            raise CheckpointError(
-                f"{path}: expected {len(self._shared.held)} experts, got {len(manifest['experts'])}. "
-                "Build as many as were saved."
-            )
-        self.residency.forget_wishes()
-        for held, options in zip(self._shared.held, manifest["experts"], strict=True):
-            held.forget_gradients()
-            held.restore(path, options, store)
-        return manifest["note"]
-
-
-class _Shared:
-    """What the experts of several layers may share: memory, store, checkpoints."""
-
-    def __init__(self, limit_bytes: int, store: str | Path | Store, device: torch.device) -> None:
-        self.folder = Path(store) if isinstance(store, str | Path) and store != "ram" else None
-        self.held: list[HeldExpert] = []
-        if self.folder is not None:
-            path = self.folder / "resident-store"
-            self._unlock = weakref.finalize(self, os.close, lock_folder(path))
-            store = FolderStore(path)
-        elif isinstance(store, str | Path):
-            store = RamStore()
-        self.residency = Residency(limit_bytes, store, device)
-
-    def close(self) -> None:
-        """End the threads, and let others use the folder."""
-        self.residency.close()
-        if self.folder is not None:
-            self._unlock()
-
-    def need_folder(self) -> tuple[Path, FolderStore]:
-        """Return the folder and its store, or complain that there is none."""
-        if self.folder is None or not isinstance(self.residency.store, FolderStore):
-            raise CheckpointError(
-                "OffloadedExperts: expected a folder as store, got another. Pass store=FOLDER to save checkpoints."
-            )
-        return self.folder, self.residency.store
+        return self._shared.restore()
 
 
 def read_ahead(*layers: OffloadedExperts) -> None:
     """Let each layer read the experts of its neighbours ahead, while it computes.
 
     In a forward a layer starts to read the experts that the layer above called last time, in an update those that the
-    layer above is about to update. In a backward, just before
-    its own begins, it starts to read those that the layer below is about to need.
+    layer above is about to update. In a backward, just before its own begins, it starts to read those that the layer
+    below is about to need.
 
     Args:
         layers: in the order of the forward. It pays where they share memory (`beside`): the later layers' experts
@@ -377,6 +332,22 @@ def read_ahead(*layers: OffloadedExperts) -> None:
 
 def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
     return [part for held in reversed(experts) for part in held.parts_for_backward()]
+
+
+def _check_choices(
+    num_microbatches: int | None, update: str, max_resident_bytes: int | None, beside: OffloadedExperts | None
+) -> None:
+    if num_microbatches is not None and num_microbatches < 1:
+        raise ValueError(
+            f"OffloadedExperts: expected num_microbatches of at least 1 or None, got {num_microbatches}."
+        )
+    if (max_resident_bytes is None) == (beside is None):
+        raise ValueError(
+            "OffloadedExperts: expected max_resident_bytes or beside, got "
+            f"max_resident_bytes={max_resident_bytes} and beside={beside!r}. Pass one of them."
+        )
+    if update not in ("on_step", "on_backward"):
+        raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
 
 
 def _refuse_hooks_after_accumulation(name: str, module: nn.Module) -> None:

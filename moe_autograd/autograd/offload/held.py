@@ -1,8 +1,8 @@
 """One offloaded expert: a module and its optimizer whose tensors come and go.
 
-The module keeps its parameters and buffers, the optimizer its state, but while the part they belong to is absent there
-is nothing behind them: weights keep their shape and read as NaN. Attaching points them into the part's buffer,
-detaching takes them out of it again. Whoever uses them holds the part.
+The module keeps its parameters and buffers, the optimizer its state (`held_optimizer`), but while the part they belong
+to is absent there is nothing behind them: weights keep their shape and read as NaN. Attaching points them into the
+part's buffer, detaching takes them out of it again. Whoever uses them holds the part.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
 from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore
@@ -53,8 +54,6 @@ class HeldExpert:
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
         self.name, self.module, self.residency = name, module, residency
         self.parameters = dict(module.named_parameters())
-        # An optimizer wants at least one parameter.
-        self.optimizer = optimizer(list(self.parameters.values())) if optimizer and self.parameters else None
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
         self.num_updates = 0
         self._lock = threading.Lock()
@@ -62,23 +61,24 @@ class HeldExpert:
         self.weights = residency.add(Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach))
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
         self.gradients = residency.add(Part(f"{name}.gradients", Layout.of(gradients)))
-        self.state: Part | None = None  # until there is any
-        self._take_over(self.weights, tensors)
+        self._optimizer: HeldOptimizer | None = None
+        if optimizer and self.parameters:  # an optimizer wants at least one parameter
+            made = optimizer(list(self.parameters.values()))
+            self._optimizer = HeldOptimizer(f"{name}.optimizer", made, self.parameters, residency)
+        residency.fill(self.weights, tensors)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """What updates the weights; `None`: the expert is not trained."""
+        return None if self._optimizer is None else self._optimizer.optimizer
+
+    @property
+    def state(self) -> Part | None:
+        """The optimizer's tensors, once there are any."""
+        return None if self._optimizer is None else self._optimizer.part
 
     def _tensors(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-
-    def _take_over(self, part: Part, tensors: dict[str, Tensor]) -> None:
-        """Copy tensors into a part that has nothing yet. Attaching has emptied none of them: it does so here."""
-        copies = {name: tensor.detach() for name, tensor in tensors.items()}
-        with self.residency.hold([part]):
-            assert part.buffer is not None
-            for name, view in part.layout.views(part.buffer).items():
-                view.copy_(copies[name])
-            self.residency.changed(part)
-        del copies
-        tensors.clear()
-        self.residency.freed(part.layout.num_bytes)
 
     def _attach(self, flat: Tensor) -> None:
         tensors = self._tensors()
@@ -136,7 +136,7 @@ class HeldExpert:
                 if self._versions() != before:
                     self._keep_changes()
                 if for_update:
-                    has_new_state = not self._keep_state()
+                    has_new_state = self._optimizer is not None and not self._optimizer.keep()
         if has_new_state:
             self._move_state_into_a_part()
 
@@ -179,19 +179,19 @@ class HeldExpert:
 
     def update(self) -> bool:
         """Do the same with all of it held; return whether the optimizer's state is in its part."""
-        assert self.optimizer is not None
+        assert self._optimizer is not None
         assert self.gradients.buffer is not None
         views = self.gradients.layout.views(self.gradients.buffer)
-        for name in self.with_gradient:
-            self.parameters[name].grad = views[name]
         try:
-            self.optimizer.step()
+            self._optimizer.step({name: views[name] for name in self.with_gradient})
         finally:
-            for parameter in self.parameters.values():
-                parameter.grad = None
             self.residency.changed(self.weights)
         self.num_updates += 1
-        return self._keep_state()
+        return self._optimizer.keep()
+
+    def _move_state_into_a_part(self) -> None:
+        assert self._optimizer is not None
+        self._optimizer.move_into_a_part(beside=[self.weights, self.gradients])
 
     def _put_away(self) -> None:
         """Let what an update alone needs leave before the rest."""
@@ -219,66 +219,6 @@ class HeldExpert:
         with self.updating():
             pass
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""
-        if self.optimizer is None:
-            return {}
-        return {
-            f"{key}.{name}": value
-            for name, parameter in self.parameters.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
-
-    def _keep_state(self) -> bool:
-        """Say that the optimizer's state changed, if it is in its part; return whether it is."""
-        if not self._state_is_in_its_part():
-            return False
-        if self.state is not None:
-            self.residency.changed(self.state)
-        return True
-
-    def _state_is_in_its_part(self) -> bool:
-        tensors = self.state_tensors()
-        if self.state is None or self.state.buffer is None:
-            return not tensors
-        views = self.state.layout.views(self.state.buffer)
-        return views.keys() == tensors.keys() and all(
-            tensor.data_ptr() == views[name].data_ptr() for name, tensor in tensors.items()
-        )
-
-    def _move_state_into_a_part(self) -> None:
-        """Give state that the optimizer made, or replaced, a part of its own."""
-        if self.state is not None:
-            self.residency.forget(self.state)
-        tensors = self.state_tensors()
-        self.make_state_part(Layout.of(tensors))
-        assert self.state is not None
-        self._take_over(self.state, tensors)
-
-    def make_state_part(self, layout: Layout) -> None:
-        """Expect optimizer state of this layout."""
-        part = Part(f"{self.name}.optimizer", layout, self._attach_state, self._detach_state)
-        self.state = self.residency.add(part)
-        self.residency.check_fits(self.parts_to_update())
-
-    def _attach_state(self, flat: Tensor) -> None:
-        assert self.state is not None
-        assert self.optimizer is not None
-        views = self.state.layout.views(flat)
-        for name, parameter in self.parameters.items():
-            suffix = f".{name}"
-            for full_name, view in views.items():
-                if full_name.endswith(suffix) and "." not in full_name[: -len(suffix)]:
-                    self.optimizer.state[parameter][full_name[: -len(suffix)]] = view
-
-    def _detach_state(self) -> None:
-        assert self.optimizer is not None
-        for parameter in self.parameters.values():
-            state = self.optimizer.state[parameter]
-            for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
-                state[key] = torch.empty(0, dtype=state[key].dtype)
-
     def forget_gradients(self) -> None:
         """Start to gather anew."""
         self.with_gradient.clear()
@@ -300,16 +240,7 @@ class HeldExpert:
 
     def options(self) -> dict[str, Any]:
         """Return what a checkpoint says about the optimizer beside its tensors."""
-        if self.optimizer is None:
-            return {}
-        numbers = {
-            name: {
-                k: v for k, v in self.optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)
-            }
-            for name, parameter in self.parameters.items()
-        }
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        return {"groups": groups, "numbers": numbers}
+        return {} if self._optimizer is None else self._optimizer.options()
 
     def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
         """Take weights and optimizer from a checkpoint."""
@@ -322,27 +253,8 @@ class HeldExpert:
             self.weights, functools.partial(store.link, folder / f"{self.weights.name}.safetensors")
         )
         self.num_updates += 1  # no backward of before fits any more
-        if self.state is not None:
-            self.residency.forget(self.state)
-            self.state = None
-        if self.optimizer is not None:
-            self._restore_optimizer(
-                self.optimizer, folder / f"{self.name}.optimizer.safetensors", options, store
-            )
-
-    def _restore_optimizer(
-        self, optimizer: Optimizer, path: Path, options: dict[str, Any], store: FolderStore
-    ) -> None:
-        optimizer.state.clear()
-        for group, saved in zip(optimizer.param_groups, options["groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
-        for name, numbers in options["numbers"].items():
-            if numbers:
-                optimizer.state[self.parameters[name]].update(numbers)
-        if path.exists():
-            self.make_state_part(Layout.read(path)[0])
-            assert self.state is not None
-            self.residency.adopt(self.state, functools.partial(store.link, path))
+        if self._optimizer is not None:
+            self._optimizer.restore(folder, options, store, beside=[self.weights, self.gradients])
 
 
 def _nothing_of_shape(tensor: Tensor) -> Tensor:

@@ -37,9 +37,7 @@ class Part:
         self.buffer: torch.Tensor | None = None  # (num_bytes,) of uint8
         self.num_holders = 0
         self.is_reading = False  # nobody has it before its bytes are there
-        self.is_writing = (
-            False  # may be held meanwhile; whoever changes it then says so, and it is written again
-        )
+        self.is_writing = False  # may be held meanwhile; who changes it then says so, and it is written again
         self.is_stored = False  # the store has it, perhaps not the newest
         self.is_changed = False  # since it was stored
         self.is_wished = False  # resident, and wished for since it was used last
@@ -60,7 +58,6 @@ class Buffers:
     Args:
         limit_bytes: for buffers in use and spare ones together.
         device: of the buffers.
-
     """
 
     def __init__(self, limit_bytes: int, device: torch.device) -> None:

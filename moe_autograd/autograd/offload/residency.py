@@ -24,11 +24,12 @@ Rules:
 5. Whenever a sixteenth of the limit has come in, memory that others have freed in the meantime is given back to the
    system: what computes between the moves is not counted, but should not pile up.
 
-State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_wishes`, `_to_write` in the order of
-writing, `_come_in_bytes` since memory was given back, `_error`, `_holding`, `_waiting`, whether the movers move.
-Reading and writing happen with the lock released, on parts that are marked so.
+State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_wishes`, `_to_write`, `_holders`,
+`_come_in_bytes` since memory was given back, `_error`, whether the movers move. Reading and writing happen with the
+lock released, on parts that are marked so.
 
-Which parts are in memory and who leaves first is in `parts`, the threads in `background`.
+Which parts are in memory and who leaves first is in `parts`, what is written next in `to_write`, who waits for whom in
+`holders`, the threads in `background`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -45,8 +46,10 @@ import torch
 from moe_autograd.autograd.offload.background import Apart, Mover
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
+from moe_autograd.autograd.offload.holders import Holders
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.stores import Store
+from moe_autograd.autograd.offload.to_write import ToWrite
 
 T = TypeVar("T")
 
@@ -68,22 +71,31 @@ class Residency:
         self._lock = threading.Condition()
         self._resident = Resident(limit_bytes, device)
         self._wishes: OrderedDict[Part, None] = OrderedDict()
-        self._to_write: OrderedDict[Part, bool] = OrderedDict()  # whether even if it is held
-        self._holding: Counter[int] = Counter()  # how often each thread holds something
-        self._waiting: set[int] = set()  # threads that wait for room
+        self._to_write = ToWrite()
+        self._holders = Holders()
         self._free_names: dict[tuple[str, int], list[str]] = {}
         self._serial_numbers = itertools.count()
         self._error: BaseException | None = None
         self._come_in_bytes = 0
         self._is_closed = False
         self._reader = Mover("offload-read", self._lock, self._next_wish, self._grant)
-        self._writer = Mover("offload-write", self._lock, self._next_to_write, self._write)
+        self._writer = Mover("offload-write", self._lock, self._to_write.take_next, self._write)
         self._apart = Apart("offload-update")
 
     def __repr__(self) -> str:
         with self._lock:
             used = f"{self._resident.buffers.used_bytes} of {self.limit_bytes} bytes"
             return f"Residency({used}, {len(self._resident)} parts resident)"
+
+    def check_fits(self, parts: Sequence[Part]) -> None:
+        """Raise `ValueError` if these parts can never be held together."""
+        needed = sum(part.layout.num_bytes for part in parts)
+        if needed > self.limit_bytes:
+            sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
+            raise ValueError(
+                f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
+                f"({sizes}), got {self.limit_bytes}. Allow more, or make experts or micro-batches smaller."
+            )
 
     def add(self, part: Part) -> Part:
         """Count a part among those that want room."""
@@ -118,6 +130,21 @@ class Residency:
             yield
         finally:
             self._let_go(parts)
+
+    def fill(self, part: Part, tensors: dict[str, torch.Tensor]) -> None:
+        """Copy tensors into a part that has nothing yet, and let go of them: the given dictionary is emptied.
+
+        Becoming resident may attach those very tensors to the part, so what they had is looked up before.
+        """
+        copies = {name: tensor.detach() for name, tensor in tensors.items()}
+        with self.hold([part]):
+            assert part.buffer is not None
+            for name, view in part.layout.views(part.buffer).items():
+                view.copy_(copies[name])
+            self.changed(part)
+        del copies
+        tensors.clear()
+        self.freed(part.layout.num_bytes)
 
     def changed(self, part: Part) -> None:
         """Say that a held part no longer is what the store has."""
@@ -199,11 +226,9 @@ class Residency:
         with self._lock:
             for part in self._resident:
                 if part.is_changed:
-                    self._to_write[part] = True
+                    self._to_write.add_though_held(part)
             self._start_writing()
-            while self._error is None and (
-                any(self._to_write.values()) or any(part.is_busy for part in self._resident)
-            ):
+            while self._error is None and (self._to_write.has_some_though_held or self._is_any_busy()):
                 self._lock.wait()
             self._raise_error()
 
@@ -212,10 +237,20 @@ class Residency:
         with self._lock:
             self._wishes.clear()
             self._to_write.clear()
-            while any(part.is_busy for part in self._resident):
+            while self._is_any_busy():
                 self._lock.wait()
             for part in [part for part in self._resident if part.num_holders == 0]:
                 self._resident.put_out(part)
+
+    def freed(self, num_bytes: int) -> None:
+        """Say that as much memory beside the buffers was let go of (Rule 5)."""
+        with self._lock:
+            self._come_in_bytes += num_bytes
+            gives_back = self._come_in_bytes > self.limit_bytes / 16
+            if gives_back:
+                self._come_in_bytes = 0
+        if gives_back:
+            give_back_freed_memory()
 
     def run_apart(self, function: Callable[[], T]) -> T:
         """Call a function on a thread of its own, outside of the caller's modes and random numbers; one at a time.
@@ -241,17 +276,13 @@ class Residency:
     def _acquire(self, parts: Sequence[Part]) -> None:
         self.check_fits(parts)
         self._check_is_open()
-        me = threading.get_ident()
         with self._lock:
             while not self._try_to_take(parts):
                 self._raise_error()
-                self._waiting.add(me)
-                try:
+                with self._holders.waiting():
                     self._check_for_deadlock(parts)
                     self._lock.wait()
-                finally:
-                    self._waiting.discard(me)
-            self._holding[me] += 1
+            self._holders.begin()
             missing = [part for part in parts if part.is_reading]
         try:
             while missing:
@@ -263,8 +294,8 @@ class Residency:
 
     def _check_for_deadlock(self, parts: Sequence[Part]) -> None:
         """Rule 2's exception."""
-        is_moving = any(part.is_busy for part in self._resident) or self._writer.is_moving
-        if not is_moving and self._holding and self._holding.keys() <= self._waiting:
+        is_moving = self._is_any_busy() or self._writer.is_moving
+        if not is_moving and self._holders.all_wait:
             needed = sum(part.layout.num_bytes for part in parts if part.buffer is None)
             held = sum(part.layout.num_bytes for part in self._resident if part.num_holders)
             raise RuntimeError(
@@ -272,6 +303,9 @@ class Residency:
                 f"{held} of {self.limit_bytes} held by calls that all wait for more. Raise max_resident_bytes, or "
                 "do not checkpoint around experts with num_microbatches."
             )
+
+    def _is_any_busy(self) -> bool:
+        return any(part.is_busy for part in self._resident)
 
     def _give_back(self, unread: Sequence[Part]) -> None:
         with self._lock:
@@ -282,16 +316,6 @@ class Residency:
     def _check_is_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
-
-    def check_fits(self, parts: Sequence[Part]) -> None:
-        """Raise `ValueError` if these parts can never be held together."""
-        needed = sum(part.layout.num_bytes for part in parts)
-        if needed > self.limit_bytes:
-            sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
-            raise ValueError(
-                f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
-                f"({sizes}), got {self.limit_bytes}. Allow more, or make experts or micro-batches smaller."
-            )
 
     def _try_to_take(self, parts: Sequence[Part]) -> bool:
         """Rule 2: take all parts, and buffers for those that are absent, which the caller reads."""
@@ -313,28 +337,15 @@ class Residency:
     def _let_go(self, parts: Sequence[Part]) -> None:
         self._finish_kernels()
         with self._lock:
-            me = threading.get_ident()
-            self._holding[me] -= 1
-            if not self._holding[me]:
-                del self._holding[me]
+            self._holders.end()
             for part in parts:
                 part.num_holders -= 1
                 if part.is_changed and self.known_bytes > self.limit_bytes:
-                    self._to_write.setdefault(part, False)  # Rule 4
+                    self._to_write.add(part)  # Rule 4
             self._start_writing()
             self._start_reading()
             self._lock.notify_all()
         self.freed(0)
-
-    def freed(self, num_bytes: int) -> None:
-        """Say that as much memory beside the buffers was let go of (Rule 5)."""
-        with self._lock:
-            self._come_in_bytes += num_bytes
-            gives_back = self._come_in_bytes > self.limit_bytes / 16
-            if gives_back:
-                self._come_in_bytes = 0
-        if gives_back:
-            give_back_freed_memory()
 
     def _finish_kernels(self) -> None:
         """Wait for what this thread has started on the device, and may still use buffers."""
@@ -346,8 +357,7 @@ class Residency:
         if self._resident.has_room(num_bytes):
             return True
         for part in self._resident.make_room(num_bytes, keep, spare_wished):
-            self._to_write[part] = False
-            self._to_write.move_to_end(part, last=False)
+            self._to_write.add_first(part)
         self._start_writing()
         return self._resident.has_room(num_bytes)
 
@@ -395,20 +405,8 @@ class Residency:
             self._read(part)
 
     def _start_writing(self) -> None:
-        if any(map(self._may_write, self._to_write)):
+        if self._to_write.has_next:
             self._writer.start()
-
-    def _may_write(self, part: Part) -> bool:
-        return part.num_holders == 0 or self._to_write[part]
-
-    def _next_to_write(self) -> Part | None:
-        """Rule 4: what nobody holds; asked again when there is more."""
-        for part in [part for part in self._to_write if self._may_write(part)]:
-            del self._to_write[part]
-            if part.is_changed and part.buffer is not None:
-                part.is_writing, part.is_changed = True, False
-                return part
-        return None
 
     def _write(self, part: Part) -> None:
         assert part.buffer is not None

@@ -1,6 +1,6 @@
 """Where what is not resident lives: host memory, or a folder.
 
-Measured on the machine of `shared/measurements.md`, parts of 33 MiB in the page cache: reading into a buffer that
+Measured on two cores of an EPYC, parts of 33 MiB in the page cache: reading into a buffer that
 is used again 6.4 GB/s, copying out of a memory map 2.7, writing over a file 5.6, writing a new one 0.9. Hence the
 folder reads with `preadv`, writes over its own files, and a new file is made only where the old one belongs to a
 checkpoint as well.

@@ -1,0 +1,106 @@
+"""Which operators draw from a call's own generator, and how they are handed it (Rule 1 of `_random`).
+
+This is how torch's own `vmap` catches random operators (VmapModeRegistrations.cpp): a second kernel, for a dispatch
+key that is switched on in the threads that want it. Operators that are not random pass by at no cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._ops import OpOverload
+
+from moe_autograd._random.seeds import CPU, running
+
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+
+# Every aten operator that takes a generator and is not composed of others (a test compares with torch's own list).
+RANDOM_OPERATORS = (
+    *("_fused_dropout", "_sample_dirichlet", "_standard_gamma", "bernoulli", "bernoulli_", "binomial"),
+    *("cauchy", "cauchy_", "exponential", "exponential_", "geometric", "geometric_"),
+    *("log_normal", "log_normal_", "multinomial", "normal", "normal_", "normal_functional", "poisson"),
+    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "random", "random_"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional", "uniform", "uniform_"),
+)
+
+_lock = threading.Lock()
+installed: list[torch.library.Library] = []  # a library unregisters its kernels when it is collected
+
+
+def install() -> None:
+    """Register the second kernels, once for the process."""
+    with _lock:
+        if installed:
+            return
+        fallthrough = torch.library.Library("_", "IMPL")
+        fallthrough.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+        kernels = torch.library.Library("aten", "IMPL")
+        for name, operator in operators_with_generator():
+            position = _generator_position(operator)
+            kernels.impl(name, functools.partial(_draw_from_own_stream, operator, position), _KEY_NAME)
+        installed.extend((fallthrough, kernels))
+
+
+def operators_with_generator() -> Iterator[tuple[str, OpOverload]]:
+    """Return the operators that are caught, each with its name and overload."""
+    for packet_name in RANDOM_OPERATORS:
+        packet = getattr(torch.ops.aten, packet_name)
+        for overload_name in packet.overloads():
+            operator = getattr(packet, overload_name)
+            if _generator_position(operator) >= 0 and not _is_composite(operator):
+                yield operator.name().removeprefix("aten::"), operator
+
+
+def _generator_position(operator: OpOverload) -> int:
+    """Return where the operator takes a generator, -1 if it takes none."""
+    arguments = operator._schema.arguments
+    return next((i for i, argument in enumerate(arguments) if argument.name == "generator"), -1)
+
+
+def _is_composite(operator: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+
+
+def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
+    given = args[position] if position < len(args) else kwargs.get("generator")
+    with _ExcludeDispatchKeyGuard(DispatchKeySet(KEY)):
+        device = _device_of(args, kwargs)
+        if given is not None or running.seeds is None or device.type == "meta" or _is_tracing():
+            return operator(*args, **kwargs)
+        own = running.seeds.draw(running.index, device)
+        if position < len(args):
+            return operator(*args[:position], own, *args[position + 1 :], **kwargs)
+        return operator(*args, **{**kwargs, "generator": own})
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device that a random operator draws on: its tensors', else the one it is told to create on."""
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            return argument.device
+    device = kwargs.get("device")
+    return CPU if device is None else _with_index(torch.device(device))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Say which device is meant by `cuda`: one device must not have two generators of one seed."""
+    if device.type in ("cpu", "meta") or cast("int | None", device.index) is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _is_tracing() -> bool:
+    """Whether a compiler traces with fake tensors, which draw nothing and take no generator."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+if hasattr(os, "register_at_fork"):
+    # A child forked while another thread holds the lock would never get it.
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

@@ -1,0 +1,122 @@
+"""Which numbers a call draws: a generator for each call of a map (Rule 2 of `_random`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+PROCESS_GENERATOR = torch.default_generator
+CPU = torch.device("cpu")
+
+_APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
+
+
+class _Running(threading.local):
+    """Which call the current thread runs; `seeds` is `None` outside every map."""
+
+    seeds: CallSeeds | None = None
+    index: int = 0
+    places: Sequence[int] | None = None  # of the calls that this one makes together, until it asks
+
+
+running = _Running()
+
+
+def take_places(num_calls: int) -> Sequence[int]:
+    """Return the indices of the calls that the running call of a map makes together.
+
+    Whoever makes them one after the other sets `running.index` to each: so each draws what it would draw as a call of
+    its own. Where nobody said which they are, all draw what the running call draws.
+    """
+    places, running.places = running.places, None
+    return [running.index] * num_calls if places is None else places
+
+
+def current_generator(device: torch.device) -> torch.Generator | None:
+    """Return the generator of the call that this thread runs; `None` outside every map."""
+    return None if running.seeds is None else running.seeds.generator(running.index, device)
+
+
+class CallSeeds:
+    """The generators of one map's calls, made when a call first draws.
+
+    Construct it on the calling thread, before the calls run.
+    """
+
+    __slots__ = ("_base", "_generators", "_has_drawn", "_lock", "_parent", "_put_aside")
+
+    def __init__(self) -> None:
+        self._parent = (running.seeds, running.index)
+        self._lock = threading.Lock()
+        self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
+        # own states of the calls that have set another one, by index and device
+        self._put_aside: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._base: int | None = None
+        self._has_drawn = False
+
+    def apart(self) -> CallSeeds:
+        """Take the base now, and leave the caller's stream alone: for calls that run while the caller goes on."""
+        self._base = _mix(_next_draw(self._caller().clone_state()), _APART) >> 1
+        self._has_drawn = True
+        return self
+
+    def generator(self, index: int, device: torch.device) -> torch.Generator:
+        """Return the generator of call `index`; reading its state does not advance the caller's stream."""
+        key = (index, device)
+        if (found := self._generators.get(key)) is not None:
+            return found
+        with self._lock:
+            if self._base is None:
+                self._base = _next_draw(self._caller().clone_state())
+        made = _new_generator(device)
+        made.manual_seed(_mix(self._base, index))
+        return self._generators.setdefault(key, made)
+
+    def draw(self, index: int, device: torch.device) -> torch.Generator:
+        """Return the generator of call `index` for an operator that is about to draw from it."""
+        generator = self.generator(index, device)
+        if not self._has_drawn and (index, device) not in self._put_aside:
+            with self._lock:
+                if not self._has_drawn:
+                    self._has_drawn = True
+                    self._advance_caller()
+        return generator
+
+    def set_state(self, index: int, device: torch.device, state: torch.Tensor) -> None:
+        """Continue the stream of call `index` from `state`; from its own one if that is put back (Rule 3)."""
+        generator = self.generator(index, device)
+        own = self._put_aside.setdefault((index, device), generator.get_state())
+        if torch.equal(own, state):
+            del self._put_aside[index, device]
+        generator.set_state(state)
+
+    def manual_seed(self, index: int, device: torch.device, seed: int) -> torch.Generator:
+        """Continue the stream of call `index` from `seed`; return its generator."""
+        self.set_state(index, device, _new_generator(device).manual_seed(seed).get_state())
+        return self.generator(index, device)
+
+    def _caller(self) -> torch.Generator:
+        seeds, index = self._parent
+        return PROCESS_GENERATOR if seeds is None else seeds.generator(index, CPU)
+
+    def _advance_caller(self) -> None:
+        seeds, index = self._parent
+        _next_draw(PROCESS_GENERATOR if seeds is None else seeds.draw(index, CPU))
+
+
+def _new_generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)
+
+
+def _next_draw(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+
+
+def _mix(base: int, index: int) -> int:
+    """Mix two numbers into 64 bits without visible structure (SplitMix64's finaliser; Steele et al., 2014)."""
+    z = (base + 0x9E3779B97F4A7C15 * (index + 1)) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return z ^ (z >> 31)

@@ -1,0 +1,111 @@
+"""Who answers for the generators of the process and of devices while maps run (Rule 3 of `_random`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, cast
+
+import torch
+import torch.random
+
+from moe_autograd._random.seeds import CPU, PROCESS_GENERATOR, current_generator, running
+
+_ACCELERATOR = torch.accelerator.current_accelerator()  # what torch was built for
+
+
+class _StandIn:
+    """Takes the place of a device's own generator, the process's, while maps run."""
+
+    def __init__(self, device: torch.device, own: torch.Generator) -> None:
+        self._device = device
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current_generator(self._device) or self._own, name)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        if running.seeds is None:
+            self._own.set_state(state)
+        else:
+            running.seeds.set_state(running.index, self._device, state)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        if running.seeds is None:
+            return self._own.manual_seed(seed)
+        return running.seeds.manual_seed(running.index, self._device, seed)
+
+
+class StandIns:
+    """Puts the stand-ins in place for the first thread that runs calls, and back for the last one to end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._accelerator: Any = None  # whose generators are away, if any
+        self._away: tuple[torch.Generator, ...] = ()
+
+    def begin(self) -> None:
+        """Call it on a thread that is about to run calls."""
+        with self._lock:
+            self._num_threads += 1
+            if self._num_threads == 1:
+                self._stand_in()
+
+    def end(self) -> None:
+        """Call it on the same thread after them."""
+        with self._lock:
+            self._num_threads -= 1
+            if self._num_threads == 0:
+                self._step_back()
+
+    def before_fork(self) -> None:
+        """A child forked while another thread holds the lock would never get it."""
+        self._lock.acquire()
+
+    def after_fork(self) -> None:
+        """Let others go on."""
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """No other thread runs calls here."""
+        self._num_threads = 0 if running.seeds is None else 1
+        if self._num_threads == 0:
+            self._step_back()
+        self._lock.release()
+
+    def _stand_in(self) -> None:
+        torch.random.default_generator = cast(torch.Generator, _STAND_IN)
+        accelerator = _accelerator_in_use()
+        if accelerator is not None:
+            kind, self._accelerator = accelerator
+            self._away = self._accelerator.default_generators
+            self._accelerator.default_generators = tuple(
+                [_StandIn(torch.device(kind, index), own) for index, own in enumerate(self._away)]
+            )
+
+    def _step_back(self) -> None:
+        torch.random.default_generator = PROCESS_GENERATOR
+        if self._accelerator is not None:
+            self._accelerator.default_generators = self._away
+            self._accelerator, self._away = None, ()
+
+
+def _accelerator_in_use() -> tuple[str, Any] | None:
+    """Return the kind and the module of the accelerator, if it has generators and was used."""
+    if _ACCELERATOR is None:
+        return None
+    module = torch.get_device_module(_ACCELERATOR.type)
+    has_generators = getattr(module, "default_generators", ()) and module.is_initialized()
+    return (_ACCELERATOR.type, module) if has_generators else None
+
+
+_STAND_IN = _StandIn(CPU, PROCESS_GENERATOR)
+stand_ins = StandIns()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=stand_ins.before_fork,
+        after_in_parent=stand_ins.after_fork,
+        after_in_child=stand_ins.after_fork_in_child,
+    )

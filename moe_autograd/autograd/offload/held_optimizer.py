@@ -1,0 +1,145 @@
+"""The optimizer of one offloaded expert: its tensors come and go as one part, once there are any.
+
+An optimizer makes its tensors in its first step, and may put others in their place in a later one, or make more. So
+after each update, while the part is held, those that do not lie in it are copied there (`keep`). Where the part has no
+room for them they are put aside, before it may leave memory, and get a new one (`move_into_a_part`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
+from moe_autograd.autograd.offload.stores import FolderStore
+
+
+class HeldOptimizer:
+    """An optimizer and the part in which its tensors lie.
+
+    Args:
+        name: of the part, such as `expert-00003.optimizer`.
+        optimizer: of the parameters.
+        parameters: of the expert, by name.
+        residency: where the part comes and goes.
+    """
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], residency: Residency
+    ) -> None:
+        self.name, self.optimizer = name, optimizer
+        self.part: Part | None = None  # until there are tensors
+        self._parameters, self._residency = parameters, residency
+        self._put_aside: dict[str, Tensor] = {}  # while no part has room for them
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Update the parameters that have gradients here; all of it is held."""
+        for name, gradient in gradients.items():
+            self._parameters[name].grad = gradient
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+    def keep(self) -> bool:
+        """Leave the tensors in their part, which is held if there is one; return whether that is possible."""
+        tensors = self._tensors()
+        if self.part is None:
+            return not tensors
+        if Layout.of(tensors) != self.part.layout:
+            self._put_aside = {name: tensor.clone() for name, tensor in tensors.items()}
+            return False
+        assert self.part.buffer is not None
+        with torch.no_grad():
+            for name, view in self.part.layout.views(self.part.buffer).items():
+                if tensors[name].data_ptr() != view.data_ptr():
+                    view.copy_(tensors[name])
+        self._attach(self.part.buffer)
+        self._residency.changed(self.part)
+        return True
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""
+        return {
+            f"{key}.{name}": value
+            for name, parameter in self._parameters.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def move_into_a_part(self, beside: Iterable[Part]) -> None:
+        """Give tensors that could not be kept a part of their own.
+
+        Args:
+            beside: what an update holds with it.
+
+        Raises:
+            ValueError: together they exceed the limit.
+        """
+        tensors, self._put_aside = self._put_aside or self._tensors(), {}
+        self.forget_part()
+        part = self._new_part(Layout.of(tensors))
+        self._residency.check_fits([*beside, part])
+        self._residency.fill(part, tensors)
+
+    def forget_part(self) -> None:
+        """Give the part's place in memory and store away."""
+        if self.part is not None:
+            self._residency.forget(self.part)
+            self.part = None
+
+    def _new_part(self, layout: Layout) -> Part:
+        self.part = self._residency.add(Part(self.name, layout, self._attach, self._detach))
+        return self.part
+
+    def _attach(self, flat: Tensor) -> None:
+        assert self.part is not None
+        views = self.part.layout.views(flat)
+        for name, parameter in self._parameters.items():
+            suffix = f".{name}"
+            for full_name, view in views.items():
+                if full_name.endswith(suffix) and "." not in full_name[: -len(suffix)]:
+                    self.optimizer.state[parameter][full_name[: -len(suffix)]] = view
+
+    def _detach(self) -> None:
+        for parameter in self._parameters.values():
+            state = self.optimizer.state[parameter]
+            for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
+                state[key] = torch.empty(0, dtype=state[key].dtype)
+
+    def options(self) -> dict[str, Any]:
+        """Return what a checkpoint says about the optimizer beside its tensors."""
+        numbers = {
+            name: {
+                k: v for k, v in self.optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)
+            }
+            for name, parameter in self._parameters.items()
+        }
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return {"groups": groups, "numbers": numbers}
+
+    def restore(
+        self, folder: Path, options: dict[str, Any], store: FolderStore, beside: Iterable[Part]
+    ) -> None:
+        """Take options and tensors from a checkpoint."""
+        self.forget_part()
+        self.optimizer.state.clear()
+        for group, saved in zip(self.optimizer.param_groups, options["groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
+        for name, numbers in options["numbers"].items():
+            if numbers:
+                self.optimizer.state[self._parameters[name]].update(numbers)
+        path = folder / f"{self.name}.safetensors"
+        if path.exists():
+            part = self._new_part(Layout.read(path)[0])
+            self._residency.check_fits([*beside, part])
+            self._residency.adopt(part, functools.partial(store.link, path))

@@ -1,0 +1,85 @@
+"""What the experts of several layers share: one limit, one store, one checkpoint of all.
+
+The threads that read and write end, and the folder is free for others, when somebody closes it or when nobody has the
+residency any more. So a layer may outlive the one that it was built beside, and a graph the layers that made it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
+from moe_autograd.autograd.offload.held import HeldExpert
+from moe_autograd.autograd.offload.residency import Residency
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store, lock_folder
+from moe_autograd.errors import CheckpointError
+
+
+class SharedResidency:
+    """The residency of some layers' experts, and the folder they may be saved to.
+
+    Args:
+        limit_bytes: for all buffers together.
+        store: "ram", a folder, or a `Store`.
+        device: of the buffers.
+
+    Raises:
+        RuntimeError: other experts use the folder, in this process or another.
+
+    Threads: any may call `close`; `checkpoint` and `restore` belong where no forward, backward or update runs.
+    """
+
+    def __init__(self, limit_bytes: int, store: str | Path | Store, device: torch.device) -> None:
+        self.held: list[HeldExpert] = []  # of all layers
+        self._folder = Path(store) if isinstance(store, str | Path) and store != "ram" else None
+        lock = None
+        if self._folder is not None:
+            path = self._folder / "resident-store"
+            lock = lock_folder(path)
+            store = FolderStore(path)
+        elif isinstance(store, str | Path):
+            store = RamStore()
+        self.residency = Residency(limit_bytes, store, device)
+        self._unlock = None if lock is None else weakref.finalize(self.residency, os.close, lock)
+
+    def close(self) -> None:
+        """End the threads, and let others use the folder."""
+        self.residency.close()
+        if self._unlock is not None:
+            self._unlock()
+
+    def checkpoint(self, note: Any) -> Path:
+        """Save all experts' weights and optimizers; see `OffloadedExperts.checkpoint`."""
+        folder, store = self._need_folder()
+        self.residency.flush()
+        names = [part.name for held in self.held for part in (held.weights, held.state) if part]
+        manifest = {"note": note, "experts": [held.options() for held in self.held]}
+        return write_checkpoint(folder, store, names, manifest)
+
+    def restore(self) -> Any:
+        """Go back to the newest checkpoint; return its note. See `OffloadedExperts.restore`."""
+        folder, store = self._need_folder()
+        path, manifest = newest_checkpoint(folder)
+        if len(manifest["experts"]) != len(self.held):
+            raise CheckpointError(
+                f"{path}: expected {len(self.held)} experts, got {len(manifest['experts'])}. "
+                "Build as many as were saved."
+            )
+        self.residency.forget_wishes()
+        for held, options in zip(self.held, manifest["experts"], strict=True):
+            held.forget_gradients()
+            held.restore(path, options, store)
+        return manifest["note"]
+
+    def _need_folder(self) -> tuple[Path, FolderStore]:
+        """Return the folder and its store, or complain that there is none."""
+        if self._folder is None or not isinstance(self.residency.store, FolderStore):
+            raise CheckpointError(
+                "OffloadedExperts: expected a folder as store, got another. Pass store=FOLDER to save checkpoints."
+            )
+        return self._folder, self.residency.store

@@ -1,0 +1,48 @@
+"""Certificates of a client: read, and looked at before grpc sees them.
+
+What grpc says of a file that is no certificate is that a handshake failed, with lines of its own on stderr.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import grpc
+
+File = str | Path
+
+
+def channel_credentials(
+    ca_file: File | None, cert_file: File | None, key_file: File | None
+) -> grpc.ChannelCredentials:
+    """Return the credentials that PEM files hold.
+
+    Args:
+        ca_file: who may have signed the server's certificate; `None`: the authorities that gRPC ships.
+        cert_file: the client's own certificate, for servers that ask.
+        key_file: its key; both or neither.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is not what it should be.
+    """
+    read = [None if file is None else Path(file).read_bytes() for file in (ca_file, key_file, cert_file)]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if ca_file is not None:
+            context.load_verify_locations(ca_file)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"TLS: expected certificates as PEM, got {str(ca_file)!r} ({error.reason or error}). "
+            "Take the file of the authority that signed the server's."
+        ) from error
+    try:
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file, password="")
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"TLS: expected a certificate and its key, unencrypted, as PEM, got {str(cert_file)!r} and "
+            f"{str(key_file)!r} ({error.reason or error}). Check that they belong together."
+        ) from error
+    return grpc.ssl_channel_credentials(*read)

@@ -1,0 +1,38 @@
+"""What a state holds, without its values: so that each side knows whether it got the state that it asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.tensors import DTYPES, TORCH_DTYPES
+
+
+def layout_of(state: Mapping[str, Tensor]) -> pb.StateLayout:
+    """Return keys, dtypes and shapes of a `state_dict`."""
+    return pb.StateLayout(
+        entries=[
+            pb.EntryLayout(key=key, dtype=DTYPES.get(value.dtype, pb.DTYPE_NONE), shape=value.shape)
+            for key, value in state.items()
+        ]
+    )
+
+
+def mismatch(layout: pb.StateLayout, state: Mapping[str, Tensor]) -> str | None:
+    """Return what is wrong with `state` as the second half of an error, or None if it fits.
+
+    >>> import torch
+    >>> mismatch(layout_of({"weight": torch.ones(2, 3)}), {"weight": torch.ones(3, 2)})
+    "'weight': expected (2, 3) of torch.float32, got (3, 2) of torch.float32"
+    """
+    expected = {entry.key: (tuple(entry.shape), TORCH_DTYPES.get(entry.dtype)) for entry in layout.entries}
+    got = {key: (tuple(value.shape), value.dtype) for key, value in state.items()}
+    if expected.keys() != got.keys():
+        missing, unknown = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+        return f"expected keys {sorted(expected)}, got {sorted(got)} (missing={missing}, unknown={unknown})"
+    for key, (shape, dtype) in expected.items():
+        if got[key] != (shape, dtype):
+            return f"{key!r}: expected {shape} of {dtype}, got {got[key][0]} of {got[key][1]}"
+    return None

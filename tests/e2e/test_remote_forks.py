@@ -1,0 +1,200 @@
+"""Remote experts in processes that fork, between calls and in the middle of them."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from tests.support.held import Held
+from tests.support.hosting import sgd
+from tests.support.servers import ROOT, ServerProcess
+from tests.support.subprocesses import assert_prints
+
+WIDTH = 512
+MANY_ROWS = 2000  # several messages, which a thread of grpc feeds
+SERVE = ("--expert", "ffn", "--num-experts", "1", "--d-model", "512")
+
+
+def test_a_forked_child_gets_a_clear_error_and_can_connect_anew():
+    with ExpertsServer({"ffn.0": nn.Linear(4, 4)}) as server:
+        assert_prints(
+            f"""
+            import os, torch
+            from moe_autograd.remote import connect
+            with connect({server.address!r}) as experts:
+                x = torch.ones(1, 4)
+                experts["ffn.0"](x)
+                child = os.fork()
+                if child == 0:
+                    try:
+                        experts["ffn.0"](x)
+                    except RuntimeError as error:
+                        assert "expected to be used in the process that made it" in str(error), error
+                        print("refused", flush=True)
+                    with connect({server.address!r}) as anew:
+                        anew["ffn.0"](x)
+                    print("anew", flush=True)
+                    experts.close()  # as its `with` block would
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+                experts["ffn.0"](x)
+                print("parent")
+            """,
+            "refused anew parent",
+        )
+
+
+FORKS_IN_THE_MIDDLE = """
+    import os, sys, threading, torch
+    from moe_autograd.remote import RemoteOptimizer, connect
+
+    what, address, other_address, rows, width = *sys.argv[1:4], *map(int, sys.argv[4:])
+    x = torch.ones(rows, width)
+    with connect(address, timeout_s=1000) as experts:
+        expert = experts["held"]
+        if what == "forward":
+            call = lambda: expert(x)
+        elif what == "backward":
+            call = expert(x).mean().backward
+        elif what == "step":
+            expert(x).mean().backward()
+            call = RemoteOptimizer(experts).step
+        else:
+            call = experts.state_dict
+        thread = threading.Thread(target=call)
+        thread.start()
+        sys.stdin.readline()
+        child = os.fork()
+        if child == 0:
+            try:
+                expert(x)
+            except RuntimeError as error:
+                print("refused", flush=True)
+            try:
+                with connect(other_address) as anew:
+                    anew["ffn"](torch.ones(1, 4))
+                print("anew", flush=True)
+            except RuntimeError as error:
+                print("RuntimeError:", error, flush=True)
+            experts.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print("parent", flush=True)
+        thread.join()
+        if what == "backward":
+            RemoteOptimizer(experts).step()
+        print("done", flush=True)
+"""
+
+
+def fork_in_the_middle_of(what: str, held: Held, rows: int = 1, optimizer=sgd) -> list[str]:
+    """Fork a client while a call of it is under way; return what child and parent printed."""
+    with (
+        ExpertsServer({"held": held}, optimizer=optimizer) as server,
+        ExpertsServer({"ffn": nn.Linear(4, 4)}) as other,
+    ):
+        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(FORKS_IN_THE_MIDDLE)]
+        arguments = [what, server.address, other.address, str(rows), str(held.linear.in_features)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([*command, *arguments], cwd=ROOT, text=True, **pipes) as process:
+            try:
+                assert held.begun.wait(120)
+                process.stdin.write("fork\n")
+                process.stdin.flush()
+                lines = [process.stdout.readline() for _ in range(3)]
+                held.may_go.set()
+                rest, _ = process.communicate(timeout=120)
+            finally:
+                held.may_go.set()
+                process.kill()
+        assert process.returncode == 0
+        return [*lines, rest]
+
+
+@pytest.mark.parametrize("rows", [1, MANY_ROWS])
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_a_call_that_a_fork_interrupts_is_made_again_and_counts_once(what, rows):
+    """No RPC is under way when the process forks: grpc has prepared for it, and the child can connect anew."""
+    held = Held(what, WIDTH)
+    twin = copy.deepcopy(held.linear)
+    printed = fork_in_the_middle_of(what, held, rows)
+    assert printed == ["refused\n", "anew\n", "parent\n", "done\n"]
+    if what == "forward":
+        assert held.num_begun == 2
+    else:
+        twin(torch.ones(rows, WIDTH)).mean().backward()
+        sgd(twin.parameters()).step()
+        assert held.num_begun == 1
+        torch.testing.assert_close(held.linear.weight, twin.weight)
+
+
+def test_a_child_forked_in_the_middle_of_an_update_is_told_that_it_cannot_connect():
+    """An RPC of one message cannot be cancelled, only waited for, and not for long."""
+    held = Held("never")
+
+    class HeldSGD(torch.optim.SGD):
+        def step(self, closure=None):
+            held.hold()
+            return super().step(closure)
+
+    printed = fork_in_the_middle_of("step", held, optimizer=lambda parameters: HeldSGD(parameters, lr=0.1))
+    assert printed[0] == "refused\n"
+    assert "expected to be forked between RPCs, got forked with 1 under way" in printed[1]
+    assert printed[2:] == ["parent\n", "done\n"]
+
+
+BESIDE_THREADS_THAT_CALL = """
+    import os, sys, threading, torch
+    from moe_autograd.remote import connect
+
+    address, num_forks = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)  # a team of threads does not outlive a fork
+    with connect(address, timeout_s=60) as experts:
+        is_over, errors = threading.Event(), []
+
+        def work(rows):
+            x = torch.ones(rows, 512, requires_grad=True)
+            try:
+                while not is_over.is_set():
+                    experts["ffn.0"](x).sum().backward()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 1, 1, 2000)]
+        for thread in threads:
+            thread.start()
+        for _ in range(num_forks):
+            child = os.fork()
+            if child == 0:
+                with connect(address, timeout_s=60) as anew:
+                    anew["ffn.0"](torch.ones(1, 512))
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        print(*errors)
+"""
+
+
+def test_forks_beside_threads_that_call_lose_no_answer_and_no_child():
+    with ServerProcess(*SERVE) as server:
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            textwrap.dedent(BESIDE_THREADS_THAT_CALL),
+            server.address,
+        ]
+        ended = subprocess.run(
+            [*command, "40"], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False
+        )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "\n", "")

@@ -1,0 +1,129 @@
+"""Which calls are computed where they come in, and which by a worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer, registry
+from experts_server.batching import ExpertQueue
+from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.hosting import sgd
+from tests.support.servers import WireClient, tokens
+
+D = 8
+
+
+class Own(nn.Linear):
+    """May do anything in its forward: its class is no known one."""
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.register_forward_hook(lambda module, inputs, output: None)
+    return module
+
+
+def forward_and_backward(server: ExpertsServer, num_rows: int) -> tuple[Tensor, Tensor]:
+    x, grad = tokens(num_rows, D, seed=1), tokens(num_rows, D, seed=2)
+    with WireClient(server.address) as client:
+        (y,) = client.forward("e", x).tensors
+        (x_grad,) = client.backward("e", grad).tensors
+    assert y is not None
+    assert x_grad is not None
+    return y, x_grad
+
+
+def has_worked(server: ExpertsServer) -> bool:
+    assert server._server is not None
+    return server._server.pool.has_threads
+
+
+@pytest.mark.parametrize("module", [nn.Linear(D, D), FeedForwardExpert(D, 16)], ids=["linear", "ffn"])
+def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.Module) -> None:
+    with ExpertsServer({"e": module}, optimizer=sgd) as server:
+        y, x_grad = forward_and_backward(server, 3)
+        assert not has_worked(server)
+    x = tokens(3, D, seed=1).requires_grad_()
+    expected = module(x)
+    assert torch.equal(y, expected)
+    assert torch.equal(x_grad, *torch.autograd.grad(expected, x, tokens(3, D, seed=2)))
+
+
+@pytest.mark.parametrize(
+    ("module", "num_rows"),
+    [
+        (hooked(), 3),
+        (Own(D, D), 3),
+        (nn.Sequential(nn.Linear(D, D), nn.Dropout()), 3),
+        (nn.Linear(D, D), 20_000),
+    ],
+    ids=["a hook", "a class of one's own", "random numbers", "many rows"],
+)
+def test_all_others_are_given_to_a_worker(module: nn.Module, num_rows: int) -> None:
+    with ExpertsServer({"e": module}) as server:
+        forward_and_backward(server, num_rows)
+        assert has_worked(server)
+
+
+def test_an_optimizer_is_run_by_a_worker() -> None:
+    with ExpertsServer({"e": nn.Linear(D, D)}, optimizer=sgd, update="on_backward") as server:
+        with WireClient(server.address) as client:
+            client.forward("e", tokens(3, D))
+            assert not has_worked(server)
+            client.backward("e", tokens(3, D))
+        assert has_worked(server)
+
+
+def test_small_calls_that_would_be_computed_as_one_are_given_to_a_worker() -> None:
+    with ExpertsServer({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        calls = [client.forward_call("e", tokens(1, D), call_id=number) for number in (1, 2)]
+        assert [answer.code for answer in client.stream("Forward", calls)] == ["OK"] * 2
+        assert has_worked(server)
+
+
+def test_a_turn_that_raises_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ExpertQueue.run
+
+    def breaking(queue: ExpertQueue) -> None:
+        run(queue)
+        if queue.hosted.name == "e.0":
+            raise AssertionError("a bug of ours")
+
+    monkeypatch.setattr(ExpertQueue, "run", breaking)
+    names = [f"e.{index}" for index in range(3)]
+    with (
+        ExpertsServer({name: nn.Linear(D, D) for name in names}) as server,
+        WireClient(server.address) as client,
+    ):
+        answers = client.stream("Forward", [client.forward_call(name, tokens(1, D)) for name in names])
+        assert [answer.code for answer in answers] == ["OK"] * 3
+        assert not has_worked(server)
+
+
+def test_between_small_calls_the_loop_does_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "AT_ONCE_S", 0.0)
+    seen: list[
+        int
+    ] = []  # at each turn, how many things the loop has done that were put to it at the turns before
+    done: list[None] = []
+    run = ExpertQueue.run
+
+    def noting(queue: ExpertQueue) -> None:
+        seen.append(len(done))
+        asyncio.get_running_loop().call_soon(done.append, None)
+        run(queue)
+
+    monkeypatch.setattr(ExpertQueue, "run", noting)
+    names = [f"e.{index}" for index in range(16)]
+    with (
+        ExpertsServer({name: nn.Linear(D, D) for name in names}) as server,
+        WireClient(server.address) as client,
+    ):
+        answers = client.stream("Forward", [client.forward_call(name, tokens(1, D)) for name in names])
+        assert [answer.code for answer in answers] == ["OK"] * 16
+        assert not has_worked(server)
+    assert seen[:16] == list(range(16))

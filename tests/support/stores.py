@@ -1,0 +1,42 @@
+"""A store that can be watched and disturbed."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.stores import RamStore
+
+
+class WatchedStore(RamStore):
+    """Writes down what is read and written; can be told to block, or to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failing = ""
+        self.happened = threading.Condition()
+
+    def _happen(self, event: str) -> None:
+        self.gate.wait()
+        if self.failing and self.failing in event:
+            raise OSError(28, "No space left on device")
+        with self.happened:
+            self.events.append(event)
+            self.happened.notify_all()
+
+    def write(self, name: str, layout: Layout, flat: Tensor) -> None:
+        self._happen(f"write {name}")
+        super().write(name, layout, flat)
+
+    def read(self, name: str, flat: Tensor) -> None:
+        super().read(name, flat)
+        self._happen(f"read {name}")
+
+    def wait_for(self, event: str) -> None:
+        with self.happened:
+            assert self.happened.wait_for(lambda: event in self.events, timeout=60)

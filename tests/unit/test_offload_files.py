@@ -1,0 +1,98 @@
+"""Many tensors as one run of bytes, and the folder it is kept in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.errors import CheckpointError
+
+MIXED = {
+    "weight": torch.randn(4, 16),
+    "half": torch.randn(3).to(torch.bfloat16),
+    "step": torch.tensor(7.0),
+    "mask": torch.tensor([True, False, True]),
+    "wide": torch.randn(5, dtype=torch.complex64),
+    "none": torch.empty(0, 3),
+    "count": torch.tensor(5),
+}
+
+
+def test_views_give_back_what_was_laid_out() -> None:
+    layout = Layout.of(MIXED)
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for name, view in layout.views(flat).items():
+        view.copy_(MIXED[name])
+    for name, view in layout.views(flat).items():
+        assert view.dtype == MIXED[name].dtype
+        assert torch.equal(view, MIXED[name])
+
+
+def test_files_are_safetensors_and_any_reader_finds_the_tensors(tmp_path: Path) -> None:
+    layout = Layout.of(MIXED)
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for name, view in layout.views(flat).items():
+        view.copy_(MIXED[name])
+    store = FolderStore(tmp_path)
+    store.write("expert", layout, flat)
+    loaded = safetensors.torch.load_file(store.path("expert"))
+    assert loaded.keys() == MIXED.keys()
+    for name, tensor in MIXED.items():
+        assert torch.equal(loaded[name], tensor)
+    assert Layout.read(store.path("expert"))[0] == layout
+    back = torch.empty_like(flat)
+    store.read("expert", back)
+    assert torch.equal(back, flat)
+
+
+def test_a_dtype_that_safetensors_has_not_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"expected a dtype of safetensors, got torch\.complex128 \(name='w'\)"
+    ):
+        Layout.of({"w": torch.empty(1, dtype=torch.complex128)})
+
+
+@pytest.mark.parametrize("damage", ["cut", "grown", "no header", "lying header", "missing"])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+    store, layout = FolderStore(tmp_path), Layout.of({"x": torch.ones(100)})
+    store.write("x", layout, torch.zeros(400, dtype=torch.uint8))
+    path = store.path("x")
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {
+                "cut": content[:-1],
+                "grown": content + b"x",
+                "no header": b"\xff" * 64,
+                "lying header": (2**62).to_bytes(8, "little") + content[8:],
+            }[damage]
+        )
+    with pytest.raises(CheckpointError, match=r"x: expected"):
+        Layout.read(path)
+
+
+def test_a_file_that_belongs_to_a_checkpoint_is_not_written_over(tmp_path: Path) -> None:
+    store, layout = FolderStore(tmp_path / "store"), Layout.of({"x": torch.ones(3)})
+    store.write("x", layout, torch.zeros(12, dtype=torch.uint8))
+    (tmp_path / "saved").hardlink_to(store.path("x"))
+    store.write("x", layout, torch.ones(12, dtype=torch.uint8))
+    assert not (tmp_path / "saved").read_bytes().endswith(b"\1" * 12)
+    assert store.path("x").read_bytes().endswith(b"\1" * 12)
+    inode = store.path("x").stat().st_ino
+    store.write("x", layout, torch.zeros(12, dtype=torch.uint8))
+    assert store.path("x").stat().st_ino == inode, "its own file it writes over"
+
+
+def test_a_file_cut_short_raises_instead_of_giving_old_bytes(tmp_path: Path) -> None:
+    store, layout = FolderStore(tmp_path), Layout.of({"x": torch.ones(3)})
+    store.write("x", layout, torch.zeros(12, dtype=torch.uint8))
+    store.path("x").write_bytes(b"")
+    with pytest.raises(OSError, match=r"expected|Invalid argument"):
+        store.read("x", torch.empty(12, dtype=torch.uint8))
