@@ -14,8 +14,8 @@ parent got no answer before their deadline. Hence::
 
 A stream is cancelled once: the second time forks wait for it, else a long one would never end beside many forks.
 
-A fork does not wait longer than `_PATIENCE_S`. A child that was forked all the same is told so when it begins an RPC:
-whether it would get an answer, nobody knows.
+A fork does not wait longer than `_PATIENCE_S`: an update can be long, and a busy machine took 2 s to end short calls.
+A child that was forked all the same is told so when it begins an RPC: whether it would get an answer, nobody knows.
 
 Mutable state: all of the gate's, under `_changed`; a child begins with a gate of its own.
 
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 10.0
 
 
 class Passage:

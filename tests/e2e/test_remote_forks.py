@@ -53,8 +53,9 @@ def test_a_forked_child_gets_a_clear_error_and_can_connect_anew():
 
 FORKS_IN_THE_MIDDLE = """
     import os, sys, threading, torch
-    from moe_autograd.remote import RemoteOptimizer, connect
+    from moe_autograd.remote import RemoteOptimizer, connect, forking
 
+    forking._PATIENCE_S = 5.0  # all but an update end at once
     what, address, other_address, rows, width = *sys.argv[1:4], *map(int, sys.argv[4:])
     x = torch.ones(rows, width)
     with connect(address, timeout_s=1000) as experts:
