@@ -55,8 +55,9 @@ FORKS_IN_THE_MIDDLE = """
     import os, sys, threading, torch
     from moe_autograd.remote import RemoteOptimizer, connect, forking
 
-    forking._PATIENCE_S = 5.0  # all but an update end at once
     what, address, other_address, rows, width = *sys.argv[1:4], *map(int, sys.argv[4:])
+    if what == "step":
+        forking._PATIENCE_S = 1.0  # before a busy machine misses a ping, and the connection is made anew
     x = torch.ones(rows, width)
     with connect(address, timeout_s=1000) as experts:
         expert = experts["held"]
