@@ -47,8 +47,9 @@ from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._threads import start_soon
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.join import is_wanted, run_calls, split
+from moe_autograd.autograd.join import is_wanted, split
 from moe_autograd.autograd.module_calls import JoinedModules, ModuleCall, on_this_thread
+from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
 

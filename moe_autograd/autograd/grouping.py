@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 from moe_autograd._random import running
-from moe_autograd.autograd.join import CallName
+from moe_autograd.autograd.runs import CallName
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,7 @@ Rule 5. The node is not part of a cycle: a call forgets its results once they ar
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,11 +30,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.autograd.graph import Node, get_gradient_edge
 
-from moe_autograd._random import CallSeeds, own_streams, running
-from moe_autograd._streams import Lanes, lanes_from_here, use_here
-from moe_autograd._workers import run_all
+from moe_autograd._streams import use_here
+from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
-from moe_autograd.timeline import add_span, is_recording
 
 ACCUMULATE_GRAD = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
@@ -269,133 +265,3 @@ def _name_guilty_call(joined: Joined) -> None:
         except (RuntimeError, TypeError) as error:
             error.add_note(f"{joined.title}, forward: raised by {name} of {len(joined.calls)}.")
             raise
-
-
-def run_calls(
-    call: Callable[[int], None],
-    names: Sequence[str],
-    max_concurrency: int | None,
-    title: str,
-    *,
-    is_recorded: bool = True,
-    seeds: CallSeeds | None = None,
-) -> None:
-    """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
-
-    Args:
-        call: takes the index.
-        names: of the calls, for errors and profiles.
-        max_concurrency: how many may run at once; `None` leaves it to the library.
-        title: how the map is called in errors and profiles.
-        is_recorded: whether the calls see the caller's grad mode, or none of their operators is recorded.
-        seeds: of their random numbers; `None` takes them from the calling thread's stream.
-
-    Raises:
-        BaseException: of the lowest failing call, with a note that names it, after all others have come to rest.
-        UnsupportedTransformError: while a graph is captured on an accelerator.
-    """
-    if not names:
-        return
-    if is_tracing():
-        max_concurrency = 1
-    lanes = None if max_concurrency == 1 or len(names) == 1 else lanes_from_here()
-    seeds = CallSeeds() if seeds is None else seeds
-    scope = functools.partial(own_streams, seeds) if is_recorded else lambda: _Unrecorded(seeds)
-
-    def run(index: int) -> None:
-        running.index = index
-        call(index)
-
-    chosen: Callable[[int], None] = run
-    if lanes is not None:
-        chosen = _on_lanes(chosen, lanes)
-    if torch.autograd.profiler._is_profiler_enabled:
-        chosen = _profiled(chosen, names, title)
-    if is_recording():
-        chosen = _on_timeline(chosen, names, "backward" if ", backward" in title else "forward")
-    try:  # this frame is in the traceback of what is raised: it must not hold the failures
-        _raise_lowest(run_all(chosen, len(names), max_concurrency=max_concurrency, scope=scope), names, title)
-    finally:
-        if lanes is not None:
-            lanes.rejoin()
-
-
-def _on_lanes(run: Callable[[int], None], lanes: Lanes) -> Callable[[int], None]:
-    def run_on_lanes(index: int) -> None:
-        with lanes.of(index):
-            run(index)
-
-    return run_on_lanes
-
-
-def _profiled(run: Callable[[int], None], names: Sequence[str], title: str) -> Callable[[int], None]:
-    def run_profiled(index: int) -> None:
-        with torch.autograd.profiler.record_function(f"{title}: {names[index]}"):
-            run(index)
-
-    return run_profiled
-
-
-def _on_timeline(run: Callable[[int], None], names: Sequence[str], phase: str) -> Callable[[int], None]:
-    def run_timed(index: int) -> None:
-        name = names[index]
-        lane = name.lane if isinstance(name, CallName) else name
-        start_s = time.perf_counter()
-        try:
-            run(index)
-        finally:
-            if lane is not None:
-                add_span(lane, phase, start_s, time.perf_counter())
-
-    return run_timed
-
-
-class CallName(str):
-    """What errors and profiles call a call.
-
-    Attributes:
-        lane: where it is on a timeline, mostly the name of its expert; `None` if its parts are there by themselves.
-    """
-
-    lane: str | None = None
-
-
-def is_tracing() -> bool:
-    """Whether a mode of the compiler's is active; its state belongs to one thread."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
-    keys = torch._C._TorchDispatchModeKey
-    modes = (torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
-    return any(mode is not None for mode in modes)
-
-
-class _Unrecorded(own_streams):
-    """Around the forward of a function: gradients are off, and so are forward-mode ones, as torch does it."""
-
-    __slots__ = ("_forward_mode", "_grad_mode")
-
-    def __enter__(self) -> None:
-        self._grad_mode, self._forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        torch._C._set_fwd_grad_enabled(False)
-        super().__enter__()
-
-    def __exit__(self, *exc_info: object) -> None:
-        super().__exit__(*exc_info)
-        torch._C._set_fwd_grad_enabled(self._forward_mode)
-        torch._C._set_grad_enabled(self._grad_mode)
-
-
-def _raise_lowest(failures: dict[int, BaseException], names: Sequence[str], title: str) -> None:
-    if not failures:
-        return
-    index = min(failures)
-    error = failures[index]
-    num_others = len(failures) - 1
-    others = f"; {num_others} other call{'s' * (num_others > 1)} failed as well" if num_others else ""
-    place = names[index] if index < len(names) else "no call"
-    error.add_note(f"{title}: raised by {place} of {len(names)}{others}.")
-    try:
-        raise error
-    finally:
-        del failures, error  # this frame is in the traceback: the exception must not hold itself

@@ -61,14 +61,13 @@ from moe_autograd.autograd.join import (
     ACCUMULATE_GRAD,
     Joined,
     has_any,
-    is_tracing,
     is_wanted,
     join,
-    run_calls,
     split,
 )
 from moe_autograd.autograd.module_results import CallResults, edge_of
 from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
+from moe_autograd.autograd.runs import is_tracing, run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part, split_backward
 from moe_autograd.autograd.statistics import Turns
