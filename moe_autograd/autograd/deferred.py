@@ -13,9 +13,8 @@ leaves the second for later::
 Rule 1. Of the nodes that are ready the engine runs the one that was made last. `late` says that it was made before
         all others, so it runs when nothing is left to do upstream.
 Rule 2. The promise travels with the gradient that flows to `late`, so it belongs to this backward and to no other.
-        Of a backward that failed the engine keeps such gradients until the thread's next one, but drops its callbacks
-        at once: one of them holds all promises. What has not begun then never does, and what runs comes to rest before
-        `loss.backward()` raises.
+        When a backward has failed, nothing holds its promises any more (`this_backward`): what has not begun then
+        never does, and what runs comes to rest before `loss.backward()` raises.
 Rule 3. From `late` on everything is the engine's, as ever: sums with other uses of a parameter, `.grad`, hooks, DDP,
         `torch.autograd.grad`. A second part that failed raises there.
 Rule 4. A promise may be kept at once. So it is where a backward cannot be in two parts: with `retain_graph` or
@@ -39,7 +38,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
@@ -47,17 +45,20 @@ from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._threads import start_soon
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.join import is_wanted, split
+from moe_autograd.autograd.joined import is_wanted, split
 from moe_autograd.autograd.module_calls import JoinedModules, ModuleCall, on_this_thread
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
+from moe_autograd.autograd.this_backward import kept_by_this_backward
 
 Gradients = Sequence[Tensor | None]
 
 
 class DeferringModules(JoinedModules):
     """The module calls of one map, whose weight gradients come later than those of their inputs."""
+
+    can_be_apart = False  # a worker computes the second parts of a whole map at once
 
     def __init__(
         self, calls: Sequence[ModuleCall], names: Sequence[str], max_concurrency: int | None, title: str
@@ -105,7 +106,7 @@ class DeferringModules(JoinedModules):
         with nested_backwards():  # what is asked for in a second part waits for the end, too
             carrier.promise = work = _Work(self, pending, of_leaves)  # type: ignore[attr-defined]
         if pending:
-            _cancel_with_this_backward(work)
+            kept_by_this_backward(_Works, _Works).works.append(work)
             _backlog.add(work)
         return (carrier, *of_cuts)
 
@@ -124,15 +125,12 @@ class _Late(Function):
         return promise.keep()
 
 
-class _Hold:
-    """What the engine holds as long as one backward runs, and lets go of however that ends."""
+class _Works:
+    """The promises of one backward; those that it does not keep are cancelled when it lets go of them."""
 
     def __init__(self) -> None:
         self.works: list[_Work] = []
         weakref.finalize(self, _cancel, self.works).atexit = False
-
-    def __call__(self) -> None:
-        """Do nothing at the end of a backward that went well: its promises have been kept."""
 
 
 def _cancel(works: list[_Work]) -> None:
@@ -140,20 +138,6 @@ def _cancel(works: list[_Work]) -> None:
         work.cancel()
     for work in works:
         work.come_to_rest()
-
-
-_holds: weakref.WeakValueDictionary[int, _Hold] = (
-    weakref.WeakValueDictionary()
-)  # by the engine's number of the backward
-
-
-def _cancel_with_this_backward(work: _Work) -> None:
-    number = torch._C._current_graph_task_id()
-    hold = _holds.get(number)  # of one backward, a join runs at a time
-    if hold is None:
-        hold = _holds[number] = _Hold()
-        Variable._execution_engine.queue_callback(hold)
-    hold.works.append(work)
 
 
 class _Work:

@@ -20,12 +20,12 @@ from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.emulated import call_backward, call_forward, materialize, options_of, state_of
-from moe_autograd.autograd.join import Joined, split
+from moe_autograd.autograd.joined import Joined, split
 from moe_autograd.autograd.split_backward import is_in_first_part
 
 
 class FunctionCall:
-    """One call of `func`; see `join.Call`. Constructing it runs the forward, in the current grad mode.
+    """One call of `func`; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
 
     Args:
         func: the function.
@@ -101,7 +101,7 @@ class FunctionCall:
         return self._ctx.non_differentiable if True in self._ctx.needs_input_grad else self.results
 
     def forget_results(self) -> None:
-        """See `join.Call`; free attributes of the context are the function's own business, as in PyTorch."""
+        """See `joined.Call`; free attributes of the context are the function's own business, as in PyTorch."""
         ctx = self._ctx
         ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
         state_of(ctx).saved = None
@@ -127,7 +127,7 @@ class FunctionCall:
         wanted: Sequence[bool],
         keep_graph: bool,
     ) -> Sequence[Tensor | None]:
-        """See `join.Call`."""
+        """See `joined.Call`."""
         ctx = self._ctx
         if self._num_results != 1:
             grad_outputs = self._with_others(grad_outputs)

@@ -18,176 +18,73 @@ Rule 2. A call's saved tensors go when that call is done: the node lets go of al
 Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch.
 Rule 4. A result of a call that takes nothing which requires a gradient requires none, though the node does.
 Rule 5. The node is not part of a cycle: a call forgets its results once they are tied.
+
+The engine goes on to everything that lies behind a node, with a gradient or without: a backward through `y0` alone
+would lead to what `x1` was computed with. Where that makes a difference (`histories`), calls whose inputs were computed
+by different nodes are tied apart, by two nodes for each history::
+
+        history of x0 ◀── departure ◀── arrival ◀── y0
+        history of x1 ◀── departure ◀── arrival ◀── y1
+
+Rule 6. Of the nodes that are ready the engine runs the one that was made last. All departures are made before all
+        arrivals; so when the first of them runs, everybody whom this backward reaches has arrived, and the backwards of
+        all run at once. (Were somebody to come later, as from a graph that several threads have made, his backward
+        would run later. No number depends on it.)
+Rule 7. What has arrived belongs to one backward (`this_backward`); another one, also inside of it, sees nothing of it.
+Rule 8. An input that comes out as a result, changed or not, is an input of its arrival as well, as PyTorch wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
-from moe_autograd._streams import use_here
-from moe_autograd.autograd.runs import run_calls
+from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd.autograd.histories import apart
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, split
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
+from moe_autograd.autograd.this_backward import kept_by_this_backward
 
-ACCUMULATE_GRAD = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
-
-
-class Call(Protocol):
-    """What a join has to know of one call whose forward has run."""
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What its gradients are asked for."""
-
-    @property
-    def results(self) -> tuple[Tensor, ...]:
-        """What the join is to tie."""
-
-    @property
-    def to_save(self) -> tuple[Tensor | None, ...]:
-        """What the join is to save for it."""
-
-    @property
-    def dirty(self) -> tuple[Tensor, ...]:
-        """Those of `inputs` that it changed in place."""
-
-    @property
-    def non_differentiable(self) -> tuple[Tensor, ...]:
-        """Those of `results` that no gradient flows through."""
-
-    def forget_results(self) -> None:
-        """Drop every reference to a result, and to what the node saves from now on."""
-
-    def backward(
-        self,
-        saved: Sequence[Tensor | None],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
-    ) -> Sequence[Tensor | None]:
-        """Return one gradient or `None` for each of `inputs`.
-
-        Args:
-            saved: what `to_save` was.
-            grad_outputs: one for each of `results`, `None` where none flows.
-            wanted: for each of `inputs`, whether this backward uses its gradient; empty where nobody asks.
-            keep_graph: whether there may be another backward.
-        """
+_Run: TypeAlias = Callable[[Any, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
-class Joined:
-    """The calls of one map: how many tensors each contributes, and how to run their backwards.
+def join(joined: Joined) -> list[Sequence[Tensor]]:
+    """Tie the results of all calls to the graph; return them call by call, as `Function.apply` returns results.
 
-    Args:
-        calls: their forwards have run.
-        names: of the calls, for errors and profiles.
-        max_concurrency: how many backwards may run at once; `None` leaves it to the library.
-        title: how the map is called in errors and profiles.
+    Raises:
+        RuntimeError, TypeError: in PyTorch's words, when a call marked or saved something that PyTorch refuses.
     """
-
-    def __init__(
-        self, calls: Sequence[Call], names: Sequence[str], max_concurrency: int | None, title: str
-    ) -> None:
-        self.calls = calls
-        self.names = names
-        self.max_concurrency = max_concurrency
-        self.title = title
-        self.num_inputs = [len(call.inputs) for call in calls]
-        self.num_results = [len(call.results) for call in calls]
-        self.num_saved = [len(call.to_save) for call in calls]
-
-    def pass_gate(self) -> Tensor | None:
-        """Return one more tensor for the join to depend on, or `None`."""
-        return None
-
-    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
-        """Return for each input whether this backward uses its gradient; empty if the calls compute all anyway.
-
-        Args:
-            nodes: where the gradients of the inputs go, after that of the gate if there is one.
-
-        Threads: only the engine's, while it runs the join.
-        """
-        return []
-
-    def collect(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[Tensor]]:
-        """Return the results, and what is to be saved and marked, of all calls."""
-        results: list[Tensor] = []
-        saved: list[Tensor | None] = []
-        dirty: list[Tensor] = []
-        non_differentiable: list[Tensor] = []
-        for call in self.calls:
-            results += call.results
-            saved += call.to_save
-            dirty += call.dirty
-            non_differentiable += call.non_differentiable
-        return results, saved, dirty, non_differentiable
-
-    def backward(
-        self,
-        saved_of: list[Sequence[Any]],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
-        """Run the backwards of all calls that got a gradient.
-
-        Args:
-            saved_of: for each call what it saved; emptied on the way.
-            grad_outputs: one for each result of all calls.
-            wanted: one for each input of all calls.
-            keep_graph: whether there may be another backward.
-
-        Returns:
-            One gradient or `None` for each input of all calls.
-        """
-        grads_of = split(grad_outputs, self.num_results)
-        wanted_of = split(wanted, self.num_inputs)
-        del grad_outputs
-        grads: list[Sequence[Tensor | None]] = [(None,) * count for count in self.num_inputs]
-        reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
-
-        def run(index: int) -> None:
-            i = reached[index]
-            own_saved, own_grads = saved_of[i], grads_of[i]
-            saved_of[i] = grads_of[i] = ()  # Rule 2: nobody but this call holds them now
-            use_here(own_saved)
-            use_here(own_grads)
-            grads[i] = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
-
-        names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
-        run_calls(run, names, self.max_concurrency, f"{self.title}, backward")
-        return [grad for own in grads for grad in own]
-
-    def hand_out(self, grads: list[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return what flows to the gate, and after it what flows to the inputs.
-
-        Args:
-            grads: what `backward` returned.
-        """
-        return (None, *grads)
+    try:
+        may_be_apart = joined.can_be_apart and accelerator_in_use() is None
+        places = apart(joined.calls) if may_be_apart else ()
+        tied = _tie_apart(joined, places) if places else _tie(joined)
+    except (RuntimeError, TypeError):
+        _name_guilty_call(joined)
+        raise
+    for call in joined.calls:
+        call.forget_results()  # Rule 5
+    return tied
 
 
-def has_any(grads: Sequence[Tensor | None]) -> bool:
-    """Whether any gradient flows; written out, since it is asked once for each call."""
-    for grad in grads:  # noqa: SIM110  # a generator costs more than the loop
-        if grad is not None:
-            return True
-    return False
+def _tie(joined: Joined) -> list[Sequence[Tensor]]:
+    inputs = [tensor for call in joined.calls for tensor in call.inputs]
+    tied = _Join.apply(joined, joined.pass_gate(), *inputs)  # type: ignore[no-untyped-call]
+    return split(tied, joined.num_results)
 
 
-def split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
-    """Cut `flat` into one part for each count."""
-    parts, start = [], 0
-    for count in counts:
-        parts.append(flat[start : start + count])
-        start += count
-    return parts
+def _name_guilty_call(joined: Joined) -> None:
+    """PyTorch refused all calls at once: show it one after the other, to say which it means."""
+    for call, name in zip(joined.calls, joined.names, strict=True):
+        try:
+            _Join.apply(Joined([call], [name], 1, joined.title), None, *call.inputs)  # type: ignore[no-untyped-call]
+        except (RuntimeError, TypeError) as error:
+            error.add_note(f"{joined.title}, forward: raised by {name} of {len(joined.calls)}.")
+            raise
 
 
 class _Join(Function):
@@ -206,62 +103,181 @@ class _Join(Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Compiled autograd traces what it can, and threads it cannot.
-        run = _run_uncompiled if torch.compiler.is_compiling() else _run
-        return run(ctx, grad_outputs)
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
+        return _run(ctx, grad_outputs)
 
 
-def _run(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _uncompiled(run: _Run) -> _Run:
+    """Keep out compiled autograd, which traces what it can, and threads it cannot."""
+    run_uncompiled: _Run = torch._disable_dynamo(run)
+
+    def choose(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return (run_uncompiled if torch.compiler.is_compiling() else run)(ctx, grad_outputs)
+
+    return choose
+
+
+@_uncompiled
+def _run(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     joined: Joined = ctx.joined
-    saved = split(ctx.saved_tensors, joined.num_saved)
-    ctx.maybe_clear_saved_tensors()  # Rule 2
+    saved = _take_saved(ctx)
     nodes = [node for node, _ in ctx.next_functions]
-    for grad in grad_outputs:
-        if grad is None:  # the engine goes on to the leaves of that call all the same
-            leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
-            let_hooks_sleep(node.variable for node in leaf_nodes)
-            break
-    # The engine answers these only here, on its own thread.
-    wanted = joined.ask(nodes)
+    wanted = _ask(joined, nodes, grad_outputs)
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     grads = joined.backward(saved, grad_outputs, wanted, keep_graph)
     use_here(grads)
     return (None, *joined.hand_out(grads))
 
 
-_run_uncompiled = torch._disable_dynamo(_run)
+def _take_saved(ctx: Any) -> list[Sequence[Tensor | None]]:
+    """Return for each call what it saved."""
+    saved = split(ctx.saved_tensors, ctx.joined.num_saved)
+    ctx.maybe_clear_saved_tensors()  # Rule 2
+    return saved
 
 
-def is_wanted(node: Node | None) -> bool:
-    """Whether this backward uses the gradients that flow to `node`; the engine cannot tell for leaves."""
-    if node is None:
-        return False
-    return type(node) is ACCUMULATE_GRAD or torch._C._will_engine_execute_node(node)
+def _ask(joined: Joined, nodes: Sequence[Node | None], grad_outputs: Sequence[Tensor | None]) -> list[bool]:
+    """Return for each input whether it is wanted. The engine answers this only here, on its own thread."""
+    for grad in grad_outputs:
+        if grad is None:  # the engine goes on to the leaves of that call all the same
+            leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
+            let_hooks_sleep(node.variable for node in leaf_nodes)
+            break
+    return joined.ask(nodes)
 
 
-def join(joined: Joined) -> list[Sequence[Tensor]]:
-    """Tie the results of all calls to the graph; return them call by call, as `Function.apply` returns results.
+# ---- apart
 
-    Raises:
-        RuntimeError, TypeError: in PyTorch's words, when a call marked or saved something that PyTorch refuses.
+
+def _tie_apart(joined: Joined, places: Sequence[list[int]]) -> list[Sequence[Tensor]]:
+    parts = [_Part(joined, own_places) for own_places in places]
+    tokens = [part.depart() for part in parts]  # Rule 6
+    tied: list[Sequence[Tensor]] = [()] * len(joined.calls)
+    for part, token in zip(parts, tokens, strict=True):
+        for place, results in zip(part.places, part.arrive(token), strict=True):
+            tied[place] = results
+    return tied
+
+
+class _Part:
+    """Those calls of a map whose inputs have the same history.
+
+    Args:
+        whole: all calls.
+        places: which of them.
     """
-    inputs = [tensor for call in joined.calls for tensor in call.inputs]
-    try:
-        tied = _Join.apply(joined, joined.pass_gate(), *inputs)  # type: ignore[no-untyped-call]
-    except (RuntimeError, TypeError):
-        _name_guilty_call(joined)
-        raise
-    for call in joined.calls:
-        call.forget_results()  # Rule 5
-    return split(tied, joined.num_results)
+
+    def __init__(self, whole: Joined, places: list[int]) -> None:
+        self.whole, self.places = whole, places
+        own_names = [whole.names[i] for i in places]
+        self.joined = type(whole)([whole.calls[i] for i in places], own_names, None, whole.title)
+
+    def depart(self) -> Tensor:
+        """Return what leads to everything that the calls depend on."""
+        inputs = [tensor for call in self.joined.calls for tensor in call.inputs]
+        return cast(Tensor, _Departure.apply(self, self.joined.pass_gate(), *inputs))  # type: ignore[no-untyped-call]
+
+    def arrive(self, token: Tensor) -> list[Sequence[Tensor]]:
+        """Return the results of the calls, which lead to the token."""
+        returned = {id(result) for call in self.joined.calls for result in call.results}
+        again = [t for call in self.joined.calls for t in call.inputs if id(t) in returned]  # Rule 8
+        tied = _Arrival.apply(self, token, *again)  # type: ignore[no-untyped-call]
+        return split(tied, self.joined.num_results)
 
 
-def _name_guilty_call(joined: Joined) -> None:
-    """PyTorch refused all calls at once: show it one after the other, to say which it means."""
-    for call, name in zip(joined.calls, joined.names, strict=True):
-        try:
-            _Join.apply(Joined([call], [name], 1, joined.title), None, *call.inputs)  # type: ignore[no-untyped-call]
-        except (RuntimeError, TypeError) as error:
-            error.add_note(f"{joined.title}, forward: raised by {name} of {len(joined.calls)}.")
-            raise
+class _Departure(Function):
+    @staticmethod
+    def forward(ctx: Any, part: _Part, gate: Tensor | None, *inputs: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.part = part
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
+        return _depart(ctx, grad_outputs)
+
+
+@_uncompiled
+def _depart(ctx: Any, _: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    part: _Part = ctx.part
+    return (None, *part.joined.hand_out(_arrivals_of(part.whole).take_grads(part)))
+
+
+class _Arrival(Function):
+    @staticmethod
+    def forward(ctx: Any, part: _Part, token: Tensor, *again: Tensor) -> tuple[Tensor, ...]:
+        ctx.part = part
+        return _Join.forward(ctx, part.joined, token, *again)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
+        return _arrive(ctx, grad_outputs)
+
+
+@_uncompiled
+def _arrive(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    part: _Part = ctx.part
+    departure: Any = ctx.next_functions[0][0]
+    nodes = [node for node, _ in departure.next_functions]
+    wanted = _ask(part.joined, nodes, grad_outputs)
+    _arrivals_of(part.whole).add(part, _take_saved(ctx), grad_outputs, wanted)
+    return (None,) * len(ctx.needs_input_grad)
+
+
+def _arrivals_of(whole: Joined) -> _Arrivals:
+    """Return those of this backward (Rule 7)."""
+    if torch._C._current_graph_task_id() != -1:
+        return kept_by_this_backward(whole, _Arrivals)
+    if whole.compiled_arrivals is None:
+        whole.compiled_arrivals = _Arrivals()
+    return cast(_Arrivals, whole.compiled_arrivals)
+
+
+class _Arrivals:
+    """The calls of one map whose gradients have arrived in one backward, and what came of them.
+
+    Threads: one; of one backward, the engine runs all nodes of the CPU on the same.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []  # those that have arrived and not run
+        self._saved: dict[int, Sequence[Tensor | None]] = {}  # by the place of the call, as all below
+        self._grad_outputs: dict[int, Sequence[Tensor | None]] = {}
+        self._wanted: dict[int, Sequence[bool]] = {}
+        self._grads: dict[int, Sequence[Tensor | None]] = {}
+
+    def add(
+        self,
+        part: _Part,
+        saved: list[Sequence[Tensor | None]],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> None:
+        """Note what a part needs for its backward."""
+        joined = part.joined
+        self._parts.append(part)
+        self._saved.update(zip(part.places, saved, strict=True))
+        self._grad_outputs.update(zip(part.places, split(grad_outputs, joined.num_results), strict=True))
+        if not wanted:
+            wanted = [True] * sum(joined.num_inputs)
+        self._wanted.update(zip(part.places, split(wanted, joined.num_inputs), strict=True))
+
+    def take_grads(self, part: _Part) -> list[Tensor | None]:
+        """Return one gradient or `None` for each input of a part."""
+        if part in self._parts:
+            self._run(part.whole)
+        return [grad for place in part.places for grad in self._grads.pop(place)]
+
+    def _run(self, whole: Joined) -> None:
+        """Run the backwards of all that have arrived."""
+        saved: list[Sequence[Any]] = [self._saved.pop(i, ()) for i in range(len(whole.calls))]
+        grad_outputs: list[Tensor | None] = []
+        wanted: list[bool] = []
+        for i, (num_results, num_inputs) in enumerate(zip(whole.num_results, whole.num_inputs, strict=True)):
+            grad_outputs += self._grad_outputs.pop(i, (None,) * num_results)
+            wanted += self._wanted.pop(i, (False,) * num_inputs)
+        parts, self._parts = self._parts, []
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        grads = split(whole.backward(saved, grad_outputs, wanted, keep_graph), whole.num_inputs)
+        for part in parts:
+            self._grads.update((place, grads[place]) for place in part.places)

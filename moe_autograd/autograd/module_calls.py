@@ -57,14 +57,8 @@ from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Entrance, Flat, flatten, gate
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.join import (
-    ACCUMULATE_GRAD,
-    Joined,
-    has_any,
-    is_wanted,
-    join,
-    split,
-)
+from moe_autograd.autograd.join import join
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, has_any, is_wanted, split
 from moe_autograd.autograd.module_results import CallResults, edge_of
 from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
 from moe_autograd.autograd.runs import is_tracing, run_calls
@@ -77,7 +71,7 @@ _Edge = tuple[Node | None, int]  # a node, and to which of its outputs the edge 
 
 
 class ModuleCall(CallResults):
-    """One call of `module`; see `join.Call`. Constructing it runs the forward, in the current grad mode.
+    """One call of `module`; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
 
     Args:
         module: any callable.
@@ -195,7 +189,7 @@ class ModuleCall(CallResults):
         wanted: Sequence[bool],
         keep_graph: bool,
     ) -> Sequence[Tensor | None]:
-        """See `join.Call`."""
+        """See `joined.Call`."""
         try:
             if not keep_graph and self._can_defer() and any(wanted[len(self.cuts) :]):
                 return self._differentiate_inputs(grad_outputs, wanted)

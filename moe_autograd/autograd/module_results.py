@@ -27,7 +27,7 @@ def edge_of(tensor: Tensor) -> GradientEdge:
 
 
 class CallResults:
-    """The part of a call that is about its results; see `join.Call`."""
+    """The part of a call that is about its results; see `joined.Call`."""
 
     inputs: tuple[Tensor, ...] = ()
     dirty: tuple[Tensor, ...] = ()
@@ -87,7 +87,7 @@ class CallResults:
         self.results += tuple([t.detach().clone() if t._is_view() else t for t in changed])
 
     def forget_results(self) -> None:
-        """See `join.Call`."""
+        """See `joined.Call`."""
         self._dirty = self.dirty
         self.results = self.dirty = self.inputs = self.to_save = ()
 

@@ -78,9 +78,9 @@ def map_with_parallel_backward(
 
     Autograd: what a call saves is saved by one outer node: saved-tensor hooks see it, an in-place change before the
         backward raises, it is freed when the call's backward is done. Second order works if `func` supports it.
-        Two calls must not change the same tensor in place. A backward through one result is the map's: for another
-        one later, through another result, it takes `retain_graph=True`; and what the other calls' inputs were computed
-        with is walked as well: hooks there may see `None`, Python functions zeros, and what was freed raises.
+        Two calls must not change the same tensor in place. A backward through some results runs their calls alone, and
+        no autograd function that only other calls' inputs were computed with. For another backward later, through
+        another result, it takes `retain_graph=True`.
 
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once.
 
@@ -208,7 +208,7 @@ def parallel_apply(
 
     Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
         `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order. A backward through
-        one result is the map's, as with `map_with_parallel_backward`.
+        some results is as with `map_with_parallel_backward`; where something is deferred, it goes everywhere.
 
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as

@@ -7,8 +7,8 @@ nothing in an inner backward. It tells an inner backward from one that the user 
 number for it, which the first node to run notes down. `Tensor.retain_grad` is such a hook in C++, which cannot be
 wrapped: what it adds is taken back.
 
-They also sleep where there is no gradient. The engine walks what lies behind every call of a map, also behind those
-that got none, which plain PyTorch would not reach; and a hook is written for tensors.
+They also sleep where there is no gradient. The engine walks the leaves of every call that is tied to the same node,
+also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors.
 """
 
 from __future__ import annotations

@@ -253,9 +253,10 @@ def _watch_inner_nodes(
     handles = []
     for node in graph.inner:
         borders = graph.borders(node)
-        if borders and is_python(node):
+        if is_python(node):
             handles.append(node.register_prehook(functools.partial(_note_first_part, graph, numbers)))
-            handles.append(node.register_hook(functools.partial(_keep_made, second, borders)))
+            if borders:
+                handles.append(node.register_hook(functools.partial(_keep_made, second, borders)))
         elif borders:
             handles.append(node.register_prehook(functools.partial(flowed.__setitem__, node)))
     return handles

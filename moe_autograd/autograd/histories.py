@@ -1,0 +1,86 @@
+"""Tell whether a backward through one call's results may pass through what the other calls' inputs were computed with.
+
+The engine walks all that lies behind a node, with a gradient or without. Most nodes hand on that there is none. But a
+function written in Python, or by an extension, is given zeros and computes with them, and the leaves behind it get
+`.grad`s of zeros instead of `None`; a hook is given `None`. If such a node lies behind some calls and not behind
+others, the calls have to be tied apart::
+
+        leaf ◀── shared ◀──┬── only call 0 ◀── x0
+                           └── only call 1 ◀── x1         which nodes are to be looked at: those to the right
+
+They are met in the order in which the engine would run them, the last made first: so who leads to a node is known when
+its turn comes, and what lies behind a node that all calls lead to is theirs as well.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from torch.autograd.graph import Node
+
+from moe_autograd.autograd.borders import is_python
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Call
+
+_NUM_LOOKS = (
+    4  # for each call: behind whoever has more, what is looked for is likely, and two nodes cost little
+)
+
+
+def apart(calls: Sequence[Call]) -> Sequence[list[int]]:
+    """Return the places of the calls, those together that have the same history; nothing if all may be tied together.
+
+    Two kinds of things are not seen: hooks of tensors that are no inputs, and hooks that come later.
+    """
+    everything = {tensor.grad_fn for call in calls for tensor in call.inputs}
+    if len(everything) == 1:  # mostly
+        return ()
+    of_history: dict[frozenset[Node], list[int]] = {}
+    for place, call in enumerate(calls):
+        history = frozenset([tensor.grad_fn for tensor in call.inputs if tensor.grad_fn is not None])
+        of_history.setdefault(history, []).append(place)
+    if len(of_history) == 1 or not _must_be_apart(calls, list(of_history), _NUM_LOOKS * len(calls)):
+        return ()
+    return list(of_history.values())
+
+
+def _must_be_apart(calls: Sequence[Call], histories: Sequence[frozenset[Node]], num_looks: int) -> bool:
+    if any(t._backward_hooks for call in calls for t in call.inputs if t.grad_fn is not None):
+        return True
+    led_to: dict[Node, int] = {}  # for each node a bit for each history that leads there
+    to_visit: list[tuple[int, int, Node]] = []
+
+    def meet(node: Node, bits: int) -> None:
+        known = led_to.get(node)
+        if known is None:
+            # The engine's numbers rise; leaves, which have none of their own, come last.
+            order = 1 if type(node) is ACCUMULATE_GRAD else -node._sequence_nr()
+            heapq.heappush(to_visit, (order, id(node), node))
+            known = 0
+        led_to[node] = known | bits
+
+    for i, history in enumerate(histories):
+        for node in history:
+            meet(node, 1 << i)
+    of_all = (1 << len(histories)) - 1
+    while to_visit:
+        node = heapq.heappop(to_visit)[-1]
+        bits = led_to[node]
+        if bits == of_all:
+            continue
+        num_looks -= 1
+        if num_looks < 0 or _minds(node):
+            return True
+        for below, _ in node.next_functions:
+            if below is not None:
+                meet(below, bits)
+    return False
+
+
+def _minds(node: Node) -> bool:
+    """Whether a node does more, without a gradient, than to hand on that there is none."""
+    if type(node) is ACCUMULATE_GRAD:
+        leaf: Any = node
+        return bool(leaf.variable._backward_hooks)
+    return is_python(node) or type(node).__name__ == "CppFunction"  # torch's name for those of extensions

@@ -1,0 +1,178 @@
+"""The calls of one map, as the nodes that tie them see them; `join` explains what for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from moe_autograd._streams import use_here
+from moe_autograd.autograd.runs import run_calls
+
+ACCUMULATE_GRAD = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+
+
+class Call(Protocol):
+    """What a join has to know of one call whose forward has run."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What its gradients are asked for."""
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """What the join is to tie."""
+
+    @property
+    def to_save(self) -> tuple[Tensor | None, ...]:
+        """What the join is to save for it."""
+
+    @property
+    def dirty(self) -> tuple[Tensor, ...]:
+        """Those of `inputs` that it changed in place."""
+
+    @property
+    def non_differentiable(self) -> tuple[Tensor, ...]:
+        """Those of `results` that no gradient flows through."""
+
+    def forget_results(self) -> None:
+        """Drop every reference to a result, and to what the node saves from now on."""
+
+    def backward(
+        self,
+        saved: Sequence[Tensor | None],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        keep_graph: bool,
+    ) -> Sequence[Tensor | None]:
+        """Return one gradient or `None` for each of `inputs`.
+
+        Args:
+            saved: what `to_save` was.
+            grad_outputs: one for each of `results`, `None` where none flows.
+            wanted: for each of `inputs`, whether this backward uses its gradient; empty where nobody asks.
+            keep_graph: whether there may be another backward.
+        """
+
+
+class Joined:
+    """The calls of one map: how many tensors each contributes, and how to run their backwards.
+
+    Args:
+        calls: their forwards have run.
+        names: of the calls, for errors and profiles.
+        max_concurrency: how many backwards may run at once; `None` leaves it to the library.
+        title: how the map is called in errors and profiles.
+    """
+
+    can_be_apart = True  # whether calls with different histories may be tied apart
+    compiled_arrivals: object = None  # of a backward that runs outside of the engine
+
+    def __init__(
+        self, calls: Sequence[Call], names: Sequence[str], max_concurrency: int | None, title: str
+    ) -> None:
+        self.calls = calls
+        self.names = names
+        self.max_concurrency = max_concurrency
+        self.title = title
+        self.num_inputs = [len(call.inputs) for call in calls]
+        self.num_results = [len(call.results) for call in calls]
+        self.num_saved = [len(call.to_save) for call in calls]
+
+    def pass_gate(self) -> Tensor | None:
+        """Return one more tensor for the join to depend on, or `None`."""
+        return None
+
+    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+        """Return for each input whether this backward uses its gradient; empty if the calls compute all anyway.
+
+        Args:
+            nodes: where the gradients of the inputs go, after that of the gate if there is one.
+
+        Threads: only the engine's, while it runs the join.
+        """
+        return []
+
+    def collect(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[Tensor]]:
+        """Return the results, and what is to be saved and marked, of all calls."""
+        results: list[Tensor] = []
+        saved: list[Tensor | None] = []
+        dirty: list[Tensor] = []
+        non_differentiable: list[Tensor] = []
+        for call in self.calls:
+            results += call.results
+            saved += call.to_save
+            dirty += call.dirty
+            non_differentiable += call.non_differentiable
+        return results, saved, dirty, non_differentiable
+
+    def backward(
+        self,
+        saved_of: list[Sequence[Any]],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        keep_graph: bool,
+    ) -> list[Tensor | None]:
+        """Run the backwards of all calls that got a gradient.
+
+        Args:
+            saved_of: for each call what it saved; emptied on the way.
+            grad_outputs: one for each result of all calls.
+            wanted: one for each input of all calls.
+            keep_graph: whether there may be another backward.
+
+        Returns:
+            One gradient or `None` for each input of all calls.
+        """
+        grads_of = split(grad_outputs, self.num_results)
+        wanted_of = split(wanted, self.num_inputs)
+        del grad_outputs
+        grads: list[Sequence[Tensor | None]] = [(None,) * count for count in self.num_inputs]
+        reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
+
+        def run(index: int) -> None:
+            i = reached[index]
+            own_saved, own_grads = saved_of[i], grads_of[i]
+            saved_of[i] = grads_of[i] = ()  # Rule 2: nobody but this call holds them now
+            use_here(own_saved)
+            use_here(own_grads)
+            grads[i] = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
+
+        names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
+        run_calls(run, names, self.max_concurrency, f"{self.title}, backward")
+        return [grad for own in grads for grad in own]
+
+    def hand_out(self, grads: list[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return what flows to the gate, and after it what flows to the inputs.
+
+        Args:
+            grads: what `backward` returned.
+        """
+        return (None, *grads)
+
+
+def has_any(grads: Sequence[Tensor | None]) -> bool:
+    """Whether any gradient flows; written out, since it is asked once for each call."""
+    for grad in grads:  # noqa: SIM110  # a generator costs more than the loop
+        if grad is not None:
+            return True
+    return False
+
+
+def split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    """Cut `flat` into one part for each count."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(flat[start : start + count])
+        start += count
+    return parts
+
+
+def is_wanted(node: Node | None) -> bool:
+    """Whether this backward uses the gradients that flow to `node`; the engine cannot tell for leaves."""
+    if node is None:
+        return False
+    return type(node) is ACCUMULATE_GRAD or torch._C._will_engine_execute_node(node)
