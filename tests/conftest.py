@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +32,15 @@ def is_full_size(request: pytest.FixtureRequest) -> bool:
     """Whether a test of the soak has the time for its full size; `make soak` says so."""
     minutes: float = request.config.getoption("--soak-minutes")
     return minutes >= 10
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """What goes, goes without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def pytest_configure() -> None:

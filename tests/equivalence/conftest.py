@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moe_autograd.autograd import in_turn
+from moe_autograd.moe import failures
+from tests.support.unreliable import Clock
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
+
+
+@pytest.fixture(params=["ram", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    """Where offloaded experts lie."""
+    return "ram" if request.param == "ram" else tmp_path / "experts"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time by which an expert that failed is left alone."""
+    clock = Clock()
+    monkeypatch.setattr(failures, "time", clock)
+    return clock

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations
 from moe_autograd import FeedForwardExpert, SwiGLUExpert, parallel_apply
 from moe_autograd.autograd import in_turn
 from moe_autograd.timeline import record_timeline
+from tests.support.comparing_modules import PROGRAMS
 from tests.support.comparison import assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
-from tests.support.module_programs import PROGRAMS
 
 NUM_CALLS = 4
 ORDER = 1e-6  # gradients that meet are added in another order

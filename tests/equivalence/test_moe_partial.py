@@ -2,107 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import threading
 import weakref
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moe_autograd.errors import (
-    InvalidCallError,
-    PermissionDeniedError,
     ServerUnavailableError,
     TooFewExpertsError,
 )
-from moe_autograd.moe import failures, stragglers
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.moe.routing import Routing
-from tests.support.survivors import combine_survivors
+from tests.support.unreliable import (
+    D_MODEL,
+    NUM_EXPERTS,
+    Unreliable,
+    assert_same_gradients,
+    expected_of,
+    gradients,
+    layer_of,
+    tokens,
+)
 
-D_MODEL, NUM_EXPERTS = 6, 5
-
-
-class Unreliable(nn.Module):
-    """A linear layer that raises `error` in its forward, or in its backward, while it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D_MODEL, D_MODEL)
-        self.fails_in = ""
-        self.error: Exception = ServerUnavailableError("the cable is out")
-        self.num_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        if self.fails_in == "forward":
-            raise self.error
-        y = self.linear(x)
-        if self.fails_in == "backward" and y.requires_grad:
-            y.register_hook(self._fail)
-        return y
-
-    def _fail(self, grad: Tensor) -> None:
-        raise self.error
-
-
-class Clock:
-    """Stands for the `time` of the module that decides how long an expert is left alone."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(failures, "time", clock)
-    return clock
-
-
-def layer_of(top_k: int = 2, *, fails: dict[int, str] | None = None, **options: Any) -> MixtureOfExperts:
-    torch.manual_seed(1)
-    experts = [Unreliable() for _ in range(NUM_EXPERTS)]
-    for index, phase in (fails or {}).items():
-        experts[index].fails_in = phase
-    router = TopKRouter(D_MODEL, NUM_EXPERTS, top_k)
-    return MixtureOfExperts(router, experts, **{"on_failure": "drop", **options}).double()
-
-
-def tokens(num_tokens: int = 30) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(num_tokens, D_MODEL, dtype=torch.float64, generator=generator).requires_grad_()
-
-
-def gradients(y: Tensor, layer: MixtureOfExperts, x: Tensor) -> dict[str, Tensor | None]:
-    named = {"x": x, **dict(layer.named_parameters())}
-    grads = torch.autograd.grad(y.square().sum(), list(named.values()), allow_unused=True)
-    return dict(zip(named, grads, strict=True))
-
-
-def expected_of(layer: MixtureOfExperts, x: Tensor, **lost: Any) -> Tensor:
-    linears = [expert.linear for expert in layer.experts]
-    return combine_survivors(x, layer.router(x), linears, **lost)
-
-
-def assert_same_gradients(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    """Equal to 1e-6, and none where none is."""
-    assert {name for name, grad in actual.items() if grad is None} == {
-        name for name, grad in expected.items() if grad is None
-    }
-    for name, grad in expected.items():
-        torch.testing.assert_close(
-            actual[name], grad, rtol=1e-6, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-        )
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 # ---- values and gradients
@@ -280,100 +205,6 @@ def test_a_lost_expert_counts_as_idle_for_those_who_want_zero_gradients():
     assert torch.equal(layer.experts[0].linear.weight.grad, torch.zeros(D_MODEL, D_MODEL).double())
 
 
-# ---- what is left out, and what is not
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("a bug"),
-        RuntimeError("a bug"),
-        InvalidCallError("refused"),
-        PermissionDeniedError("no token"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_what_the_program_did_wrong_is_raised(phase, error):
-    layer = layer_of(fails={0: phase})
-    layer.experts[0].error = error
-    x = tokens()
-    with pytest.raises(type(error), match=str(error)) as raised:
-        layer(x).sum().backward()
-    assert raised.value is error
-    assert any("expert 0 (Unreliable)" in note for note in error.__notes__)
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("error", [ConnectionResetError("gone"), TimeoutError("late")], ids=repr)
-def test_a_module_that_talks_to_something_itself_may_be_left_out(phase, error):
-    layer = layer_of(fails={0: phase})
-    layer.experts[0].error = error
-    y, routing = layer(tokens(), return_routing=True)
-    y.sum().backward()
-    (failure,) = routing.failures
-    assert (failure.phase, failure.reason) == (phase, f"{type(error).__name__}: {error}")
-
-
-def test_an_expert_that_returns_nothing_is_no_failure():
-    layer = layer_of()
-    layer.experts[0].forward = lambda x: None
-    with pytest.raises(TypeError, match=r"expected a tensor from an expert, got NoneType \(expert_index=0\)"):
-        layer(tokens())
-
-
-def test_a_strict_layer_raises_what_the_expert_raises():
-    layer = layer_of(fails={0: "forward"}, on_failure="raise")
-    with pytest.raises(ServerUnavailableError, match="the cable is out"):
-        layer(tokens())
-
-
-# ---- left alone
-
-
-def test_an_expert_that_failed_is_left_alone_for_a_while_that_grows(clock):
-    layer, x = layer_of(fails={0: "forward"}), tokens()
-    began_s = clock.now_s
-    for after_s, is_tried in [(0, True), (0.4, False), (0.6, True), (1.5, False), (1.7, True), (3.6, False)]:
-        clock.now_s = began_s + after_s
-        num_calls = layer.experts[0].num_calls
-        _, routing = layer(x, return_routing=True)
-        (failure,) = routing.failures
-        assert layer.experts[0].num_calls == num_calls + is_tried
-        assert failure.reason.startswith("left alone for another") != is_tried
-        assert failure.reason.endswith("ServerUnavailableError: the cable is out")
-
-
-def test_an_expert_that_comes_back_is_used_again(clock):
-    layer, x = layer_of(fails={0: "backward"}), tokens()
-    layer(x).sum().backward()
-    layer.experts[0].fails_in = ""
-    clock.now_s += 0.4
-    _, routing = layer(x, return_routing=True)
-    assert [failure.phase for failure in routing.failures] == ["forward"]
-    clock.now_s += 0.2
-    y, routing = layer(x, return_routing=True)
-    assert routing.failures == []
-    assert torch.equal(y, layer_of(on_failure="raise")(x))
-
-
-def test_an_expert_that_nobody_can_stand_in_for_is_tried_each_time():
-    layer, x = layer_of(1, fails={0: "forward"}), tokens()
-    for _ in range(3):
-        with pytest.raises(TooFewExpertsError):
-            layer(x)
-    assert layer.experts[0].num_calls == 3
-    layer.experts[0].fails_in = ""
-    assert torch.equal(layer(x), layer_of(1, on_failure="raise")(x))
-
-
-def test_where_zeros_will_do_nobody_has_to_stand_in():
-    layer, x = layer_of(1, fails={0: "forward"}, allow_zero_outputs=True), tokens()
-    for _ in range(3):
-        layer(x)
-    assert layer.experts[0].num_calls == 1
-
-
 # ---- memory
 
 
@@ -406,50 +237,6 @@ def test_a_pass_that_lost_an_expert_goes_with_its_graph(phase):
         ]
     finally:
         gc.enable()
-
-
-# ---- stragglers
-
-
-def test_an_expert_here_that_has_not_begun_when_the_time_is_over_is_left_out(monkeypatch):
-    class Timer:
-        made: list[Timer] = []
-
-        def __init__(self, interval_s: float, ring: Callable[[], None]) -> None:
-            self.ring = ring
-            self.made.append(self)
-
-        def start(self) -> None:
-            pass
-
-        cancel = start
-
-    class Ringing(Unreliable):
-        def forward(self, x: Tensor) -> Tensor:
-            Timer.made[0].ring()
-            return super().forward(x)
-
-    monkeypatch.setattr(stragglers, "threading", SimpleNamespace(Timer=Timer, Lock=threading.Lock))
-    layer = layer_of(NUM_EXPERTS, timeout_after_min_s=0.1, max_concurrency=1)
-    layer.experts[1] = Ringing().double()
-    x = tokens()
-    y, routing = layer(x, return_routing=True)
-    assert [failure.expert_index for failure in routing.failures] == [2, 3, 4]
-    assert all(failure.reason.startswith("StragglerError: ") for failure in routing.failures)
-    assert [expert.num_calls for expert in layer.experts] == [1, 1, 0, 0, 0]
-    torch.testing.assert_close(y, expected_of(layer, x, lost_in_forward={2, 3, 4}))
-
-
-# ---- the module
-
-
-def test_a_layer_that_has_seen_failures_can_be_copied_and_saved():
-    layer, x = layer_of(fails={0: "forward"}), tokens()
-    layer(x)
-    twin = copy.deepcopy(layer)
-    assert torch.equal(twin(x), layer(x))
-    assert twin.experts[0].num_calls == 1, "the copy leaves it alone as well"
-    assert layer.state_dict().keys() == layer_of(on_failure="raise").state_dict().keys()
 
 
 def test_without_gradients_nothing_is_recorded():

@@ -1,34 +1,16 @@
-"""Offloaded experts give the results, gradients, buffers, hooks and updates of the plain modules."""
+"""Offloaded experts give the results, gradients and buffers of the plain modules."""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
-
-Make = Callable[[Iterable[nn.Parameter]], Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
-}
-
-
-def ffn() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
 
 
 class Gated(nn.Module):
@@ -46,70 +28,6 @@ class Gated(nn.Module):
         a, b = (x @ self.w).chunk(2, dim=-1)
         h = a.sigmoid() * b * self.scale + x * self.v[2] * self.frozen
         return h @ self.v.double().T.float() + (self.v[:, ::2] ** 2).sum()
-
-
-def weights_of(modules: list[nn.Module]) -> list[dict[str, Tensor]]:
-    return [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
-
-
-def assert_same_weights(experts: OffloadedExperts, plain: list[nn.Module]) -> None:
-    for i, module in enumerate(plain):
-        got, want = experts.state_dict(i), module.state_dict()
-        assert got.keys() == want.keys()
-        for name in want:
-            torch.testing.assert_close(got[name], want[name], msg=lambda text, n=name: f"{n}: {text}")
-
-
-def assert_same_gradients(experts: OffloadedExperts, plain: list[nn.Module]) -> None:
-    for i, module in enumerate(plain):
-        got, want = experts.gradients(i), {n: p.grad for n, p in module.named_parameters()}
-        assert {n for n, g in got.items() if g is not None} == {n for n, g in want.items() if g is not None}
-        for name, grad in want.items():
-            if grad is not None:
-                torch.testing.assert_close(got[name], grad, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def both(
-    make: Callable[[], nn.Module], num: int = 5, optimizer: Make | None = OPTIMIZERS["adam"], **options: Any
-) -> tuple[OffloadedExperts, list[nn.Module]]:
-    torch.manual_seed(0)
-    plain = [make() for _ in range(num)]
-    size = sum(t.nbytes for t in (*plain[0].parameters(), *plain[0].buffers()))
-    options = {"max_resident_bytes": 5 * size + 64, **options}
-    return OffloadedExperts(copy.deepcopy(plain), optimizer, **options), plain
-
-
-@pytest.fixture(params=["ram", "folder"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
-    return "ram" if request.param == "ram" else tmp_path / "experts"
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_gives_the_same_losses_and_weights(optimizer: str, store: str | Path) -> None:
-    experts, plain = both(ffn, optimizer=OPTIMIZERS[optimizer], store=store, max_resident_bytes=9000)
-    optimizers = [OPTIMIZERS[optimizer](module.parameters()) for module in plain]
-    with experts:
-        for step in range(6):
-            x = torch.randn(4, 8)
-            losses = []
-            for modules in (experts, plain):
-                h = x
-                for module in modules:
-                    h = h + module(h)
-                loss = h.square().mean()
-                loss.backward()
-                losses.append(loss.detach())
-            torch.testing.assert_close(losses[0], losses[1])
-            assert_same_gradients(experts, plain)
-            experts.step()
-            for one in optimizers:
-                one.step()
-            if step % 2:
-                experts.zero_grad()
-                for one in optimizers:
-                    one.zero_grad()
-        assert_same_weights(experts, plain)
-        assert experts.residency.peak_bytes <= 9000 < experts.residency.known_bytes
 
 
 @pytest.mark.parametrize("num_microbatches", [None, 1, 3, 50])
@@ -269,30 +187,6 @@ def test_an_expert_that_returns_its_weights_returns_a_copy() -> None:
     torch.testing.assert_close(experts.gradients(3)["table"], torch.ones(8))
 
 
-def test_tensor_hooks_inside_fire() -> None:
-    fired = []
-
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.linear.weight.register_hook(lambda grad: (fired.append("weight"), grad * 2)[1])
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            y.register_hook(lambda grad: (fired.append("result"), grad * 3)[1])
-            return y
-
-    torch.manual_seed(0)
-    plain = Hooked()
-    experts = OffloadedExperts([Hooked()], OPTIMIZERS["sgd"], max_resident_bytes=5000)
-    for module in (plain, experts[0]):
-        fired.clear()
-        module(torch.ones(4, 8)).sum().backward()
-        assert fired == ["result", "weight"]
-    torch.testing.assert_close(experts.gradients(0)["linear.weight"], plain.linear.weight.grad)
-
-
 def test_second_backward_and_second_order_raise_as_in_pytorch() -> None:
     experts, _ = both(ffn)
     x = torch.randn(4, 8, requires_grad=True)
@@ -318,25 +212,6 @@ def test_an_update_between_forward_and_backward_raises() -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
-@pytest.mark.parametrize("beside", [0, 2])
-def test_random_numbers_are_those_of_a_map_whose_experts_are_all_in_memory(
-    beside: int, options: dict[str, Any]
-) -> None:
-    """Also where some are not offloaded."""
-    experts, plain = both(lambda: nn.Sequential(ffn(), nn.Dropout(0.5)))
-    mixed = [*plain[:beside], *list(experts)[beside:]]
-    said = []
-    for modules, own in ((plain, {}), (mixed, options)):
-        x = torch.ones(4, 8, requires_grad=True)
-        torch.manual_seed(4)
-        outputs = parallel_apply(modules, [(x,)] * 5, **own)
-        torch.stack(outputs).square().sum().backward()
-        said.append([*outputs, x.grad, torch.rand(3)])
-    torch.testing.assert_close(said[1], said[0])
-    assert not torch.equal(said[0][0], said[0][1])
-
-
 @pytest.mark.parametrize("what", ["input", "result"])
 def test_a_change_in_place_between_forward_and_backward_raises(what: str) -> None:
     class Squared(nn.Module):
@@ -353,224 +228,3 @@ def test_a_change_in_place_between_forward_and_backward_raises(what: str) -> Non
     (x if what == "input" else y.detach()).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_by_the_caller_with_dropout(use_reentrant: bool) -> None:
-    experts, plain = both(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))
-    x = torch.randn(4, 8, requires_grad=True)
-    found = []
-    for modules in (experts, plain):
-        torch.manual_seed(3)
-        h = x
-        for module in modules:
-            h = checkpoint(module, h, use_reentrant=use_reentrant)
-        found.append((h.detach(), *torch.autograd.grad(h.sum(), x)) if not use_reentrant else (h.detach(),))
-        torch.manual_seed(3)
-        h = x
-        for module in modules:
-            h = checkpoint(module, h, use_reentrant=use_reentrant)
-        h.sum().backward()
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
-    assert_same_gradients(experts, plain)
-
-
-def test_the_callers_saved_tensor_hooks_see_all_but_the_weights() -> None:
-    experts, plain = both(ffn)
-    seen = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen.append(tensor.shape)
-        return tensor.clone()
-
-    x = torch.randn(4, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = experts[0](x)
-    assert torch.Size([4, 16]) in seen
-    assert torch.Size([8, 16]) not in seen
-    assert torch.Size([16, 8]) not in seen
-    y.sum().backward()
-    plain[0](x).sum().backward()
-    assert_same_gradients(experts, plain)
-
-
-def test_many_threads_call_experts_at_once() -> None:
-    experts, plain = both(ffn, max_resident_bytes=9000)
-    xs = [torch.randn(4, 8) for _ in range(16)]
-    barrier = threading.Barrier(8)
-
-    def work(k: int) -> None:
-        barrier.wait()
-        for i in range(k, 16, 8):
-            sum(experts[(i + j) % 5](xs[i]) for j in range(3)).sum().backward()
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, x in enumerate(xs):
-        sum(plain[(i + j) % 5](x) for j in range(3)).sum().backward()
-    assert_same_gradients(experts, plain)
-    assert experts.residency.peak_bytes <= 9000
-
-
-def test_autocast_and_half_precision_experts() -> None:
-    experts, plain = both(lambda: ffn().to(torch.bfloat16), optimizer=OPTIMIZERS["sgd"])
-    for modules in (experts, plain):
-        modules[0](torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
-    assert_same_gradients(experts, plain)
-    experts, plain = both(ffn)
-    for modules in (experts, plain):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = modules[0](torch.ones(4, 8))
-        y.float().sum().backward()
-    assert_same_gradients(experts, plain)
-
-
-def test_a_mixture_of_offloaded_experts_trains_as_one_of_plain_experts(store: str | Path) -> None:
-    experts, plain = both(ffn, store=store, max_resident_bytes=9000)
-    torch.manual_seed(1)
-    layers = [MixtureOfExperts(TopKRouter(8, 5, top_k=2), list(modules)) for modules in (experts, plain)]
-    layers[0].router.load_state_dict(layers[1].router.state_dict())
-    optimizers = [
-        [torch.optim.Adam(layers[0].parameters(), lr=0.01)],
-        [torch.optim.Adam(layers[1].parameters(), lr=0.01)],
-    ]
-    for _ in range(5):
-        x = torch.randn(16, 8)
-        losses = []
-        for layer, (optimizer,) in zip(layers, optimizers, strict=True):
-            loss = layer(x).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        experts.step()
-        experts.zero_grad()
-        torch.testing.assert_close(*losses)
-    assert_same_weights(experts, plain)
-    experts.close()
-
-
-# updates in the backward
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_microbatches", [None, 2])
-def test_updates_in_the_backward_are_those_of_a_step_after_it(
-    optimizer: str, num_microbatches: int | None, store: str | Path
-) -> None:
-    """Also of an expert that is called twice, whose update waits for both."""
-    make = OPTIMIZERS[optimizer]
-    options = {"store": store, "max_resident_bytes": 9000, "num_microbatches": num_microbatches}
-    experts, plain = both(ffn, optimizer=make, update="on_backward", **options)
-    optimizers = [make(module.parameters()) for module in plain]
-    with experts:
-        for _ in range(2):  # rounding of micro-batches grows with every step
-            x, losses = torch.randn(4, 8), []
-            for modules in (experts, plain):
-                h = x
-                for module in (*modules, modules[1]):
-                    h = h + module(h)
-                loss = h.square().mean()
-                loss.backward()
-                losses.append(loss.detach())
-            torch.testing.assert_close(losses[0], losses[1])
-            experts.step()  # has nothing left to do
-            for one in optimizers:
-                one.step()
-                one.zero_grad()
-        assert_same_weights(experts, plain)
-        assert set(experts.gradients(1).values()) == {None}
-        assert experts.residency.peak_bytes <= 9000 < experts.residency.known_bytes
-
-
-@pytest.mark.parametrize("way", ["recompute", "checkpoint"])
-def test_updates_in_the_backward_of_experts_that_are_recomputed(way: str) -> None:
-    make = OPTIMIZERS["adam"]
-    experts, plain = both(
-        lambda: nn.Sequential(ffn(), nn.Dropout(0.5)), update="on_backward", max_resident_bytes=9000
-    )
-    optimizers = [make(module.parameters()) for module in plain]
-    for _ in range(3):
-        for modules in (experts, plain):
-            torch.manual_seed(4)
-            x = torch.ones(4, 8)
-            if way == "checkpoint":
-                results = [checkpoint(module, x, use_reentrant=False) for module in modules]
-            else:
-                results = parallel_apply(list(modules), [(x,)] * 5, recompute=True)
-            torch.stack(results).square().sum().backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-    assert_same_weights(experts, plain)
-
-
-def test_what_an_update_in_the_backward_cannot_do_is_told() -> None:
-    experts, plain = both(ffn, update="on_backward", max_resident_bytes=9000)
-    x = torch.randn(4, 8, requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match=r"expert-00000: expected a forward outside of any backward .*use_reen"
-    ):
-        checkpoint(experts[0], x, use_reentrant=True).sum().backward()
-    torch.autograd.grad(experts[0](x).sum(), x)
-    experts[0](x)  # its graph goes without a backward
-    assert_same_weights(experts, plain)
-    y = experts[1](x).sum()
-    y.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="got weights that were updated 1 times since"):
-        y.backward()
-
-
-def test_an_optimizer_that_runs_in_a_backward_sees_none_of_the_callers_modes() -> None:
-    class Watched(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
-            return super().step(closure)
-
-    seen: list[tuple[bool, bool]] = []
-    experts, _ = both(ffn, optimizer=lambda p: Watched(p, lr=0.1), update="on_backward")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        experts[0](torch.ones(4, 8)).sum().backward()
-    assert seen == [(False, False)]
-
-
-class Replacing(torch.optim.Optimizer):
-    """Puts a new tensor into its state in each step, and from the third on keeps a second one."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["num_steps"] = state.get("num_steps", 0) + 1
-            state["mean"] = 0.9 * state.get("mean", 0.0) + parameter.grad
-            if state["num_steps"] > 2:
-                state["peak"] = torch.maximum(state.get("peak", parameter.grad), parameter.grad.abs())
-            parameter -= 0.1 * state["mean"] / (1 + state.get("peak", 0.0))
-
-
-@pytest.mark.parametrize("update", ["on_step", "on_backward"])
-def test_an_optimizer_that_replaces_its_state(update: Any) -> None:
-    torch.manual_seed(0)
-    modules = [nn.Linear(4, 4) for _ in range(3)]
-    twins = copy.deepcopy(modules)
-    optimizers = [Replacing(twin.parameters()) for twin in twins]
-    experts = OffloadedExperts(modules, Replacing, max_resident_bytes=500, update=update)
-    for _ in range(5):
-        x = torch.randn(3, 4)
-        sum(expert(x) for expert in experts).square().sum().backward()  # type: ignore[union-attr]
-        sum(twin(x) for twin in twins).square().sum().backward()  # type: ignore[union-attr]
-        if update == "on_step":
-            experts.step()
-            experts.zero_grad()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for i, twin in enumerate(twins):
-        torch.testing.assert_close(experts.state_dict(i)["weight"], twin.weight.detach())

@@ -7,15 +7,13 @@ import logging
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
-from click.testing import CliRunner
-from torch import Tensor, nn
+from torch import nn
 
 import experts_server.saving as saving_module
 import experts_server.server as server_module
@@ -23,17 +21,12 @@ from experts_server import ExpertsServer
 from experts_server.batching import QueueLimits
 from experts_server.budget import Budget
 from experts_server.checkpoint import CheckpointFolder
-from experts_server.cli import main
 from experts_server.config import LimitsConfig, ServingConfig
 from experts_server.kept import KeptForward, KeptForwards
 from experts_server.registry import Registry
 from experts_server.saving import Saver
 from experts_server.snapshot import Snapshot
-from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire import methods
-from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.gated import Gated, Waiting
-from tests.support.parcels import messages_of
 from tests.support.servers import START_S, WireClient, tokens
 
 D = 8
@@ -330,72 +323,3 @@ def test_a_backward_that_comes_too_late_for_its_graph_is_computed_from_inputs_th
         assert (late.code, late.tensors) == ("INPUTS_NEEDED", ())
         again = client.backward("e", torch.ones(2, D), inputs=[tokens(2, D)])
         torch.testing.assert_close(again.tensors[0], torch.ones(2, D) @ module.weight.detach())
-
-
-# ---- what the export command is answered
-
-
-def exported(answer: list[bytes], folder: Path) -> Any:
-    """Run the export command against a server that answers so."""
-    handlers = {"GetState": grpc.unary_stream_rpc_method_handler(lambda request, context: iter(answer))}
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(methods.SERVICE, handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        return CliRunner().invoke(main, ["export", f"127.0.0.1:{port}", "e", str(folder / "e.safetensors")])
-    finally:
-        server.stop(None).wait()
-
-
-def entries(*parcels: tuple[Any, list[Tensor | None]]) -> list[bytes]:
-    writer = ParcelWriter()
-    writer.add(pb.StateUpdate(num_entries=len(parcels)))
-    for head, tensors in parcels:
-        writer.add(head, tensors)
-    return list(messages_of(writer))
-
-
-GOOD = pb.StateEntry(expert="e", key="weight"), [torch.ones(3)]
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (
-            entries(GOOD, (pb.CallResult(call=1), [torch.ones(3)])),
-            "state entries of one tensor each, got CallResult",
-        ),
-        (entries((pb.StateEntry(expert="e", key="weight"), [])), "got StateEntry with 0"),
-        (entries((pb.StateEntry(expert="e", key="weight"), [None])), "got StateEntry with 1"),
-        ([entries(GOOD)[0][:-1] + b"\x00"], "checksum"),
-        ([b"noise"], "expected"),
-    ],
-    ids=["another parcel", "no tensor", "None", "flipped byte", "noise"],
-)
-def test_an_export_of_what_is_no_state_says_so_and_writes_no_file(
-    tmp_path: Path, answer: list[bytes], text: str
-) -> None:
-    ended = exported(answer, tmp_path)
-    assert (ended.exit_code, text in ended.output) == (1, True), ended.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_export_that_cannot_be_written_leaves_the_file_that_was_there(tmp_path: Path) -> None:
-    (tmp_path / "e.safetensors").write_bytes(b"the old one")
-    wide = pb.StateEntry(expert="e", key="weight"), [torch.ones(3, dtype=torch.complex128)]
-    ended = exported(entries(wide), tmp_path)
-    assert (ended.exit_code, "that safetensors can hold" in ended.output) == (1, True), ended.output
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"the old one"]
-
-
-def test_an_export_into_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
-    ended = exported(entries(GOOD), tmp_path / "none")
-    assert (ended.exit_code, "expected a file to write to" in ended.output) == (1, True), ended.output
-
-
-def test_an_export_of_good_entries_is_a_file(tmp_path: Path) -> None:
-    ended = exported(entries(GOOD), tmp_path)
-    assert (ended.exit_code, [path.name for path in tmp_path.iterdir()]) == (0, ["e.safetensors"]), (
-        ended.output
-    )

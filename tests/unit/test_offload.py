@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +135,6 @@ def test_parallel_apply_calls_them_together() -> None:
         gradient = experts.gradients(i)["weight"]
         assert gradient is not None
         torch.testing.assert_close(gradient, (x.detach() * i).sum(0).expand(8, 8))
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_gc")

@@ -1,0 +1,110 @@
+"""Deferred weight gradients where some experts are offloaded or remote."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from moe_autograd import parallel_apply, split_backward
+from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.remote import RemoteOptimizer, connect
+
+deferring = functools.partial(parallel_apply, defer_weight_grads=True)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def sgd(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.1)
+
+
+def steps_of(experts: list[nn.Module], others: list[nn.Module], update: Callable[[], object]) -> list[Tensor]:
+    """Two steps of SGD through experts whose weights are elsewhere, beside others; return the inputs' gradients."""
+    grads = []
+    optimizer = sgd([weight for module in others for weight in module.parameters()])
+    for _ in range(2):
+        x = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4).requires_grad_()
+        modules = [*experts, *others]
+        outputs = deferring(modules, [(2 * x,)] * len(modules))
+        torch.stack(outputs).square().sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        update()
+    return grads
+
+
+def steps_of_a_loop(experts: list[nn.Module], others: list[nn.Module]) -> list[Tensor]:
+    grads = []
+    optimizer = sgd([weight for module in (*experts, *others) for weight in module.parameters()])
+    for _ in range(2):
+        x = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4).requires_grad_()
+        torch.stack([module(2 * x) for module in (*experts, *others)]).square().sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads
+
+
+def assert_all_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def weights_of(modules: list[nn.Module]) -> list[Tensor]:
+    return [tensor for module in modules for tensor in module.state_dict().values()]
+
+
+def test_offloaded_experts_beside_plain_ones_get_the_gradients_of_their_weights() -> None:
+    offloaded, plain = [two_layers() for _ in range(2)], [two_layers() for _ in range(2)]
+    theirs, others = copy.deepcopy(offloaded), copy.deepcopy(plain)
+    experts = OffloadedExperts(offloaded, sgd, max_resident_bytes=1 << 20)
+
+    def update() -> None:
+        experts.step()
+        experts.zero_grad()
+
+    grads = steps_of(list(experts), plain, update)
+    assert_all_close(grads, steps_of_a_loop(theirs, others))
+    assert_all_close([t for i in range(2) for t in experts.state_dict(i).values()], weights_of(theirs))
+    assert_all_close(weights_of(plain), weights_of(others))
+
+
+def test_remote_experts_beside_plain_ones_get_the_gradients_of_their_weights() -> None:
+    hosted, plain = {f"e.{i}": two_layers() for i in range(2)}, [two_layers() for _ in range(2)]
+    theirs, others = copy.deepcopy([*hosted.values()]), copy.deepcopy(plain)
+    with ExpertsServer(hosted, optimizer=sgd) as server, connect(server.address) as experts:
+        optimizer = RemoteOptimizer(experts)
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        grads = steps_of(list(experts.values()), plain, update)
+        assert_all_close(grads, steps_of_a_loop(theirs, others))
+        assert_all_close([*experts.state_dict().values()], weights_of(theirs))
+    assert_all_close(weights_of(plain), weights_of(others))
+
+
+def test_a_first_part_that_no_hosted_weight_waits_for_gathers_nothing() -> None:
+    experts = OffloadedExperts([two_layers()], sgd, max_resident_bytes=1 << 20)
+    before = [tensor.clone() for tensor in experts.state_dict(0).values()]
+    x, scale = (
+        torch.ones(3, 4, dtype=torch.float64, requires_grad=True),
+        nn.Parameter(torch.tensor(2.0).double()),
+    )
+    (x_grad,), pending = split_backward(experts[0](x * scale).sum(), None, [x], [scale])
+    assert x_grad is not None
+    pending.run()
+    experts.step()
+    assert_all_close([*experts.state_dict(0).values()], before)

@@ -1,0 +1,158 @@
+"""Which experts a lenient layer leaves out, which it leaves alone and for how long, and what is raised all the same."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_autograd.errors import (
+    InvalidCallError,
+    PermissionDeniedError,
+    ServerUnavailableError,
+    TooFewExpertsError,
+)
+from moe_autograd.moe import stragglers
+from tests.support.unreliable import NUM_EXPERTS, Unreliable, expected_of, layer_of, tokens
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+# ---- what is left out, and what is not
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a bug"),
+        RuntimeError("a bug"),
+        InvalidCallError("refused"),
+        PermissionDeniedError("no token"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_program_did_wrong_is_raised(phase, error):
+    layer = layer_of(fails={0: phase})
+    layer.experts[0].error = error
+    x = tokens()
+    with pytest.raises(type(error), match=str(error)) as raised:
+        layer(x).sum().backward()
+    assert raised.value is error
+    assert any("expert 0 (Unreliable)" in note for note in error.__notes__)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), TimeoutError("late")], ids=repr)
+def test_a_module_that_talks_to_something_itself_may_be_left_out(phase, error):
+    layer = layer_of(fails={0: phase})
+    layer.experts[0].error = error
+    y, routing = layer(tokens(), return_routing=True)
+    y.sum().backward()
+    (failure,) = routing.failures
+    assert (failure.phase, failure.reason) == (phase, f"{type(error).__name__}: {error}")
+
+
+def test_an_expert_that_returns_nothing_is_no_failure():
+    layer = layer_of()
+    layer.experts[0].forward = lambda x: None
+    with pytest.raises(TypeError, match=r"expected a tensor from an expert, got NoneType \(expert_index=0\)"):
+        layer(tokens())
+
+
+def test_a_strict_layer_raises_what_the_expert_raises():
+    layer = layer_of(fails={0: "forward"}, on_failure="raise")
+    with pytest.raises(ServerUnavailableError, match="the cable is out"):
+        layer(tokens())
+
+
+# ---- left alone
+
+
+def test_an_expert_that_failed_is_left_alone_for_a_while_that_grows(clock):
+    layer, x = layer_of(fails={0: "forward"}), tokens()
+    began_s = clock.now_s
+    for after_s, is_tried in [(0, True), (0.4, False), (0.6, True), (1.5, False), (1.7, True), (3.6, False)]:
+        clock.now_s = began_s + after_s
+        num_calls = layer.experts[0].num_calls
+        _, routing = layer(x, return_routing=True)
+        (failure,) = routing.failures
+        assert layer.experts[0].num_calls == num_calls + is_tried
+        assert failure.reason.startswith("left alone for another") != is_tried
+        assert failure.reason.endswith("ServerUnavailableError: the cable is out")
+
+
+def test_an_expert_that_comes_back_is_used_again(clock):
+    layer, x = layer_of(fails={0: "backward"}), tokens()
+    layer(x).sum().backward()
+    layer.experts[0].fails_in = ""
+    clock.now_s += 0.4
+    _, routing = layer(x, return_routing=True)
+    assert [failure.phase for failure in routing.failures] == ["forward"]
+    clock.now_s += 0.2
+    y, routing = layer(x, return_routing=True)
+    assert routing.failures == []
+    assert torch.equal(y, layer_of(on_failure="raise")(x))
+
+
+def test_an_expert_that_nobody_can_stand_in_for_is_tried_each_time():
+    layer, x = layer_of(1, fails={0: "forward"}), tokens()
+    for _ in range(3):
+        with pytest.raises(TooFewExpertsError):
+            layer(x)
+    assert layer.experts[0].num_calls == 3
+    layer.experts[0].fails_in = ""
+    assert torch.equal(layer(x), layer_of(1, on_failure="raise")(x))
+
+
+def test_where_zeros_will_do_nobody_has_to_stand_in():
+    layer, x = layer_of(1, fails={0: "forward"}, allow_zero_outputs=True), tokens()
+    for _ in range(3):
+        layer(x)
+    assert layer.experts[0].num_calls == 1
+
+
+# ---- stragglers
+
+
+def test_an_expert_here_that_has_not_begun_when_the_time_is_over_is_left_out(monkeypatch):
+    class Timer:
+        made: list[Timer] = []
+
+        def __init__(self, interval_s: float, ring: Callable[[], None]) -> None:
+            self.ring = ring
+            self.made.append(self)
+
+        def start(self) -> None:
+            pass
+
+        cancel = start
+
+    class Ringing(Unreliable):
+        def forward(self, x: Tensor) -> Tensor:
+            Timer.made[0].ring()
+            return super().forward(x)
+
+    monkeypatch.setattr(stragglers, "threading", SimpleNamespace(Timer=Timer, Lock=threading.Lock))
+    layer = layer_of(NUM_EXPERTS, timeout_after_min_s=0.1, max_concurrency=1)
+    layer.experts[1] = Ringing().double()
+    x = tokens()
+    y, routing = layer(x, return_routing=True)
+    assert [failure.expert_index for failure in routing.failures] == [2, 3, 4]
+    assert all(failure.reason.startswith("StragglerError: ") for failure in routing.failures)
+    assert [expert.num_calls for expert in layer.experts] == [1, 1, 0, 0, 0]
+    torch.testing.assert_close(y, expected_of(layer, x, lost_in_forward={2, 3, 4}))
+
+
+def test_a_layer_that_has_seen_failures_can_be_copied_and_saved():
+    layer, x = layer_of(fails={0: "forward"}), tokens()
+    layer(x)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), layer(x))
+    assert twin.experts[0].num_calls == 1, "the copy leaves it alone as well"
+    assert layer.state_dict().keys() == layer_of(on_failure="raise").state_dict().keys()

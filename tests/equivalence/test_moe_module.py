@@ -1,0 +1,121 @@
+"""The layer as a module: its parts, what it refuses, and whom it names."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.moe.layer import MixtureOfExperts
+from moe_autograd.moe.routers import TopKRouter
+from moe_autograd.moe.routing import Routing
+from tests.support.plain_layer import D_MODEL, favour, layer_of
+
+
+@pytest.mark.parametrize("container", [list, tuple, iter, nn.ModuleList])
+def test_experts_may_come_in_any_order_keeping_container(container: Callable[[list[nn.Module]], Any]) -> None:
+    experts = [FeedForwardExpert(D_MODEL) for _ in range(3)]
+    layer = MixtureOfExperts(TopKRouter(D_MODEL, 3, 1), container(experts))
+    assert list(layer.experts) == experts
+
+
+@pytest.mark.parametrize("container", [dict, OrderedDict, nn.ModuleDict])
+def test_of_a_mapping_the_values_are_taken_in_its_order(container: Callable[[Any], Any]) -> None:
+    experts = {name: FeedForwardExpert(D_MODEL) for name in ("ffn_2", "ffn_10", "ffn_0")}
+    layer = MixtureOfExperts(TopKRouter(D_MODEL, 3, 1), container(experts))
+    assert list(layer.experts) == list(experts.values())
+
+
+def test_local_experts_are_submodules_that_move_save_and_load_with_the_layer() -> None:
+    layer = layer_of(dtype=torch.float32)
+    names = [name for name, _ in layer.named_parameters()]
+    assert "router.weight" in names
+    assert [name for name in names if name.startswith("experts.5.")]
+    assert next(layer.double().experts[0].parameters()).dtype == torch.float64
+    other = layer_of().double()
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, D_MODEL, dtype=torch.float64)
+    assert torch.equal(other(x), layer(x))
+
+
+def test_the_routing_is_returned_not_kept() -> None:
+    layer, x = layer_of(), torch.randn(10, D_MODEL, dtype=torch.float64)
+    before = set(vars(layer))
+    _, routing = layer(x, return_routing=True)
+    assert isinstance(routing, Routing)
+    assert set(vars(layer)) == before
+    assert layer(x).shape == x.shape
+
+
+def test_the_repr_names_only_options_that_were_chosen() -> None:
+    assert "max_concurrency" not in repr(layer_of())
+    assert "max_concurrency=3" in repr(layer_of(max_concurrency=3))
+
+
+# ---- bad calls
+
+
+def test_another_number_of_experts_than_the_router_chooses_from_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"as the router chooses from, 4, got 3 \(num_experts=4\)"):
+        MixtureOfExperts(TopKRouter(D_MODEL, 4, 2), [nn.Identity()] * 3)
+
+
+def test_one_module_for_all_experts_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected several experts, got one Linear"):
+        MixtureOfExperts(TopKRouter(4, 2, 1), nn.Linear(4, 4))  # type: ignore[arg-type]  # the point of the test
+
+
+def test_a_router_that_is_none_is_refused() -> None:
+    experts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pytest.raises(
+        TypeError, match=r"expected a router with an int num_experts, got Linear \(num_experts=None\)"
+    ):
+        MixtureOfExperts(nn.Linear(4, 2), experts)
+    no_router = nn.Identity()
+    no_router.num_experts = 2  # type: ignore[assignment]  # the point of the test
+    with pytest.raises(TypeError, match="expected the router to return a Routing, got Tensor"):
+        MixtureOfExperts(no_router, experts)(torch.randn(3, 4))
+
+
+def test_an_expert_that_is_no_module_is_refused_by_its_index() -> None:
+    with pytest.raises(TypeError, match=r"an nn\.Module, got builtin_function_or_method \(expert_index=1\)"):
+        MixtureOfExperts(TopKRouter(D_MODEL, 2, 1), [nn.Identity(), torch.relu])  # type: ignore[list-item]  # meant
+
+
+def test_tokens_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected x of shape \(\.\.\., 12\), got \(5, 13\)"):
+        layer_of()(torch.randn(5, 13, dtype=torch.float64))
+
+
+@pytest.fixture(params=["narrower", "fewer rows", "flat"])
+def misshaping(request: pytest.FixtureRequest) -> nn.Module:
+    class Misshaping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return {"narrower": x[:, :-1], "fewer rows": x[1:], "flat": x.flatten()}[request.param]
+
+    return Misshaping()
+
+
+def test_an_expert_that_changes_the_shape_is_named_with_both_shapes(misshaping: nn.Module) -> None:
+    layer = MixtureOfExperts(TopKRouter(D_MODEL, 3, 1), [nn.Identity(), nn.Identity(), misshaping])
+    favour(layer, 2)
+    with pytest.raises(
+        ValueError, match=r"keep the shape \(5, 12\) of its tokens, got \(.*\) \(expert_index=2\)"
+    ):
+        layer(torch.rand(5, D_MODEL))
+
+
+def test_an_expert_that_returns_no_tensor_is_named() -> None:
+    class Tupled(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    layer = MixtureOfExperts(TopKRouter(D_MODEL, 2, 1), [nn.Identity(), Tupled()])
+    favour(layer, 1)
+    with pytest.raises(TypeError, match=r"expected a tensor from an expert, got tuple \(expert_index=1\)"):
+        layer(torch.rand(5, D_MODEL))

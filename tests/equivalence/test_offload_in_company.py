@@ -1,0 +1,158 @@
+"""Offloaded experts among hooks, checkpoints, threads, autocast and other maps behave as the plain modules."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
+from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
+
+
+def test_tensor_hooks_inside_fire() -> None:
+    fired = []
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.linear.weight.register_hook(lambda grad: (fired.append("weight"), grad * 2)[1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y.register_hook(lambda grad: (fired.append("result"), grad * 3)[1])
+            return y
+
+    torch.manual_seed(0)
+    plain = Hooked()
+    experts = OffloadedExperts([Hooked()], OPTIMIZERS["sgd"], max_resident_bytes=5000)
+    for module in (plain, experts[0]):
+        fired.clear()
+        module(torch.ones(4, 8)).sum().backward()
+        assert fired == ["result", "weight"]
+    torch.testing.assert_close(experts.gradients(0)["linear.weight"], plain.linear.weight.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("beside", [0, 2])
+def test_random_numbers_are_those_of_a_map_whose_experts_are_all_in_memory(
+    beside: int, options: dict[str, Any]
+) -> None:
+    """Also where some are not offloaded."""
+    experts, plain = both(lambda: nn.Sequential(ffn(), nn.Dropout(0.5)))
+    mixed = [*plain[:beside], *list(experts)[beside:]]
+    said = []
+    for modules, own in ((plain, {}), (mixed, options)):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.manual_seed(4)
+        outputs = parallel_apply(modules, [(x,)] * 5, **own)
+        torch.stack(outputs).square().sum().backward()
+        said.append([*outputs, x.grad, torch.rand(3)])
+    torch.testing.assert_close(said[1], said[0])
+    assert not torch.equal(said[0][0], said[0][1])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_by_the_caller_with_dropout(use_reentrant: bool) -> None:
+    experts, plain = both(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))
+    x = torch.randn(4, 8, requires_grad=True)
+    found = []
+    for modules in (experts, plain):
+        torch.manual_seed(3)
+        h = x
+        for module in modules:
+            h = checkpoint(module, h, use_reentrant=use_reentrant)
+        found.append((h.detach(), *torch.autograd.grad(h.sum(), x)) if not use_reentrant else (h.detach(),))
+        torch.manual_seed(3)
+        h = x
+        for module in modules:
+            h = checkpoint(module, h, use_reentrant=use_reentrant)
+        h.sum().backward()
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+    assert_same_gradients(experts, plain)
+
+
+def test_the_callers_saved_tensor_hooks_see_all_but_the_weights() -> None:
+    experts, plain = both(ffn)
+    seen = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.shape)
+        return tensor.clone()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = experts[0](x)
+    assert torch.Size([4, 16]) in seen
+    assert torch.Size([8, 16]) not in seen
+    assert torch.Size([16, 8]) not in seen
+    y.sum().backward()
+    plain[0](x).sum().backward()
+    assert_same_gradients(experts, plain)
+
+
+def test_many_threads_call_experts_at_once() -> None:
+    experts, plain = both(ffn, max_resident_bytes=9000)
+    xs = [torch.randn(4, 8) for _ in range(16)]
+    barrier = threading.Barrier(8)
+
+    def work(k: int) -> None:
+        barrier.wait()
+        for i in range(k, 16, 8):
+            sum(experts[(i + j) % 5](xs[i]) for j in range(3)).sum().backward()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, x in enumerate(xs):
+        sum(plain[(i + j) % 5](x) for j in range(3)).sum().backward()
+    assert_same_gradients(experts, plain)
+    assert experts.residency.peak_bytes <= 9000
+
+
+def test_autocast_and_half_precision_experts() -> None:
+    experts, plain = both(lambda: ffn().to(torch.bfloat16), optimizer=OPTIMIZERS["sgd"])
+    for modules in (experts, plain):
+        modules[0](torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+    assert_same_gradients(experts, plain)
+    experts, plain = both(ffn)
+    for modules in (experts, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = modules[0](torch.ones(4, 8))
+        y.float().sum().backward()
+    assert_same_gradients(experts, plain)
+
+
+def test_a_mixture_of_offloaded_experts_trains_as_one_of_plain_experts(store: str | Path) -> None:
+    experts, plain = both(ffn, store=store, max_resident_bytes=9000)
+    torch.manual_seed(1)
+    layers = [MixtureOfExperts(TopKRouter(8, 5, top_k=2), list(modules)) for modules in (experts, plain)]
+    layers[0].router.load_state_dict(layers[1].router.state_dict())
+    optimizers = [
+        [torch.optim.Adam(layers[0].parameters(), lr=0.01)],
+        [torch.optim.Adam(layers[1].parameters(), lr=0.01)],
+    ]
+    for _ in range(5):
+        x = torch.randn(16, 8)
+        losses = []
+        for layer, (optimizer,) in zip(layers, optimizers, strict=True):
+            loss = layer(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        experts.step()
+        experts.zero_grad()
+        torch.testing.assert_close(*losses)
+    assert_same_weights(experts, plain)
+    experts.close()

@@ -1,0 +1,163 @@
+"""Updates of offloaded experts, in `step` or in the backward, are those of the plain modules' optimizers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd import parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
+from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_gives_the_same_losses_and_weights(optimizer: str, store: str | Path) -> None:
+    experts, plain = both(ffn, optimizer=OPTIMIZERS[optimizer], store=store, max_resident_bytes=9000)
+    optimizers = [OPTIMIZERS[optimizer](module.parameters()) for module in plain]
+    with experts:
+        for step in range(6):
+            x = torch.randn(4, 8)
+            losses = []
+            for modules in (experts, plain):
+                h = x
+                for module in modules:
+                    h = h + module(h)
+                loss = h.square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[0], losses[1])
+            assert_same_gradients(experts, plain)
+            experts.step()
+            for one in optimizers:
+                one.step()
+            if step % 2:
+                experts.zero_grad()
+                for one in optimizers:
+                    one.zero_grad()
+        assert_same_weights(experts, plain)
+        assert experts.residency.peak_bytes <= 9000 < experts.residency.known_bytes
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+def test_updates_in_the_backward_are_those_of_a_step_after_it(
+    optimizer: str, num_microbatches: int | None, store: str | Path
+) -> None:
+    """Also of an expert that is called twice, whose update waits for both."""
+    make = OPTIMIZERS[optimizer]
+    options = {"store": store, "max_resident_bytes": 9000, "num_microbatches": num_microbatches}
+    experts, plain = both(ffn, optimizer=make, update="on_backward", **options)
+    optimizers = [make(module.parameters()) for module in plain]
+    with experts:
+        for _ in range(2):  # rounding of micro-batches grows with every step
+            x, losses = torch.randn(4, 8), []
+            for modules in (experts, plain):
+                h = x
+                for module in (*modules, modules[1]):
+                    h = h + module(h)
+                loss = h.square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[0], losses[1])
+            experts.step()  # has nothing left to do
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+        assert_same_weights(experts, plain)
+        assert set(experts.gradients(1).values()) == {None}
+        assert experts.residency.peak_bytes <= 9000 < experts.residency.known_bytes
+
+
+@pytest.mark.parametrize("way", ["recompute", "checkpoint"])
+def test_updates_in_the_backward_of_experts_that_are_recomputed(way: str) -> None:
+    make = OPTIMIZERS["adam"]
+    experts, plain = both(
+        lambda: nn.Sequential(ffn(), nn.Dropout(0.5)), update="on_backward", max_resident_bytes=9000
+    )
+    optimizers = [make(module.parameters()) for module in plain]
+    for _ in range(3):
+        for modules in (experts, plain):
+            torch.manual_seed(4)
+            x = torch.ones(4, 8)
+            if way == "checkpoint":
+                results = [checkpoint(module, x, use_reentrant=False) for module in modules]
+            else:
+                results = parallel_apply(list(modules), [(x,)] * 5, recompute=True)
+            torch.stack(results).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    assert_same_weights(experts, plain)
+
+
+def test_what_an_update_in_the_backward_cannot_do_is_told() -> None:
+    experts, plain = both(ffn, update="on_backward", max_resident_bytes=9000)
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"expert-00000: expected a forward outside of any backward .*use_reen"
+    ):
+        checkpoint(experts[0], x, use_reentrant=True).sum().backward()
+    torch.autograd.grad(experts[0](x).sum(), x)
+    experts[0](x)  # its graph goes without a backward
+    assert_same_weights(experts, plain)
+    y = experts[1](x).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="got weights that were updated 1 times since"):
+        y.backward()
+
+
+def test_an_optimizer_that_runs_in_a_backward_sees_none_of_the_callers_modes() -> None:
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+            return super().step(closure)
+
+    seen: list[tuple[bool, bool]] = []
+    experts, _ = both(ffn, optimizer=lambda p: Watched(p, lr=0.1), update="on_backward")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        experts[0](torch.ones(4, 8)).sum().backward()
+    assert seen == [(False, False)]
+
+
+class Replacing(torch.optim.Optimizer):
+    """Puts a new tensor into its state in each step, and from the third on keeps a second one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["num_steps"] = state.get("num_steps", 0) + 1
+            state["mean"] = 0.9 * state.get("mean", 0.0) + parameter.grad
+            if state["num_steps"] > 2:
+                state["peak"] = torch.maximum(state.get("peak", parameter.grad), parameter.grad.abs())
+            parameter -= 0.1 * state["mean"] / (1 + state.get("peak", 0.0))
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_an_optimizer_that_replaces_its_state(update: Any) -> None:
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 4) for _ in range(3)]
+    twins = copy.deepcopy(modules)
+    optimizers = [Replacing(twin.parameters()) for twin in twins]
+    experts = OffloadedExperts(modules, Replacing, max_resident_bytes=500, update=update)
+    for _ in range(5):
+        x = torch.randn(3, 4)
+        sum(expert(x) for expert in experts).square().sum().backward()  # type: ignore[union-attr]
+        sum(twin(x) for twin in twins).square().sum().backward()  # type: ignore[union-attr]
+        if update == "on_step":
+            experts.step()
+            experts.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for i, twin in enumerate(twins):
+        torch.testing.assert_close(experts.state_dict(i)["weight"], twin.weight.detach())

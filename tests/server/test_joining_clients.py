@@ -1,0 +1,112 @@
+"""Clients that call one expert of a server at the same time are joined, and each trains as if alone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from experts_server.calls import InspectCall
+from experts_server.hosted import HostedExpert
+from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.servers import START_S, WireClient, tokens
+
+D = 4
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x) * 0 + x)
+
+
+def test_an_expert_that_draws_random_numbers_is_found_out_and_backwards_see_the_masks_of_their_forwards() -> (
+    None
+):
+    with ExpertsServer({"e": Dropping()}) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
+        for attempt in range(2):
+            forwards = at_once(
+                server, [lambda c=c, a=attempt: c.forward("e", torch.ones(20, D), call_id=a) for c in clients]
+            )
+            masks = [answer.tensors[0] for answer in forwards]
+            assert all(0 < int((mask == 0).sum()) < mask.numel() for mask in masks)
+            assert not torch.equal(*masks)
+            for client, mask in zip(clients, masks, strict=True):
+                backward = client.backward("e", torch.ones(20, D), call_id=attempt)
+                torch.testing.assert_close(backward.tensors[0], mask)
+        for client in clients:
+            client.channel.close()
+
+
+def at_once(server: ExpertsServer, calls: list[Callable[[], Any]]) -> list[Any]:
+    """Make these calls of the expert called e while it is held, and then let it go on: it finds all of them."""
+    assert server._server is not None
+    registry, results = server._server.registry, {}
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold(_: HostedExpert) -> None:
+        is_held.set()
+        assert may_go.wait(START_S)
+
+    registry.submit([("e", InspectCall(b"", lambda *_: None, hold))])
+    assert is_held.wait(START_S)
+    threads = [
+        threading.Thread(target=lambda n=n, call=call: results.update({n: call()}))
+        for n, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    while len(registry["e"]) < len(calls):
+        threading.Event().wait(0.001)
+    may_go.set()
+    for thread in threads:
+        thread.join(START_S)
+    return [results[n] for n in range(len(calls))]
+
+
+def test_clients_that_train_one_expert_together_are_joined_both_ways_and_each_step_is_one_update() -> None:
+    module = FeedForwardExpert(D)
+    local = copy.deepcopy(module)
+    num_rows = [2, 3, 4]
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    with ExpertsServer({"e": module}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
+        for turn in range(3):
+            xs = [tokens(num, D, seed=turn) for num in num_rows]
+            grads = [tokens(num, D, seed=20 + num) for num in num_rows]
+            at_once(server, [lambda c=c, x=x: c.forward("e", x) for c, x in zip(clients, xs, strict=True)])
+            backwards = at_once(
+                server, [lambda c=c, g=g: c.backward("e", g) for c, g in zip(clients, grads, strict=True)]
+            )
+            by_client = []
+            for x, grad, backward in zip(xs, grads, backwards, strict=True):
+                leaf = x.clone().requires_grad_()
+                expected, *weights = torch.autograd.grad(local(leaf), [leaf, *local.parameters()], grad)
+                torch.testing.assert_close(backward.tensors[0], expected)
+                by_client.append(weights)
+            for client, weights in zip(clients, by_client, strict=True):
+                client.step()
+                client.zero_grad()
+                for parameter, gradient in zip(local.parameters(), weights, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+        assert server.num_updates == {"e": 9}
+        assert server._server is not None
+        kinds = server._server.registry["e"].stats.kinds
+        for kind in ("forward", "backward"):
+            assert kinds[kind].num_calls == 9
+            assert sum(kinds[kind].batch_calls.counts) == 3, f"{kind}s went three at a time"
+            assert kinds[kind].num_tokens == 3 * sum(num_rows)
+        for client in clients:
+            client.channel.close()
+    torch.testing.assert_close(module.state_dict(), local.state_dict(), rtol=1e-4, atol=1e-6)

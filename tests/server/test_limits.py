@@ -1,0 +1,253 @@
+"""What a server keeps and queues stays within its limits: calls, kept forwards, gathered gradients, clients, passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from experts_server import gathered as gathered_module
+from experts_server import service as service_module
+from experts_server.budget import Budget
+from experts_server.config import LimitsConfig, ServingConfig
+from experts_server.gathered import Gathered, GatheredGradients
+from experts_server.kept import RECORD_BYTES, SAVED_BYTES
+from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import methods
+from moe_autograd.wire.framing import seal
+from moe_autograd.wire.parcels import ParcelWriter
+from moe_autograd.wire.status import RETRY_AFTER_KEY
+from tests.support.gated import D, Gated, Waiting, serving
+from tests.support.parcels import messages_of
+from tests.support.servers import (
+    START_S,
+    WireClient,
+    tokens,
+    wait_until,
+)
+
+
+def test_kept_forwards_stay_within_their_budget_and_the_oldest_go_first() -> None:
+    one_call = 2 * 100 * D * 4 + RECORD_BYTES + 2 * SAVED_BYTES  # its input and its output
+    limits = LimitsConfig(kept_forward_bytes=3 * one_call + 2000)
+    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
+        for call_id in range(6):
+            client.forward("e", tokens(100, D), call_id=call_id)
+        codes = [client.backward("e", tokens(100, D), call_id=n).code for n in range(6)]
+    assert codes == ["INPUTS_NEEDED"] * 3 + ["OK"] * 3
+
+
+def test_a_kept_forward_counts_the_whole_message_that_keeps_its_inputs_once() -> None:
+    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept = server._server.memory.kept
+        large = 1000 * D * 4
+        calls = [
+            client.forward_call("e", tokens(rows, D), call_id=rows, keep_graph=rows < 1000)
+            for rows in (1, 2, 1000)
+        ]
+        client.stream("Forward", calls)
+        assert large < kept.num_bytes < large + 16_000, "two small ones hold the message of a large one"
+        client.backward("e", tokens(1, D), call_id=1)
+        assert large < kept.num_bytes < large + 8_000
+        client.backward("e", tokens(2, D), call_id=2)
+        assert kept.num_bytes == 0
+
+
+def test_what_small_kept_forwards_weigh_in_memory_is_counted() -> None:
+    num_calls = 20_000
+    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept = server._server.memory.kept
+        process = psutil.Process()
+
+        def forwards(first: int, num: int) -> None:
+            for start in range(first, first + num, 100):
+                client.stream(
+                    "Forward",
+                    [client.forward_call("e", tokens(1, D), call_id=n) for n in range(start, start + 100)],
+                )
+
+        forwards(0, 1000)
+        held, counted = process.memory_info().rss, kept.num_bytes
+        forwards(1000, num_calls)
+        held, counted = process.memory_info().rss - held, kept.num_bytes - counted
+    assert held < 2 * counted, f"{held} bytes held, {counted} counted"
+
+
+class SelfAttention(nn.Module):
+    """Between rows: its graph grows with the square of their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.softmax(y @ y.T, -1) @ y
+
+
+class Masked(nn.Module):
+    """Its graph is mostly a product of weights, there for any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4000, 4000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.sigmoid()[:D]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows_before", "num_rows"),
+    [
+        (lambda: nn.Linear(D, 40_000, bias=False), [2], 400),
+        (SelfAttention, [2, 8], 4000),
+        (SelfAttention, [2, 4600], 4000),
+        (Masked, [2000], 1),
+        (lambda: nn.Sequential(nn.Linear(D, 4000), nn.GELU(), nn.Linear(4000, D)), [0], 2000),
+    ],
+    ids=[
+        "an output alone",
+        "attention",
+        "attention between",
+        "for any number of rows",
+        "after an empty call",
+    ],
+)
+def test_what_a_large_kept_forward_weighs_in_memory_is_counted(
+    make: Callable[[], nn.Module], rows_before: list[int], num_rows: int
+) -> None:
+    with serving({"e": make()}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept, process = server._server.memory.kept, psutil.Process()
+        for call_id, rows in enumerate(rows_before):
+            client.forward("e", tokens(rows, D), call_id=call_id)
+        held, counted = process.memory_info().rss, kept.num_bytes
+        client.forward("e", tokens(num_rows, D), call_id=100)
+        held, counted = process.memory_info().rss - held, kept.num_bytes - counted
+    assert counted > 50e6
+    assert held < 1.2 * counted + 16e6, f"{held} bytes held, {counted} counted"
+    assert counted < 2 * held + 16e6, "nor is it counted many times over"
+
+
+def test_gathered_gradients_stay_within_their_budget() -> None:
+    num_bytes = sum(p.nbytes for p in FeedForwardExpert(D).parameters())
+    config = ServingConfig(limits=LimitsConfig(gathered_gradient_bytes=num_bytes))
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server:
+        answers = []
+        for number in range(2):
+            with WireClient(server.address, client_id=bytes([number])) as client:
+                client.forward("e", tokens(3, D))
+                answers.append(client.backward("e", tokens(3, D)))
+        assert [a.code for a in answers] == ["OK", "BUSY"]
+        assert "bytes of gathered gradients" in answers[1].text
+
+
+def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back_is_told() -> None:
+    config = ServingConfig(limits=LimitsConfig(gathered_gradient_s=0.01))
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with (
+        ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        client.forward("e", tokens(3, D))
+        client.backward("e", tokens(3, D))
+        assert server._server is not None
+        gathered = server._server.memory.gathered
+        wait_until(lambda: not gathered.in_use)
+        assert client.zero_grad("e").updates[0].status.message == "", "to forget them is no mistake"
+        client.forward("e", tokens(3, D))
+        client.backward("e", tokens(3, D))
+        wait_until(lambda: not gathered.in_use)
+        late = client.step("e").updates[0]
+        assert "its gradients had been let go" in " ".join(late.status.message.split()).replace("when ", "")
+        assert client.step("e").updates[0].num_updates == 0
+
+
+def test_only_so_many_copies_of_weights_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads slowly holds one."""
+    monkeypatch.setattr(service_module, "MAX_WEIGHTS_UNDER_WAY", 2)
+    with serving({"large": nn.Linear(1, 12_000_000)}) as server, WireClient(server.address) as client:
+        get_state = client.channel.unary_stream(methods.path("GetState"))
+
+        def begin() -> Any:
+            call = get_state(seal(pb.GetStateRequest()), timeout=START_S)
+            next(call)
+            return call
+
+        slow = [begin(), begin()]
+        with pytest.raises(grpc.RpcError) as refused:
+            begin()
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "RPCs that fetch or set weights: expected at most 2" in refused.value.details()
+        assert RETRY_AFTER_KEY in dict(refused.value.trailing_metadata())
+        for call in slow:
+            call.cancel()
+        assert server._server is not None
+        under_way = server._server.service.weights_under_way
+        wait_until(lambda: not under_way.in_use)
+        begin().cancel()
+
+
+def test_only_so_many_clients_that_went_away_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_module, "MAX_LOST", 3)
+    now = 0.0
+    waiting = GatheredGradients(Budget(1 << 20, "gathered"), max_age_s=1.0, clock=lambda: now)
+    for number in range(5):
+        waiting.put(bytes([number]), Gathered([torch.ones(1)], 1, 1))
+        now += 2.0
+        waiting.forget_stale()
+    assert len(waiting) == 0
+    assert [waiting.has_lost(bytes([number])) for number in range(5)] == [False, False, True, True, True]
+
+
+def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
+    limits = LimitsConfig(received_bytes=3 << 20)
+    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        writer.add(*client.forward_call("e", torch.zeros(1 << 18, D)))
+        with pytest.raises(grpc.RpcError) as busy:
+            list(client.stream_messages("Forward", messages_of(writer)))
+        assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "bytes of unfinished calls: expected at most 3145728" in busy.value.details()
+        assert client.forward("e", tokens(3, D)).code == "OK"
+        assert server._server is not None
+        assert server._server.service.received.in_use == 0
+
+
+def test_more_calls_than_a_pass_may_have_are_refused_and_the_others_served() -> None:
+    config = {"limits": LimitsConfig(max_calls_per_pass=3)}
+    with serving({"e": nn.Linear(D, D)}, **config) as server, WireClient(server.address) as client:
+        answers = client.stream(
+            "Forward", [client.forward_call("e", tokens(1, D), call_id=n) for n in range(5)]
+        )
+    assert [a.code for a in answers] == ["OK"] * 3 + ["INVALID_CALL"] * 2
+
+
+def test_more_passes_than_allowed_are_turned_away() -> None:
+    gated = Gated()
+    config = {"limits": LimitsConfig(max_concurrent_passes=1)}
+    with serving({"e": gated}, **config) as server, WireClient(server.address) as client:
+        first = Waiting(lambda: client.forward("e", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        with pytest.raises(grpc.RpcError) as busy:
+            client.forward("e", tokens(1, D))
+        assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(busy.value.trailing_metadata())[RETRY_AFTER_KEY]
+        gated.let_go()
+        assert first.result().code == "OK"

@@ -1,0 +1,150 @@
+"""The server's split backward: the answer first, the weights' gradients after it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts_server import ExpertsServer, executor
+from experts_server.batching import ExpertQueue, QueueLimits
+from experts_server.budget import Budget
+from experts_server.calls import BackwardCall
+from experts_server.config import MemoryConfig, ServingConfig
+from experts_server.executor import WorkerPool
+from experts_server.hosted import HostedExpert, SharedMemory
+from experts_server.kept import KeptForwards
+from experts_server.training import Training
+from moe_autograd.errors import GradientsLostError
+from moe_autograd.remote import RemoteOptimizer, connect
+from moe_autograd.wire import experts_pb2 as pb
+from tests.support.saving_memory import D, Scale, sgd
+from tests.support.servers import START_S, WireClient, wait_until
+
+
+class Split:
+    """A server with one expert that splits its backwards, and a client."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.module = Scale(function)
+        config = ServingConfig(memory=MemoryConfig(split_backward=True))
+        self.server = ExpertsServer({"e": self.module}, optimizer=sgd, config=config)
+
+    def __enter__(self) -> WireClient:
+        self.server.start()
+        self._client = WireClient(self.server.address)
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        self._client.channel.close()
+        self.server.stop()
+
+
+def give(client: WireClient, sequence: int | None = None) -> Any:
+    client.forward("e", torch.ones(2, D))
+    return client.backward("e", torch.ones(2, D), sequence=sequence)
+
+
+def test_the_answer_leaves_before_the_weight_gradients_are_computed_and_a_step_waits_for_them() -> None:
+    may_compute = threading.Event()
+
+    def wait(grad: Tensor) -> Tensor:
+        assert may_compute.wait(START_S)
+        return grad
+
+    with Split(wait) as client:
+        answer = give(client)
+        assert answer.code == "OK"
+        torch.testing.assert_close(answer.tensors[0], torch.ones(2, D))
+        assert not may_compute.is_set()
+        threading.Timer(0.05, may_compute.set).start()
+        client.step()
+        assert client.num_updates() == {"e": 1}
+        torch.testing.assert_close(client.get_state()["e"]["weight"], torch.full((D,), -1.0))
+
+
+def test_all_experts_answer_before_the_weight_gradients_of_any_are_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One worker, and the backwards of three experts that came together."""
+    monkeypatch.setattr(executor, "SHORT_S", START_S)  # one lane for all, which has one worker
+    monkeypatch.setattr(executor, "STALL_S", START_S)  # and none of them is taken for a long one
+    events: list[str] = []
+
+    def note(name: str, grad: Tensor) -> Tensor:
+        events.append(f"weights of {name}")
+        return grad
+
+    pool, queues = WorkerPool(), []
+    memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
+    limits = QueueLimits(Budget(10, "calls"), Budget(1 << 20, "bytes"))
+    for name in "abc":
+        module = Scale(functools.partial(note, name))
+        training = Training(sgd(module.parameters()), "on_step")
+        expert = HostedExpert(name, module, training, memory, saving=MemoryConfig(split_backward=True))
+        x, grad = torch.ones(2, D), torch.ones(2, D)
+        answered = functools.partial(lambda name, call, result: events.append(f"answer of {name}"), name)
+        call = BackwardCall(b"", answered, 1, 1, 0, (grad,), (True,), inputs=(x,))
+        queues.append(ExpertQueue(expert, pool, limits))
+        limits.take([call])
+        assert queues[-1].add(call)
+    pool.put(queues)
+    wait_until(lambda: len(events) == 6)
+    assert pool.close(START_S)
+    order = [f"{what} of {name}" for what in ("answer", "weights") for name in "abc"]
+    assert events == order
+
+
+def test_a_repeated_backward_counts_once() -> None:
+    with Split(lambda grad: grad) as client:
+        answers = [give(client, sequence=4)] + [
+            client.backward("e", torch.ones(2, D), sequence=4) for _ in range(3)
+        ]
+        assert [answer.code for answer in answers] == ["OK"] * 4
+        client.step(sequence=5)
+        torch.testing.assert_close(client.get_state()["e"]["weight"], torch.full((D,), -1.0))
+
+
+@pytest.mark.parametrize("fault", ["raises", "is not finite"])
+def test_gradients_that_are_refused_after_the_answer_are_told_at_the_step_and_change_nothing(
+    fault: str,
+) -> None:
+    is_faulty = threading.Event()
+    is_faulty.set()
+
+    def go_wrong(grad: Tensor) -> Tensor:
+        if not is_faulty.is_set():
+            return grad
+        if fault == "raises":
+            raise LookupError("no such weight")
+        return grad * torch.inf
+
+    with Split(go_wrong) as client:
+        assert give(client).code == "OK"
+        for _ in range(2):  # until zero_grad
+            (update,) = client.step().updates
+            assert pb.Code.Name(update.status.code) == "GRADIENTS_LOST"
+            assert (
+                "no such weight" if fault == "raises" else "expected finite values"
+            ) in update.status.message
+        assert client.num_updates() == {"e": 0}
+        torch.testing.assert_close(client.get_state()["e"]["weight"], torch.ones(D))
+        is_faulty.clear()
+        client.zero_grad()
+        assert give(client).code == "OK"
+        assert not client.step().updates[0].HasField("status")
+        torch.testing.assert_close(client.get_state()["e"]["weight"], torch.full((D,), -1.0))
+
+
+def test_the_remote_optimizer_raises_what_was_refused_after_the_answer() -> None:
+    config = ServingConfig(memory=MemoryConfig(split_backward=True))
+    hosted = {"e": Scale(lambda grad: grad * torch.nan)}
+    with ExpertsServer(hosted, optimizer=sgd, config=config) as server, connect(server.address) as there:
+        there["e"](torch.ones(2, D)).sum().backward()
+        with pytest.raises(GradientsLostError, match="refused after the answer"):
+            RemoteOptimizer(there).step()

@@ -1,0 +1,23 @@
+"""A program of modules, called by the map and one after the other, says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tests.support.module_programs_shared  # noqa: F401  # adds its programs to the others
+from moe_autograd import parallel_apply
+from tests.support.comparison import MapFunction, assert_same_program, one_after_another
+from tests.support.module_programs import PROGRAMS as PROGRAMS
+
+ORDER = 1e-12  # gradients that several calls share may be added up in another order
+
+
+def assert_same_modules_program(
+    program: Callable[[MapFunction], Any], mapped: MapFunction = parallel_apply
+) -> Any:
+    return assert_same_program(program, native_apply=one_after_another, mapped_apply=mapped, tolerance=ORDER)
+
+
+def name_of(program: Callable[[MapFunction], Any]) -> str:
+    return program.__name__
