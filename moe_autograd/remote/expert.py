@@ -289,10 +289,10 @@ class _RemoteCalls(torch.autograd.Function):
             wants_weight_grads=_is_wanted(anchor_node) or is_wanted_later(anchor_node),
             keep_graph=torch._C._autograd._get_current_graph_task_keep_graph(),
         )
-        grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
         if torch.is_grad_enabled():  # create_graph=True
-            not_twice: Any = _NotTwice.apply
-            grads = [None if grad is None else not_twice(ctx.connection.anchor, grad) for grad in grads]
+            for part in parts:
+                _refuse_a_second_time(ctx.connection.anchor, part, grads_of.get(part.call.call_id, []))
+        grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
         return (None, None, None, None, *grads)
 
 
@@ -311,11 +311,18 @@ def _is_wanted(node: Any) -> bool:
         return True
 
 
+def _refuse_a_second_time(anchor: Tensor, part: BackwardPart, grads: list[Tensor | None]) -> None:
+    """Let the gradients of one call depend on all that they were computed from (rule 5)."""
+    not_twice: Any = _NotTwice.apply
+    sources = (anchor, *part.inputs, *part.grad_outputs)
+    grads[:] = [None if grad is None else not_twice(grad, *sources) for grad in grads]
+
+
 class _NotTwice(torch.autograd.Function):
-    """Passes a gradient on, and makes sure that nobody differentiates it (rule 5)."""
+    """Passes a gradient on, and raises if it is differentiated by the weights or any of `sources`."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, grad: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor | None) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.config import LimitsConfig, ServingConfig
-from moe_autograd import split_backward
+from moe_autograd import MixtureOfExperts, TopKRouter, split_backward
 from moe_autograd.errors import InvalidCallError, MoeAutogradError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 
@@ -261,6 +261,21 @@ class TestGraph:
         assert grad.requires_grad
         with pytest.raises(RuntimeError, match="differentiated once"):
             (grad * x).sum().backward()
+
+    @pytest.mark.parametrize("kind", ["expert", "layer"])
+    @pytest.mark.parametrize("what", ["input", "before the input", "grad_outputs"])
+    def test_a_second_derivative_by_one_tensor_raises_though_it_is_reached_elsewhere_too(
+        self, remote, kind, what
+    ):
+        module = remote["mlp"]
+        if kind == "layer":
+            module = MixtureOfExperts(TopKRouter(4, 2, top_k=2), [remote["mlp"], remote["linear"]])
+        weight, ones = torch.randn(4, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+        x = torch.randn(2, 4) @ weight
+        (grad,) = torch.autograd.grad(module(x), x, ones, create_graph=True)
+        by = {"input": x, "before the input": weight, "grad_outputs": ones}[what]
+        with pytest.raises(RuntimeError, match="differentiated once"):
+            torch.autograd.grad((grad * x * ones).sum(), by)
 
     def test_a_change_in_place_of_an_input_raises_as_pytorch_does(self, remote):
         x = torch.randn(2, 4)
