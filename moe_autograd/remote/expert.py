@@ -32,6 +32,7 @@ from moe_autograd.autograd.grouping import Failures
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.placement import HostedExpert
+from moe_autograd.wire.tensors import check_can_travel
 
 if TYPE_CHECKING:
     from moe_autograd.remote.connection import Connection
@@ -183,6 +184,8 @@ def call_experts(
     failures: Failures | None,
 ) -> list[Any]:
     """Call all experts at once, differentiably; return what each returned."""
+    for expert, args in zip(experts, inputs, strict=True):
+        _check_tensors(expert.name, args)
     inputs = [
         _under_autocast(connection.hosted[expert.name], args)
         for expert, args in zip(experts, inputs, strict=True)
@@ -220,17 +223,23 @@ def _under_autocast(hosted: HostedExpert, inputs: tuple[Any, ...]) -> tuple[Any,
     return tuple(converted(x, dtype) for x, dtype in zip(inputs, wanted, strict=False))
 
 
-def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:
+def _check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:
+    """Refuse what cannot travel."""
     if not inputs:
-        raise InvalidCallError(
-            f"expert {expert.name!r}: expected at least one tensor, got none. Pass its inputs."
-        )
+        raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
     for position, x in enumerate(inputs):
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"expert {expert.name!r}: expected tensors, got {type(x).__name__} (input={position}). "
+                f"expert {expert!r}: expected tensors, got {type(x).__name__} (input={position}). "
                 "Only tensors travel; wrap a number in torch.tensor."
             )
+        try:
+            check_can_travel(x)
+        except TypeError as error:
+            raise TypeError(f"expert {expert!r}, input {position}: {error}") from error
+
+
+def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:
     hosted = connection.hosted[expert.name]
     _check_inputs(hosted, inputs)
     keep_graph = torch.is_grad_enabled() and (hosted.is_trained or any(x.requires_grad for x in inputs))
