@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,6 +68,7 @@ def connect(
 
     Raises:
         ValueError: an address is not `host:port`, or there is none; an unknown compression; no deadline.
+        TypeError: `addresses` is none of what it may be.
         ConfigError: the file cannot be read, or a key or value in it is not allowed or also given as an argument.
         ServerUnavailableError: a server is not there. This call does not wait for it.
         PermissionDeniedError: it does not accept the token or the certificate.
@@ -87,6 +88,11 @@ def connect(
             "max_tensor_bytes": max_tensor_bytes,
         }
         return connect(**_merged(Path(addresses), given))
+    if not isinstance(addresses, Iterable):
+        raise TypeError(
+            f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
+            "`experts-server serve` printed."
+        )
     listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(

@@ -32,7 +32,7 @@ class RemoteOptimizer:
 
     Raises:
         ValueError: there is nothing to train; or another `on_failure`.
-        TypeError: one of them is not a remote expert.
+        TypeError: one of them is not a remote expert; or it is one alone.
 
     Threads: one at a time, and not beside a backward of the same experts, as in `torch.optim`.
     """
@@ -50,6 +50,11 @@ class RemoteOptimizer:
             )
         self.failures: list[RemoteError] = []
         self._may_drop = on_failure == "drop"
+        if not isinstance(experts, Iterable):
+            raise TypeError(
+                f"RemoteOptimizer: expected several remote experts, got one {type(experts).__name__}. Pass what "
+                "`connect` returned, or a list of some of its experts."
+            )
         modules = list(experts.values() if isinstance(experts, Mapping) else experts)
         for module in modules:
             if not isinstance(module, RemoteExpert):

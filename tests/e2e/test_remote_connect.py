@@ -112,6 +112,11 @@ class TestNoServer:
         with pytest.raises(ValueError, match=f"expected host:port, got {address!r}"):
             connect(address)
 
+    @pytest.mark.parametrize("addresses", [None, 31415])
+    def test_what_is_neither_an_address_nor_several_is_refused(self, addresses):
+        with pytest.raises(TypeError, match=f"connect: expected host:port, .*, got {addresses}"):
+            connect(addresses)
+
     def test_no_address_is_refused(self):
         with pytest.raises(ValueError, match="at least one"):
             connect([])

@@ -176,6 +176,11 @@ class TestOptimizer:
         with pytest.raises(TypeError, match="expected remote experts, got Linear"):
             RemoteOptimizer([nn.Linear(2, 2)])
 
+    def test_one_expert_alone_is_no_list(self, server):
+        with connect(server.address) as experts:
+            with pytest.raises(TypeError, match=r"expected several remote experts, got one RemoteExpert\."):
+                RemoteOptimizer(experts["ffn.1"])
+
     def test_nothing_to_train_is_refused(self):
         with (
             ExpertsServer({"ffn.0": nn.Linear(4, 4)}) as server,
