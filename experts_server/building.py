@@ -162,5 +162,6 @@ def _arguments_of(chosen: Callable[..., Any]) -> str:
 def _cause(error: Exception) -> str:
     """Return what was raised, and where if it was not here."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
-    where = "" if raised.filename == __file__ else f", {raised.filename}:{raised.lineno}"
+    is_elsewhere = raised.filename != __file__ and not raised.filename.startswith("<frozen ")  # importlib's
+    where = f", {raised.filename}:{raised.lineno}" if is_elsewhere else ""
     return f"{type(error).__name__}: {error}{where}"

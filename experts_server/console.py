@@ -130,7 +130,9 @@ def export_weights(address: str, expert: str, file: Path, **connection: Any) -> 
     try:
         _write_whole(file, safetensors.torch.save(state))
     except OSError as error:
-        raise ConfigError(f"export: expected a file to write to, got {str(file)!r} ({error}).") from error
+        raise ConfigError(
+            f"export: expected a file to write to, got {str(file)!r} ({error.strerror}). Check path and permissions."
+        ) from error
     except (KeyError, ValueError, SafetensorError) as error:  # each for another kind of tensor
         raise ConfigError(
             f"export: expected tensors that safetensors can hold, got one that it cannot ({error!r})."

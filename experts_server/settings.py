@@ -149,7 +149,7 @@ def _expanded(source: Source) -> Mapping[str, Any]:
         try:
             names = expand_pattern(pattern)
         except ValueError as error:
-            raise ConfigError(f"{source.name}, {error}") from error
+            raise ConfigError(f"{source.name}, {error}.") from error
         for name in names:
             _merge(expanded.setdefault(name, {}), entry)
     return {**source.settings, "experts": expanded}

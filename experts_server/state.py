@@ -48,7 +48,7 @@ def check_state(hosted: HostedExpert, state: Mapping[str, Tensor]) -> InvalidCal
     if wrong is None:
         return None
     return InvalidCallError(
-        f"state of expert {hosted.name!r}, {wrong}. Use a state of the same class and arguments."
+        f"state of expert {hosted.name!r}: {wrong}. Use a state of the same class and arguments."
     )
 
 

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Column, Table
+from rich.text import Text
 
 FOLDED = 12  # columns in which a text that may be folded, or cut, can still be read
 WIDE = 1000  # columns of what is no terminal: a program that reads it gets whole names
+
+
+@dataclass(frozen=True)
+class EndOf:
+    """A name of which the end is shown where there is no room for all: names that are long differ there."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        natural = cell_len(self.name)
+        return Measurement(min(natural, FOLDED), natural)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width
+        yield Text(self.name if cell_len(self.name) <= room else f"…{self.name[1 - room :]}", no_wrap=True)
 
 
 def plain_table(title: str) -> Table:
@@ -32,7 +54,8 @@ def fit(table: Table, width: int) -> Table:
     while len(table.columns) > 1 and _readable_width(table) > width:
         gone.insert(0, str(table.columns.pop().header))
     if gone:
-        table.caption = f"{table.caption or ''} too narrow for: {', '.join(gone)}".strip()
+        narrow = f"too narrow for: {', '.join(gone)}"
+        table.caption = f"{table.caption}; {narrow}" if table.caption else narrow
     return table
 
 

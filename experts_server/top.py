@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from experts_server.names import natural_order
-from experts_server.tables import console_of_any_width, fit, plain_table
+from experts_server.tables import EndOf, console_of_any_width, fit, plain_table
 from moe_autograd.errors import ServerUnavailableError
 
 Totals = dict[tuple[str, str], float]  # (expert, what) -> total so far
@@ -60,7 +60,7 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
             text = reply.read().decode()
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerUnavailableError(
-            f"metrics at {address}: expected an answer, got {type(error).__name__}: {str(error)!r}. "
+            f"metrics at {address}: expected an answer, got {_in_words(error)}. "
             "Is the server started with metrics_listen, and this its address?"
         ) from error
     reading = Reading(time.monotonic())
@@ -70,6 +70,13 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
             if what is not None and expert is not None:
                 reading.totals[expert, what] = reading.of(expert, what) + sample.value
     return reading
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+        return "one that is no HTTP"  # what came instead would move the cursor
+    reason = getattr(error, "reason", None)  # `URLError` wraps it
+    return repr(getattr(reason, "strerror", None) or str(error))
 
 
 class _Row(NamedTuple):
@@ -96,7 +103,7 @@ def table_of(address: str, before: Reading, now: Reading, max_rows: int | None =
     """Return what happened between two readings, by expert; where there are too many, the busiest of them."""
     elapsed_s = max(now.at - before.at, 1e-9)
     table = plain_table(f"experts at {address}, last {elapsed_s:.1f} s")
-    table.add_column("expert", overflow="ellipsis")
+    table.add_column("expert")
     for heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
     names = dict.fromkeys(name for name, _ in now.totals)
@@ -104,7 +111,7 @@ def table_of(address: str, before: Reading, now: Reading, max_rows: int | None =
     busiest = sorted(rows, key=lambda name: (-rows[name].added["compute_s"], -rows[name].added["calls"]))
     shown = sorted(busiest[:max_rows], key=natural_order)
     for name in shown:
-        table.add_row(name, *(show(rows[name]) for show in _COLUMNS.values()))
+        table.add_row(EndOf(name), *(show(rows[name]) for show in _COLUMNS.values()))
     if len(shown) < len(rows):
         table.caption = f"the busiest {len(shown)} of {len(rows)}"
     return table

@@ -75,7 +75,9 @@ def test_an_export_that_cannot_be_written_leaves_the_file_that_was_there(tmp_pat
 
 def test_an_export_into_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
     ended = exported(entries(GOOD), tmp_path / "none")
-    assert (ended.exit_code, "expected a file to write to" in ended.output) == (1, True), ended.output
+    assert (ended.exit_code, "(No such file or directory). Check path" in ended.output) == (1, True), (
+        ended.output
+    )
 
 
 def test_an_export_of_good_entries_is_a_file(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from experts_server import ExpertsServer
 from experts_server.cli import main
 from experts_server.config import ServingConfig
+from experts_server.tables import fit
 from experts_server.top import Reading, Totals, read, table_of
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -121,11 +122,12 @@ def test_top_of_an_address_where_nobody_answers_says_so() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         shown = CliRunner().invoke(main, ["top", f"127.0.0.1:{unused.getsockname()[1]}"])
-    assert (shown.exit_code, "started with metrics_listen" in shown.output) == (1, True), shown.output
+    assert shown.exit_code == 1
+    assert "got 'Connection refused'. Is the server started with metrics_listen" in shown.output
 
 
 def test_top_of_a_port_that_does_not_speak_http_says_so(server: ExpertsServer) -> None:
-    with pytest.raises(ServerUnavailableError, match=r"expected an answer, got .*metrics_listen") as refused:
+    with pytest.raises(ServerUnavailableError, match=r"got one that is no HTTP\. .*metrics_listen") as refused:
         read(server.address)
     assert str(refused.value).isprintable(), "what a gRPC server answers would move the terminal's cursor"
 
@@ -193,6 +195,20 @@ def test_a_server_that_was_started_anew_begins_at_zero() -> None:
         "2.0",
         "4",
     ]
+
+
+def test_names_that_do_not_fit_show_their_ends() -> None:
+    names = [f"layer.17.of-a-very-deep-model.ffn.{index}" for index in range(4)]
+    at_first: Totals = {(name, "calls"): 0 for name in names}
+    console = Console(width=60, file=io.StringIO())
+    table = fit(table_of("here", Reading(10.0, at_first), Reading(12.0, at_first), 3), console.width)
+    with console.capture() as captured:
+        console.print(table)
+    *_, first, second, third, caption = captured.get().splitlines()
+    assert [row.split()[0][-6:] for row in (first, second, third)] == [".ffn.0", ".ffn.1", ".ffn.2"]
+    assert first.startswith("…")
+    assert len(first) <= 60
+    assert caption.strip() == "the busiest 3 of 4; too narrow for: waiting, failed, updates"
 
 
 def test_where_not_all_fit_the_busiest_are_shown_in_the_order_of_their_names() -> None:
