@@ -37,7 +37,8 @@ class ExpertsServer:
         config: everything else; what is given above wins.
 
     Raises:
-        ConfigError: on entry, if the address is in use or a name is not allowed.
+        ConfigError: an option or a name is not allowed; on entry, if the address is in use.
+        TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
 
     Threads: an event loop on one background thread, shared by all servers of the process, and workers.
 
@@ -66,6 +67,7 @@ class ExpertsServer:
         mistake = memory_mistake(self._config.memory, update, self._config.offload)
         if mistake is not None:
             raise ConfigError(f"server: memory.{mistake}.")
+        _check_types(experts, optimizer)
         self._experts: dict[str, Hosting] = {}
         for name, module in experts.items():
             made = build_optimizer(module.parameters(), optimizer)
@@ -135,6 +137,25 @@ def check_serving(settings: dict[str, Any]) -> ServingConfig:
     except ValidationError as error:
         mistakes = mistakes_in(error, ServingConfig)
         raise ConfigError("\n".join(f"server, {mistake.sentence}" for mistake in mistakes)) from error
+
+
+def _check_types(experts: Any, optimizer: Any) -> None:
+    if not isinstance(experts, Mapping):
+        raise TypeError(
+            f"ExpertsServer: expected modules by name, got {type(experts).__name__}. "
+            'Pass a mapping such as {"ffn.0": module}.'
+        )
+    for name, module in experts.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"ExpertsServer, expert {name!r}: expected an nn.Module, got {type(module).__name__}. "
+                "Wrap a function in a module."
+            )
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(
+            f"ExpertsServer: expected optimizer to make one from an expert's parameters, got "
+            f"{type(optimizer).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
+        )
 
 
 def _check_update(update: UpdateMode, samples_per_update: int | None) -> None:

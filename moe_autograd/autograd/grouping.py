@@ -171,7 +171,7 @@ def _together(
     kwargs: Sequence[dict[str, Any]],
     positions: list[int],
 ) -> Unit:
-    name = CallName(f"calls {positions[0]} to {positions[-1]} ({len(positions)} modules called together)")
+    name = CallName(f"call {positions[0]} ({len(positions)} modules called together)")
     if all(len(args[i]) == 1 and not kwargs[i] for i in positions):  # mostly; and flat is a fifth of the cost
         single = functools.partial(_call_group_with_one_argument, group, modules, positions)
         return Unit(positions, single, tuple([args[i][0] for i in positions]), {}, name, is_group=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd._ambient import refuse_transforms
-from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.autograd.parallel import check_max_concurrency, parallel_apply
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch, select
 from moe_autograd.moe.experts import check_output
@@ -106,6 +106,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         num_experts = _num_experts_of(router)
+        check_max_concurrency("MixtureOfExperts", max_concurrency)
         self.router = router
         self.experts = _as_module_list(experts)
         self.max_concurrency = max_concurrency

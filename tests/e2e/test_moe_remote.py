@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,10 @@ def test_an_expert_that_cannot_compute_is_named_by_the_error(hosted: Hosted) -> 
     with pytest.raises(ValueError, match=r"expert 'ffn\.\d'.*expected") as caught:
         layer(torch.randn(5, D_MODEL))
     assert hosted.server.address in str(caught.value)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(
+        r"parallel_apply, forward: raised by call 0 \(\d modules called together\) of 1\.", note
+    )
 
 
 def test_a_step_of_a_layer_is_one_request_a_pass_and_server(monkeypatch: pytest.MonkeyPatch) -> None:

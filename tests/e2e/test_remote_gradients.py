@@ -338,14 +338,22 @@ class TestModule:
 
     @pytest.mark.parametrize(
         "x",
-        [torch.ones(2, 4).to_sparse(), torch.ones(2, 4, device="meta"), torch.ones(2, 4).to(torch.float8_e4m3fn)],
+        [
+            torch.ones(2, 4).to_sparse(),
+            torch.ones(2, 4, device="meta"),
+            torch.ones(2, 4).to(torch.float8_e4m3fn),
+        ],
         ids=["sparse", "meta", "float8"],
     )
     def test_a_tensor_that_cannot_travel_is_refused_by_the_name_of_the_expert(self, remote, x):
         for is_autocast in (False, True):
-            with torch.autocast("cpu", enabled=is_autocast):
-                with pytest.raises(TypeError, match="expert 'linear', input 0: tensor: expected a dense tensor of"):
-                    remote["linear"](x)
+            with (
+                torch.autocast("cpu", enabled=is_autocast),
+                pytest.raises(
+                    TypeError, match="expert 'linear', input 0: tensor: expected a dense tensor of"
+                ),
+            ):
+                remote["linear"](x)
 
     def test_errors_of_ours_are_one_tree(self, remote):
         with pytest.raises(MoeAutogradError):

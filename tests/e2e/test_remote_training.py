@@ -177,9 +177,9 @@ class TestOptimizer:
             RemoteOptimizer([nn.Linear(2, 2)])
 
     def test_one_expert_alone_is_no_list(self, server):
-        with connect(server.address) as experts:
-            with pytest.raises(TypeError, match=r"expected several remote experts, got one RemoteExpert\."):
-                RemoteOptimizer(experts["ffn.1"])
+        words = r"expected several remote experts, got one RemoteExpert\."
+        with connect(server.address) as experts, pytest.raises(TypeError, match=words):
+            RemoteOptimizer(experts["ffn.1"])
 
     def test_nothing_to_train_is_refused(self):
         with (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moe_autograd import map_with_parallel_backward
+from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward
 from tests.support.comparison import MapFunction, Raised, assert_same_program, loss_of
 from tests.support.functions_context import IsOnceDifferentiable, SavesInput, SavesOutput
 from tests.support.functions_faulty import BREAKS_BACKWARD, BREAKS_FORWARD
@@ -238,10 +238,13 @@ def test_a_call_without_its_tuple_is_refused_and_named() -> None:
         map_with_parallel_backward(SavesInput, (torch.ones(1, 3),), torch.ones(1, 3))
 
 
-@pytest.mark.parametrize("bound", [0, -1])
-def test_a_bound_below_one_is_refused(bound: int) -> None:
-    with pytest.raises(ValueError, match="max_concurrency"):
+@pytest.mark.parametrize("bound", [0, -1, 2.5, "2"])
+def test_a_bound_that_is_no_positive_whole_number_is_refused(bound: Any) -> None:
+    expected = f"expected max_concurrency of at least 1 or None, got {bound!r}"
+    with pytest.raises(ValueError, match=expected):
         map_with_parallel_backward(SavesInput, (torch.ones(3),), max_concurrency=bound)
+    with pytest.raises(ValueError, match=expected):
+        MixtureOfExperts(TopKRouter(4, 1, top_k=1), [torch.nn.Identity()], max_concurrency=bound)
 
 
 @pytest.mark.parametrize("func", [torch.sin, object(), SavesInput.forward])

@@ -315,7 +315,10 @@ class Broken(torch.nn.Module):
     ("expert", "text"),
     [
         ({"class": "fnn"}, "expected one of ffn, swiglu, transformer, identity or module:Class, got 'fnn'"),
-        ({"class": "no.such.module:X"}, "got 'no.such.module:X' (ModuleNotFoundError: No module named 'no'). Is"),
+        (
+            {"class": "no.such.module:X"},
+            "got 'no.such.module:X' (ModuleNotFoundError: No module named 'no'). Is",
+        ),
         ({"class": "torch.nn:NoSuch"}, "expected a class that can be imported, got 'torch.nn:NoSuch'"),
         ({"class": ":NoSuch"}, "expected a class that can be imported, got ':NoSuch'"),
         ({"class": "..up:NoSuch"}, "expected a class that can be imported, got '..up:NoSuch'"),

@@ -12,11 +12,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.config import ServingConfig
@@ -34,6 +36,23 @@ class Hangs(torch.nn.Linear):
         open({pipe!r}, "w").close()
         threading.Event().wait()
 """
+
+
+@pytest.mark.parametrize(
+    ("experts", "optimizer", "text"),
+    [
+        ([nn.Linear(D, D)], None, "expected modules by name, got list"),
+        ({"e": 3}, None, "expert 'e': expected an nn.Module, got int"),
+        (
+            {"e": nn.Linear(D, D)},
+            "adam",
+            "expected optimizer to make one from an expert's parameters, got str",
+        ),
+    ],
+)
+def test_what_cannot_be_hosted_is_refused_before_it_starts(experts: Any, optimizer: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=f"ExpertsServer.*{text}"):
+        ExpertsServer(experts, optimizer=optimizer)
 
 
 def test_stopping_finishes_what_is_in_flight_and_refuses_what_comes_after() -> None:

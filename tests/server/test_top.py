@@ -127,7 +127,9 @@ def test_top_of_an_address_where_nobody_answers_says_so() -> None:
 
 
 def test_top_of_a_port_that_does_not_speak_http_says_so(server: ExpertsServer) -> None:
-    with pytest.raises(ServerUnavailableError, match=r"got one that is no HTTP\. .*metrics_listen") as refused:
+    with pytest.raises(
+        ServerUnavailableError, match=r"got one that is no HTTP\. .*metrics_listen"
+    ) as refused:
         read(server.address)
     assert str(refused.value).isprintable(), "what a gRPC server answers would move the terminal's cursor"
 
