@@ -162,7 +162,8 @@ class Connection:
         """Make the backwards that anybody wants; return the gradients of each call's inputs by its `call_id`."""
         wanted = []
         for part in parts:
-            part.wants_weight_grads = wants_weight_grads and self.hosted[part.call.expert].is_trained
+            is_trained = part.call.is_trained and self.hosted[part.call.expert].is_trained
+            part.wants_weight_grads = wants_weight_grads and is_trained
             if part.wants_weight_grads or any(part.wants_input_grads):
                 wanted.append(part)
         jobs = []

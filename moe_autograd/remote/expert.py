@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
+from moe_autograd.remote.inputs import check_inputs, check_tensors, under_autocast
 from moe_autograd.remote.placement import HostedExpert
-from moe_autograd.wire.tensors import check_can_travel
 
 if TYPE_CHECKING:
     from moe_autograd.remote.connection import Connection
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 class RemoteExpert(nn.Module):
     """An expert on a server, called like any module; `connect` makes them.
 
-    It has no parameters here: `RemoteOptimizer` trains it where it lives. `train()` and `eval()` travel with
-    each call. `state_dict()` and `load_state_dict()`, also of a model that it is part of, fetch and set the hosted
-    weights, under the keys that the same module would have here.
+    It has no parameters here: `RemoteOptimizer` trains it where it lives, unless it is frozen for this client by
+    `requires_grad_(False)`. `train()` and `eval()` travel with each call. `state_dict()` and `load_state_dict()`,
+    also of a model that it is part of, fetch and set the hosted weights, under the keys that the same module would
+    have here.
 
     Args:
         name: on the server.
@@ -60,6 +61,7 @@ class RemoteExpert(nn.Module):
         super().__init__()
         self.name = name
         self._connection = connection
+        self._is_frozen = False
 
     @property
     def call_group(self) -> Connection:
@@ -70,6 +72,19 @@ class RemoteExpert(nn.Module):
     def hosted(self) -> HostedExpert:
         """What its server said of it at `connect`."""
         return self._connection.hosted[self.name]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether calls from here give the hosted weights gradients."""
+        return self.hosted.is_trained and not self._is_frozen
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteExpert:
+        """Say whether later calls from here give the hosted weights gradients.
+
+        A module that holds this one cannot pass it on: its `requires_grad_` knows parameters only.
+        """
+        self._is_frozen = not requires_grad
+        return self
 
     def forward(self, *inputs: Tensor) -> Any:
         """Compute on the server.
@@ -118,6 +133,7 @@ class RemoteExpert(nn.Module):
         """Return another module for the same hosted expert: the connection is shared."""
         twin = RemoteExpert(self.name, self._connection)
         twin.train(self.training)
+        twin._is_frozen = self._is_frozen
         memo[id(self)] = twin
         return twin
 
@@ -142,6 +158,7 @@ class Call:
         num_inputs: how many tensors it was given.
         evaluate: whether the module is in `eval()`.
         keep_graph: whether there may be a backward.
+        is_trained: whether that gives the weights gradients.
         num_outputs: how many tensors it gave.
         is_sequence: whether it gave a tuple.
         address: the server that ran the forward.
@@ -153,6 +170,7 @@ class Call:
     num_inputs: int
     evaluate: bool
     keep_graph: bool
+    is_trained: bool
     num_outputs: int = 0
     is_sequence: bool = False
     address: str = ""
@@ -185,9 +203,9 @@ def call_experts(
 ) -> list[Any]:
     """Call all experts at once, differentiably; return what each returned."""
     for expert, args in zip(experts, inputs, strict=True):
-        _check_tensors(expert.name, args)
+        check_tensors(expert.name, args)
     inputs = [
-        _under_autocast(connection.hosted[expert.name], args)
+        under_autocast(connection.hosted[expert.name], args)
         for expert, args in zip(experts, inputs, strict=True)
     ]
     calls = [
@@ -210,49 +228,13 @@ def _result(call: Call, row: list[Tensor]) -> Tensor | tuple[Tensor, ...] | None
     return row[0] if row else None  # it failed, and failures are left out
 
 
-def _under_autocast(hosted: HostedExpert, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Under autocast, convert floating inputs to the dtype that the expert takes, as operators convert theirs."""
-
-    def converted(x: Any, dtype: torch.dtype | None) -> Any:
-        is_meant = (
-            isinstance(x, Tensor) and x.is_floating_point() and dtype is not None and dtype.is_floating_point
-        )
-        return x.to(dtype) if is_meant and torch.is_autocast_enabled(x.device.type) else x
-
-    wanted = [spec.dtype for spec in hosted.inputs] + [None] * len(inputs)
-    return tuple(converted(x, dtype) for x, dtype in zip(inputs, wanted, strict=False))
-
-
-def _check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:
-    """Refuse what cannot travel."""
-    if not inputs:
-        raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
-    for position, x in enumerate(inputs):
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"expert {expert!r}: expected tensors, got {type(x).__name__} (input={position}). "
-                "Only tensors travel; wrap a number in torch.tensor."
-            )
-        try:
-            check_can_travel(x)
-        except TypeError as error:
-            raise TypeError(f"expert {expert!r}, input {position}: {error}") from error
-
-
 def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:
     hosted = connection.hosted[expert.name]
-    _check_inputs(hosted, inputs)
-    keep_graph = torch.is_grad_enabled() and (hosted.is_trained or any(x.requires_grad for x in inputs))
+    check_inputs(hosted, inputs)
+    is_trained = expert.is_trained
+    keep_graph = torch.is_grad_enabled() and (is_trained or any(x.requires_grad for x in inputs))
     call_id = connection.numbering.next_call_id()
-    return Call(index, expert.name, call_id, len(inputs), not expert.training, keep_graph)
-
-
-def _check_inputs(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> None:
-    """Refuse here what the server would refuse, before anything travels."""
-    for position, (spec, x) in enumerate(zip(hosted.inputs, inputs, strict=False)):
-        if (mismatch := spec.mismatch(x)) is not None:
-            at = f" (input {position})" if position else ""
-            raise InvalidCallError(f"expert {hosted.name!r} at {hosted.addresses[0]}{at}: {mismatch}")
+    return Call(index, expert.name, call_id, len(inputs), not expert.training, keep_graph, is_trained)
 
 
 class _RemoteCalls(torch.autograd.Function):

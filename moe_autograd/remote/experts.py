@@ -68,7 +68,7 @@ def connect(
 
     Raises:
         ValueError: an address is not `host:port`, or there is none; an unknown compression; no deadline.
-        TypeError: `addresses` is none of what it may be.
+        TypeError: `addresses` or `tls` is none of what it may be.
         ConfigError: the file cannot be read, or a key or value in it is not allowed or also given as an argument.
         ServerUnavailableError: a server is not there. This call does not wait for it.
         PermissionDeniedError: it does not accept the token or the certificate.
@@ -93,6 +93,8 @@ def connect(
             f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
             "`experts-server serve` printed."
         )
+    if not isinstance(tls, TLS | None):
+        raise TypeError(f"connect: expected tls to be a TLS or None, got {tls!r}. Pass TLS(ca_file=...).")
     listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(

@@ -6,12 +6,17 @@ A server says it only where it is certain; everything else it checks itself when
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from moe_autograd.errors import InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.tensors import TORCH_DTYPES
+from moe_autograd.wire.tensors import TORCH_DTYPES, check_can_travel
+
+if TYPE_CHECKING:
+    from moe_autograd.remote.placement import HostedExpert
 
 
 @dataclass(frozen=True)
@@ -61,3 +66,38 @@ class InputSpec:
         if len(sizes) > 1 and self.shape[-2] is None:
             sizes[-2] = "num_tokens"
         return f"({', '.join(['...'] * self.may_have_more + sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:
+    """Refuse what cannot travel."""
+    if not inputs:
+        raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
+    for position, x in enumerate(inputs):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"expert {expert!r}: expected tensors, got {type(x).__name__} (input={position}). "
+                "Only tensors travel; wrap a number in torch.tensor."
+            )
+        try:
+            check_can_travel(x)
+        except TypeError as error:
+            raise TypeError(f"expert {expert!r}, input {position}: {error}") from error
+
+
+def under_autocast(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Under autocast, convert floating inputs to the dtype that the expert takes, as operators convert theirs."""
+
+    def converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        is_meant = x.is_floating_point() and dtype is not None and dtype.is_floating_point
+        return x.to(dtype) if is_meant and torch.is_autocast_enabled(x.device.type) else x
+
+    wanted = [spec.dtype for spec in hosted.inputs] + [None] * len(inputs)
+    return tuple(converted(x, dtype) for x, dtype in zip(inputs, wanted, strict=False))
+
+
+def check_inputs(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> None:
+    """Refuse here what the server would refuse, before anything travels."""
+    for position, (spec, x) in enumerate(zip(hosted.inputs, inputs, strict=False)):
+        if (mismatch := spec.mismatch(x)) is not None:
+            at = f" (input {position})" if position else ""
+            raise InvalidCallError(f"expert {hosted.name!r} at {hosted.addresses[0]}{at}: {mismatch}")

@@ -117,6 +117,12 @@ class TestNoServer:
         with pytest.raises(TypeError, match=f"connect: expected host:port, .*, got {addresses}"):
             connect(addresses)
 
+    def test_a_file_is_no_tls(self):
+        with pytest.raises(
+            TypeError, match=r"expected tls to be a TLS or None, got 'ca\.pem'\. Pass TLS\(ca_file="
+        ):
+            connect("localhost:1", tls="ca.pem")
+
     def test_no_address_is_refused(self):
         with pytest.raises(ValueError, match="at least one"):
             connect([])

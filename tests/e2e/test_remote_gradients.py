@@ -240,6 +240,17 @@ class TestWhatIsAsked:
             experts["linear"](x).sum().backward()
             assert x.grad is not None
 
+    def test_an_expert_may_be_frozen_for_this_client(self, fresh):
+        expert = fresh["linear"].requires_grad_(False)
+        for module in (expert, copy.deepcopy(nn.Sequential(expert))):
+            assert not module(torch.ones(1, 4)).requires_grad
+            x = torch.ones(1, 4, requires_grad=True)
+            module(x).sum().backward()
+            assert x.grad is not None
+            assert not weights_change(fresh, "linear")
+        expert.requires_grad_()(torch.ones(1, 4)).sum().backward()
+        assert weights_change(fresh, "linear")
+
 
 class TestGraph:
     def test_with_retain_graph_a_second_backward_gives_the_same_again(self, remote):
