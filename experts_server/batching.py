@@ -127,19 +127,42 @@ class ExpertQueue:
             self._is_scheduled = True
             return True
 
+    def claim(self) -> bool:
+        """Return whether nothing waits here, and nothing is to wait; then the caller has the turn, for `run_alone`."""
+        with self._lock:
+            if self._is_scheduled or self._num_waiting or self._limits.max_wait_s > 0:
+                return False
+            self._is_scheduled = True
+            return True
+
+    def run_alone(self, call: Call) -> None:
+        """Compute a call, for which there is room, in the turn that was claimed for it."""
+        try:
+            if _is_in_vain(call):
+                self.stats.num_late += 1
+                self._refuse_late(call)
+            else:
+                self._compute([call])
+        finally:
+            self._end_turn()
+
     def run(self) -> None:
-        """Finish what the last turn left, else compute the next batch; come again if there is more."""
+        """Finish what the last turn left, else compute the next batch."""
         try:
             if self.hosted.has_left:
                 self._finish_what_was_left()
             elif batch := self._take():
                 self._compute(batch)
         finally:
-            self.computing_since = None
-            with self._lock:
-                self._is_scheduled = comes_again = self._num_waiting > 0 or self.hosted.has_left
-            if comes_again:
-                self._pool.put([self])
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Come again if there is more."""
+        self.computing_since = None
+        with self._lock:
+            self._is_scheduled = comes_again = self._num_waiting > 0 or self.hosted.has_left
+        if comes_again:
+            self._pool.put([self])
 
     def let_go_of_late(self) -> None:
         """Answer all calls that nobody waits for any more: behind an expert that hangs their turn never comes."""

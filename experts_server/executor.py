@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moe_autograd._intraop import num_cores, set_team_size
@@ -46,10 +46,10 @@ class Turn(Protocol):
         """Do it."""
 
 
-def take(turn: Turn) -> None:
-    """Run a turn; never raises."""
+def take(run: Callable[[], None]) -> None:
+    """Take a turn; never raises."""
     try:
-        turn.run()
+        run()
     except BaseException:  # a turn reports its own failures: this is a bug of ours
         logger.critical("a turn raised", exc_info=True)
 
@@ -188,7 +188,7 @@ class WorkerPool:
                     if team_size != worker.team_size:
                         set_team_size(team_size)
                         worker.team_size = team_size
-                    take(turn)
+                    take(turn.run)
                 finally:
                     turn = None  # an idle worker holds no tensor
                     self._lock.acquire()

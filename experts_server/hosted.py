@@ -22,7 +22,7 @@ several calls are computed as one in `joining`, what becomes of gradients in `tr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -235,7 +235,7 @@ class HostedExpert:
         if known is not None:
             return known
         kept = self._kept_for(call)
-        with self._keeping_inputs_for_another_try(call):
+        try:
             parameters = self._trained_by([call])
             if self._later is not None and not call.keep_graph and parameters:
                 with contextlib.ExitStack() as hold:
@@ -245,6 +245,9 @@ class HostedExpert:
                 return self._answer_first(left, self._later)
             input_grads, weight_grads = self._differentiator.at_once(call, kept, parameters)
             return self._settle(call, kept, input_grads, weight_grads)
+        except BaseException:
+            self._keep_inputs_for_another_try(call)
+            raise
 
     def backward_joined(self, calls: Sequence[BackwardCall]) -> list[Reply | BaseException]:
         """Compute calls of equal `join_key`; return the answer, or the refusal, of each.
@@ -268,17 +271,19 @@ class HostedExpert:
         for index, (input_grad, weigh) in zip(kept, found, strict=True):
             call, wants = calls[index], calls[index].wants_input_grads[:1] == (True,)
             try:
-                with self._keeping_inputs_for_another_try(call):
-                    share = (input_grad if wants and kept[index].inputs[0].requires_grad else None,)
-                    if (known := self._known_answer(call)) is not None:  # a copy beside it was the first
-                        answers[index] = known
-                    elif self._later is not None and self._takes_in(call):
-                        left = Left(call, kept[index].num_rows, share, weigh, contextlib.ExitStack())
-                        answers[index] = self._answer_first(left, self._later)
-                    else:
-                        answers[index] = self._settle(call, kept[index], share, weigh())
-            except RemoteError as refusal:
-                answers[index] = refusal
+                share = (input_grad if wants and kept[index].inputs[0].requires_grad else None,)
+                if (known := self._known_answer(call)) is not None:  # a copy beside it was the first
+                    answers[index] = known
+                elif self._later is not None and self._takes_in(call):
+                    left = Left(call, kept[index].num_rows, share, weigh, contextlib.ExitStack())
+                    answers[index] = self._answer_first(left, self._later)
+                else:
+                    answers[index] = self._settle(call, kept[index], share, weigh())
+            except BaseException as error:
+                self._keep_inputs_for_another_try(call)
+                if not isinstance(error, RemoteError):
+                    raise
+                answers[index] = error
         return [answers[index] for index in range(len(calls))]
 
     def _trained_by(self, calls: Sequence[BackwardCall]) -> Sequence[nn.Parameter]:
@@ -318,14 +323,9 @@ class HostedExpert:
             self.kept.remove(call.client_id, call.call_id)
         return input_grads
 
-    @contextlib.contextmanager
-    def _keeping_inputs_for_another_try(self, call: BackwardCall) -> Iterator[None]:
-        """Whatever is raised within: the graph's buffers may be used up, and are let go of."""
-        try:
-            yield
-        except BaseException:
-            self.kept.remove_graph(call.client_id, call.call_id)
-            raise
+    def _keep_inputs_for_another_try(self, call: BackwardCall) -> None:
+        """Let go of a graph whose buffers may be used up."""
+        self.kept.remove_graph(call.client_id, call.call_id)
 
     def _kept_from(self, call: BackwardCall) -> KeptForward:
         """Make of the inputs that came again with a backward what would have been kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ class Registry(Mapping[str, ExpertQueue]):
         one over, and to be woken by its answer, takes longer.
         """
         turns: list[ExpertQueue] = []
-        small: deque[ExpertQueue] = deque()
+        small: deque[tuple[ExpertQueue, Call]] = deque()
         has_room = self._has_room_for([call for _, call in calls])
         for name, call in calls:
             try:
@@ -72,30 +73,26 @@ class Registry(Mapping[str, ExpertQueue]):
                 call.reply(call, error)
                 continue
             queue.hosted.prefetch()
-            if queue.add(call):
-                (small if queue.hosted.is_small(call) else turns).append(queue)
+            if queue.hosted.is_small(call) and queue.claim():
+                small.append((queue, call))
+            elif queue.add(call):
+                turns.append(queue)
         if turns:
             self._pool.put(turns)
         if small:
             self._compute_at_once(small)
 
-    def _compute_at_once(self, turns: deque[ExpertQueue]) -> None:
-        """Take turns here; let the loop do something else from time to time.
-
-        Where more calls wait by now, they would be computed as one, which may not be small.
-        """
+    def _compute_at_once(self, small: deque[tuple[ExpertQueue, Call]]) -> None:
+        """Compute calls here, whose turns are claimed; let the loop do something else from time to time."""
         until = time.monotonic() + AT_ONCE_S
         with team_of_one():
-            while turns:
-                queue = turns.popleft()
-                if len(queue) == 1:
-                    take(queue)
-                else:
-                    self._pool.put([queue])
+            while small:
+                queue, call = small.popleft()
+                take(functools.partial(queue.run_alone, call))
                 if time.monotonic() > until:
                     break
-        if turns:
-            asyncio.get_running_loop().call_soon(self._compute_at_once, turns)
+        if small:
+            asyncio.get_running_loop().call_soon(self._compute_at_once, small)
 
     def _has_room_for(self, calls: Sequence[Call]) -> bool:
         """Take room for all of them at once, if there is."""

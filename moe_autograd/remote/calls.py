@@ -17,6 +17,7 @@ for all calls that have no outcome yet.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,7 @@ class Request:
         expert: its name.
         head: what is asked.
         tensors: what goes along.
-        with_inputs: makes the head and the tensors for a server that no longer has the inputs; None where that
-            cannot be.
+        inputs: of a backward, for a server that no longer has them; None where there are none to send.
         on_settled: called with whether it was answered or failed for good, as soon as that is known; from any thread.
     """
 
@@ -54,7 +54,7 @@ class Request:
     head: ForwardHead | BackwardHead
     tensors: Sequence[torch.Tensor | None]
     encoding: pb.Encoding = pb.RAW
-    with_inputs: Callable[[], tuple[BackwardHead, Sequence[torch.Tensor | None]]] | None = None
+    inputs: Sequence[torch.Tensor] | None = None
     on_settled: Callable[[bool], None] = lambda is_answered: None
 
 
@@ -117,7 +117,7 @@ def exchange(
     again = [
         index
         for index, outcome in enumerate(outcomes)
-        if isinstance(outcome.error, InputsNeededError) and requests[index].with_inputs is not None
+        if isinstance(outcome.error, InputsNeededError) and requests[index].inputs is not None
     ]
     if again:
         results = line.settle([_with_inputs(requests[index]) for index in again], {})
@@ -127,8 +127,10 @@ def exchange(
 
 
 def _with_inputs(request: Request) -> Request:
-    assert request.with_inputs is not None
-    head, tensors = request.with_inputs()
+    assert request.inputs is not None
+    assert isinstance(request.head, BackwardHead)
+    head = dataclasses.replace(request.head, has_inputs=True)
+    tensors = [*request.tensors, *request.inputs]
     return Request(request.expert, head, tensors, request.encoding, on_settled=request.on_settled)
 
 

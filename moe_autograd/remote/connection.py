@@ -10,7 +10,6 @@ Threads: any number of operations at once.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -129,14 +128,14 @@ class Connection:
         jobs = []
         for call, args in zip(calls, inputs, strict=True):
             request = self._forward_request(call, args)
-            job = Job(request, "", lambda hosts: hosts[0] if hosts else None, index=call.index)
+            job = Job(request, "", index=call.index)
             jobs.append(job)
             try:
                 job.address = self._finding.hosts_of(call.expert)[0]
             except ExpertNotFoundError as error:
                 if failures is None:
                     raise
-                job.outcome.error = error
+                job.outcome = Outcome(error=error)
         self._delivery.deliver("Forward", jobs, failures)
         _note_failures(calls, jobs, "forward", failures)
         for call, job in zip(calls, jobs, strict=True):
@@ -170,7 +169,7 @@ class Connection:
         with self.numbering.sequences(len(wanted)) as (sequences, settled_below):
             for part, sequence in zip(wanted, sequences, strict=True):
                 request = self._backward_request(part, sequence, settled_below, keep_graph)
-                jobs.append(self._backward_job(request, part.call))
+                jobs.append(Job(request, part.call.address, index=part.call.index))
             has_come_back = False  # Ctrl-C may end it anywhere
             try:
                 self._delivery.deliver("Backward", jobs, failures)
@@ -178,20 +177,14 @@ class Connection:
             finally:
                 self._note_gathered(wanted, jobs, has_come_back)
         for part, job in zip(wanted, jobs, strict=True):
-            job.outcome.error = job.outcome.error or _mismatch(part, job.outcome)
+            if job.outcome.error is None:
+                job.outcome.error = _mismatch(part, job.outcome)
         _note_failures([part.call for part in wanted], jobs, "backward", failures)
         return {
             part.call.call_id: list(job.outcome.tensors)
             for part, job in zip(wanted, jobs, strict=True)
             if job.outcome.error is None
         }
-
-    def _backward_job(self, request: Request, call: Call) -> Job:
-        """A backward leaves its server only for one that the expert has moved to, not for a replica."""
-        placement = self._finding.placement
-        job = Job(request, call.address, lambda hosts: None, index=call.index)
-        job.choose = lambda hosts: next(iter(placement.moved_to(call.expert, job.address)), None)
-        return job
 
     def _note_gathered(self, parts: Sequence[BackwardPart], jobs: Sequence[Job], has_come_back: bool) -> None:
         """Count the backwards gathered at each server; one that failed may have been."""
@@ -237,11 +230,7 @@ class Connection:
             evaluate=call.evaluate,
             reply_encoding=encoding,
         )
-
-        def with_inputs() -> tuple[BackwardHead, list[Tensor | None]]:
-            return dataclasses.replace(head, has_inputs=True), [*part.grad_outputs, *part.inputs]
-
-        return Request(call.expert, head, part.grad_outputs, encoding, with_inputs)
+        return Request(call.expert, head, part.grad_outputs, encoding, part.inputs)
 
     # ---- updates
 

@@ -5,8 +5,8 @@
     deliver(rpc, jobs) ── fanout ──┬─ server A: stream ─ what failed: pause, look again ─ stream ─ ...
                                    └─ server B: stream
 
-A job says where it may move: a forward to any replica, a change only to a server that its expert has moved to (see
-`placement`). Otherwise it stays with the server that knows its sequence number.
+A forward may move to any replica, a backward only to a server that its expert has moved to (see `placement`): otherwise
+it stays with the server that knows its sequence number.
 
 A server that is lost (see `finding`) is looked for before anything is sent to it, and waited for only by those who
 need it: not by a layer whose tokens all have enough other experts, nor by an optimizer that goes on without it.
@@ -67,6 +67,9 @@ class Settings:
     hedge: HedgePolicy | None = None
 
 
+_NOT_YET = Outcome()  # shared: what becomes of a job takes its place
+
+
 @dataclass(slots=True)
 class Job:
     """A call on its way.
@@ -74,7 +77,6 @@ class Job:
     Args:
         request: what is sent.
         address: where it goes, or went.
-        choose: given the expert's hosts as known then, where to try next; None to stay.
         outcome: what has become of it.
         index: of the call in its pass.
         is_needed: whether its server is waited for if that is lost.
@@ -82,8 +84,7 @@ class Job:
 
     request: Request
     address: str
-    choose: Callable[[tuple[str, ...]], str | None]
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: Outcome = field(default_factory=lambda: _NOT_YET)
     index: int = 0
     is_needed: Callable[[], bool] = lambda: True
 
@@ -136,7 +137,7 @@ class Delivery:
         attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
         lost: Mapping[str, Exception] = {}
         if self.finding.placement.is_lost(jobs[0].address):
-            lost = self._find_anew(jobs, operation)
+            lost = self._find_anew(rpc, jobs, operation)
         while True:
             for address, group in _by_address(jobs).items():
                 if address in lost:
@@ -153,7 +154,7 @@ class Delivery:
                     for error in errors:
                         error.add_note(f"Given up after {attempts.num_retries} retries.")
                 return
-            lost = self._find_anew(jobs, operation)
+            lost = self._find_anew(rpc, jobs, operation)
 
     def _to_repeat(self, jobs: Sequence[Job], attempts: Attempts, lost: Mapping[str, Exception]) -> list[Job]:
         """Return the jobs that may go better the next time; the others are settled."""
@@ -212,14 +213,17 @@ class Delivery:
             return self.finding.servers.may_change and attempts.num_retries == 0
         return error is not None and is_worth_retrying(error, was_answered=job.outcome.was_answered)
 
-    def _find_anew(self, jobs: Sequence[Job], operation: Operation) -> Mapping[str, Exception]:
+    def _find_anew(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> Mapping[str, Exception]:
         """Choose where jobs go next; return the servers that are lost, and why."""
         placement = self.finding.placement
         lost: Mapping[str, Exception] = {}
         if self.finding.servers.may_change or any(placement.is_lost(job.address) for job in jobs):
             lost = self.finding.look_briefly(operation)
         for job in jobs:
-            job.address = job.choose(placement.hosts_of(job.request.expert)) or job.address
+            name = job.request.expert
+            hosts = placement.hosts_of(name) if rpc == "Forward" else placement.moved_to(name, job.address)
+            if hosts:
+                job.address = hosts[0]
         return lost
 
     # ---- everything else

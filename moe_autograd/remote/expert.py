@@ -204,10 +204,11 @@ def call_experts(
     """Call all experts at once, differentiably; return what each returned."""
     for expert, args in zip(experts, inputs, strict=True):
         check_tensors(expert.name, args)
-    inputs = [
-        under_autocast(connection.hosted[expert.name], args)
-        for expert, args in zip(experts, inputs, strict=True)
-    ]
+    if torch._C._is_any_autocast_enabled():
+        inputs = [
+            under_autocast(connection.hosted[expert.name], args)
+            for expert, args in zip(experts, inputs, strict=True)
+        ]
     calls = [
         _call(connection, index, expert, args)
         for index, (expert, args) in enumerate(zip(experts, inputs, strict=True))
