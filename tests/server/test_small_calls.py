@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer, registry
 from experts_server.batching import ExpertQueue
+from experts_server.calls import Call
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.hosting import sgd
 from tests.support.servers import WireClient, tokens
@@ -110,14 +111,14 @@ def test_between_small_calls_the_loop_does_other_things(monkeypatch: pytest.Monk
         int
     ] = []  # at each turn, how many things the loop has done that were put to it at the turns before
     done: list[None] = []
-    run = ExpertQueue.run
+    run_alone = ExpertQueue.run_alone
 
-    def noting(queue: ExpertQueue) -> None:
+    def noting(queue: ExpertQueue, call: Call) -> None:
         seen.append(len(done))
         asyncio.get_running_loop().call_soon(done.append, None)
-        run(queue)
+        run_alone(queue, call)
 
-    monkeypatch.setattr(ExpertQueue, "run", noting)
+    monkeypatch.setattr(ExpertQueue, "run_alone", noting)
     names = [f"e.{index}" for index in range(16)]
     with (
         ExpertsServer({name: nn.Linear(D, D) for name in names}) as server,
