@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -77,7 +78,7 @@ class PassStream:
         self._context = context
         self._reader = ParcelReader(settings.limits)
         self._writer = ParcelWriter()
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         self._outstanding: dict[int, Call] = {}
         self._num_calls = 0
         self._num_held = 0
@@ -97,11 +98,14 @@ class PassStream:
         Raises:
             CorruptDataError: a message was damaged.
         """
-        receiver = asyncio.ensure_future(self._receive())
+        receiver: asyncio.Future[None] | None = None
         try:
+            await self._receive_first()
+            receiver = asyncio.ensure_future(self._receive())
             await self._send()
         finally:
-            receiver.cancel()
+            if receiver is not None:
+                receiver.cancel()
             # Its traceback leads back here, and the cycle collector rarely comes by beside torch.
             self._failure = None
             self._hold(0)
@@ -109,6 +113,12 @@ class PassStream:
                 call.is_cancelled = True
 
     # ---- in
+
+    async def _receive_first(self) -> None:
+        """Take the first message before anything else is set up: mostly it is the only one."""
+        async for message in self._requests:
+            self._take_message(message)
+            return
 
     async def _receive(self) -> None:
         try:
@@ -197,7 +207,10 @@ class PassStream:
     def take_result(self, call: Call, result: Any) -> None:
         """Take the result of a call, or its exception; on a worker, or on the loop itself."""
         self._results.append((call, result))
-        if not self._is_look_due or len(self._results) >= len(self._outstanding):
+        has_all = len(self._results) >= len(self._outstanding)
+        if has_all and threading.get_ident() == self._thread_id:
+            self._wake.set()
+        elif has_all or not self._is_look_due:
             self._is_look_due = True
             try:
                 self._loop.call_soon_threadsafe(self._look_for_results)
