@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -17,6 +18,7 @@ from moe_autograd.wire.heads import Head, Parcel, Tensors
 from moe_autograd.wire.options import MAX_PARCELS
 from moe_autograd.wire.tensors import (
     Assembly,
+    Memory,
     TensorForm,
     TensorLimits,
     check_header,
@@ -212,13 +214,18 @@ class _Arrived:
 
     def __init__(self, parts: Iterable[pb.Part], message: bytes, payload: memoryview, start: int) -> None:
         self.payload = payload
-        self.memory = memory_of(message)
+        self._message = message
         self.start_in_message = start
         self.has_only_whole_parcels = True
         self._parts = list(parts)
         self._num_taken = 0
         self._position = 0
         self._forms: set[tuple[torch.dtype | None, int]] = set()  # dtypes and encodings of whole tensors
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """The memory of the whole message."""
+        return memory_of(self._message)
 
     @property
     def next_part(self) -> pb.Part | None:

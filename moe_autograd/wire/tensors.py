@@ -187,7 +187,7 @@ def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
     return TensorForm(dtype, shape, encoding, num_bytes)
 
 
-class _Memory(ctypes.Array):  # type: ignore[type-arg]  # ctypes is generic in stubs only
+class Memory(ctypes.Array):  # type: ignore[type-arg]  # ctypes is generic in stubs only
     """Any memory, writable; `owner` keeps it alive."""
 
     _type_ = ctypes.c_ubyte
@@ -205,17 +205,17 @@ _READ, _WRITE = 0x100, 0x200
 _HUGE_PAGES_FROM = 4 << 20
 
 
-def memory_of(message: bytes) -> _Memory:
+def memory_of(message: bytes) -> Memory:
     """Return the memory of `message`, writable; it stays alive as long as what is returned.
 
     Only for a message that nobody else reads any more.
     """
-    memory = _Memory.from_address(_address_of(message))
+    memory = Memory.from_address(_address_of(message))
     memory.owner = message
     return memory
 
 
-def tensor_in(memory: _Memory, start: int, form: TensorForm) -> torch.Tensor:
+def tensor_in(memory: Memory, start: int, form: TensorForm) -> torch.Tensor:
     """Return the tensor whose whole bytes are in a message, from `start` on.
 
     Shares the message's memory and keeps all of it alive. Each tensor has a storage of its own, so writing to
