@@ -14,7 +14,7 @@ nobody else knows of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -27,11 +27,10 @@ MAX_IN_RUN = 1024
 _LARGEST_BYTES = 1 << 16  # of a tensor; what is larger gains nothing
 
 
-def fits_in_runs(tensor: torch.Tensor | None, max_bytes: int) -> TypeGuard[torch.Tensor]:
+def fits_in_runs(tensor: torch.Tensor, max_bytes: int) -> bool:
     """Whether a parcel of this tensor alone can be part of a run of at most `max_bytes`."""
     return (
-        tensor is not None
-        and 0 < tensor.nbytes <= min(_LARGEST_BYTES, max_bytes)
+        0 < tensor.nbytes <= min(_LARGEST_BYTES, max_bytes)
         and tensor.dim() > 0
         and tensor.dtype in DTYPES
         and tensor.layout is torch.strided
@@ -52,41 +51,47 @@ class Run:
         self.number = number
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._likeness = _likeness(head, tensor)
+        self._likeness = _likeness(head)
+        self._dtype, self._row_shape = tensor.dtype, tensor.shape[1:]
         self._heads: list[PlainHead] = []
         self._tensors: list[torch.Tensor] = []
-        self._append(head, tensor)
+        self._num_rows: list[int] = []
+        self._append(head, tensor, tensor.shape[0], tensor.nbytes)
 
     def __len__(self) -> int:
         return len(self._heads)
 
     def has_taken(self, head: PlainHead, tensor: torch.Tensor) -> bool:
         """Add a parcel if it is alike and there is room; return whether it was."""
+        if tensor.dtype is not self._dtype or tensor.layout is not torch.strided:
+            return False
+        shape, num_bytes = tensor.shape, tensor.nbytes
         if (
-            self.num_bytes + tensor.nbytes > self._max_bytes
+            shape[1:] != self._row_shape
+            or not shape
+            or not 0 < num_bytes <= min(_LARGEST_BYTES, self._max_bytes - self.num_bytes)
             or len(self._heads) >= MAX_IN_RUN
-            or _likeness(head, tensor) != self._likeness
+            or _likeness(head) != self._likeness
         ):
             return False
-        self._append(head, tensor)
+        self._append(head, tensor, shape[0], num_bytes)
         return True
 
-    def _append(self, head: PlainHead, tensor: torch.Tensor) -> None:
+    def _append(self, head: PlainHead, tensor: torch.Tensor, num_rows: int, num_bytes: int) -> None:
         self._heads.append(head)
         self._tensors.append(plain(tensor))
-        self.num_bytes += tensor.nbytes
+        self._num_rows.append(num_rows)
+        self.num_bytes += num_bytes
 
     def header(self) -> bytes:
         """Return the serialized header of its rows together."""
-        first = self._tensors[0]
-        num_rows = sum([tensor.shape[0] for tensor in self._tensors])
-        return raw_header(first.dtype, torch.Size([num_rows, *first.shape[1:]]))
+        return raw_header(self._dtype, torch.Size([sum(self._num_rows), *self._row_shape]))
 
     def head(self) -> pb.Run | WrittenHead:
         """Return what is announced; of a parcel that stayed alone, its own head."""
         if len(self._heads) == 1:
             return self._heads[0].message()
-        return _written(self._heads, [tensor.shape[0] for tensor in self._tensors])
+        return _written(self._heads, self._num_rows)
 
     def views(self) -> list[memoryview]:
         """Show the memory of the tensors, one after another. It stays alive as long as the run."""
@@ -139,11 +144,10 @@ def heads_of(number: int, run: pb.Run) -> Sequence[PlainHead]:
     )
 
 
-def _likeness(head: PlainHead, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what is equal for parcels that can be in one run."""
-    own: tuple[Any, ...]
+def _likeness(head: PlainHead) -> tuple[Any, ...]:
+    """Return what is equal for the heads of parcels that can be in one run."""
     if isinstance(head, ForwardHead):
-        own = (
+        return (
             ForwardHead,
             head.client_id,
             head.keep_graph,
@@ -151,8 +155,8 @@ def _likeness(head: PlainHead, tensor: torch.Tensor) -> tuple[Any, ...]:
             head.evaluate,
             head.reply_encoding,
         )
-    elif isinstance(head, BackwardHead):
-        own = (
+    if isinstance(head, BackwardHead):
+        return (
             BackwardHead,
             head.client_id,
             head.settled_below,
@@ -164,9 +168,7 @@ def _likeness(head: PlainHead, tensor: torch.Tensor) -> tuple[Any, ...]:
             head.evaluate,
             head.reply_encoding,
         )
-    else:
-        own = (ResultHead, head.is_sequence)
-    return (tensor.dtype, tensor.shape[1:], *own)
+    return (ResultHead, head.is_sequence)
 
 
 def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:

@@ -63,12 +63,15 @@ class ParcelWriter:
         """
         number, given = self._next_number, list(tensors)
         if isinstance(head, (ForwardHead, BackwardHead, ResultHead)):
-            if encoding == pb.RAW and len(given) == 1 and fits_in_runs(tensor := given[0], self._part_bytes):
-                if self._last_run is None or not self._last_run.has_taken(head, tensor):
+            if encoding == pb.RAW and len(given) == 1 and (tensor := given[0]) is not None:
+                if self._last_run is not None and self._last_run.has_taken(head, tensor):
+                    self._next_number += 1
+                    return number
+                if fits_in_runs(tensor, self._part_bytes):
                     self._last_run = Run(number, head, tensor, self._part_bytes)
                     self._outgoing.append(self._last_run)
-                self._next_number += 1
-                return number
+                    self._next_number += 1
+                    return number
             head = head.message()
         self._outgoing.append(_Outgoing(number, head, given, encoding))
         self._last_run = None
