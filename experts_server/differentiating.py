@@ -100,11 +100,11 @@ class Differentiator:
         """Return the outputs to start from, their gradients, and which inputs' gradients are wanted."""
         outputs = self._recomputed(call, kept) if kept.outputs is None else kept.outputs
         roots, root_grads = [], []
+        is_on_cpu = self._caller.is_on_cpu
         for output, grad in zip(outputs, call.grad_outputs, strict=True):
             if grad is not None and output.requires_grad:
                 roots.append(output)
-                is_alike = grad.dtype == output.dtype and self._caller.is_on_cpu
-                root_grads.append(grad if is_alike else grad.to(output))
+                root_grads.append(grad if is_on_cpu and grad.dtype is output.dtype else grad.to(output))
         wants = call.wants_input_grads
         wanted = [i for i, x in enumerate(kept.inputs) if i < len(wants) and wants[i] and x.requires_grad]
         return roots, root_grads, wanted

@@ -54,9 +54,10 @@ def differentiate(
 
 def dense(grads: Gradients) -> Gradients:
     """Return the same gradients, each as a dense tensor: `torch.nn.Embedding(sparse=True)` gives others."""
-    if all(grad is None or grad.layout is torch.strided for grad in grads):
-        return grads
-    return [None if grad is None else grad.to_dense() for grad in grads]
+    for grad in grads:
+        if grad is not None and grad.layout is not torch.strided:
+            return [None if grad is None else grad.to_dense() for grad in grads]
+    return grads
 
 
 def added(old: Gradients, new: Gradients) -> Gradients:

@@ -288,8 +288,9 @@ class HostedExpert:
 
     def _trained_by(self, calls: Sequence[BackwardCall]) -> Sequence[nn.Parameter]:
         """Return the parameters, if one of these calls gives them gradients; else none."""
-        takes_in = any(self._takes_in(call) for call in calls)
-        return self.trainer.parameters if self.trainer is not None and takes_in else ()
+        if self.trainer is not None and any(self._takes_in(call) for call in calls):
+            return self.trainer.parameters
+        return ()
 
     def _takes_in(self, call: BackwardCall) -> bool:
         """Whether the gradients of the weights are wanted, and have not been taken in before."""

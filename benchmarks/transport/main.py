@@ -1,7 +1,9 @@
 """Transport: what an expert call costs beyond its computation, against bare gRPC moving the same bytes.
 
 Servers are processes of their own. The peer is grpc.aio echoing messages of 1 MiB that are ready-made `bytes` on
-both sides: no tensor, no checksum, nothing assembled. Both take turns within one run.
+both sides: no tensor, no checksum, nothing assembled. It sends each message back as it comes; an expert cannot, which
+needs all of its input first: what that alone costs shows in a second peer, which waits as well. All take turns within
+one run.
 """
 
 from __future__ import annotations
@@ -44,11 +46,16 @@ def serve_bare() -> None:
         async for message in requests:
             yield message
 
+    async def echo_after_all(requests, context):
+        for message in [message async for message in requests]:
+            yield message
+
     async def main() -> None:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         handlers = {
             "One": grpc.unary_unary_rpc_method_handler(echo_one),
             "Stream": grpc.stream_stream_rpc_method_handler(echo_stream),
+            "AfterAll": grpc.stream_stream_rpc_method_handler(echo_after_all),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
@@ -76,9 +83,9 @@ def serving(kind: str, latency_ms: float = 0.0) -> Iterator[str]:
 # ---- clients
 
 
-def bare_echo(channel: grpc.Channel, parts: list[bytes]) -> None:
+def bare_echo(channel: grpc.Channel, parts: list[bytes], how: str = "Stream") -> None:
     """Send and receive ready-made messages, some in flight at once."""
-    received = list(channel.stream_stream("/Bare/Stream")(iter(parts), timeout=60))
+    received = list(channel.stream_stream(f"/Bare/{how}")(iter(parts), timeout=60))
     assert len(received) == len(parts)
 
 
@@ -154,7 +161,10 @@ def main(rounds: int) -> None:
                 x = torch.randn(mib * MIB // 4)
                 parts = [bytes(PART_BYTES) for _ in range(mib)]
                 ours, bare = (lambda x=x: one(x)), (lambda parts=parts: bare_echo(channel, parts))
+                after_all = lambda parts=parts: bare_echo(channel, parts, "AfterAll")  # noqa: E731
                 rows.append(compare(f"echo of {mib} MiB", ours, bare, rounds, 2 * mib * MIB))
+                name = f"echo of {mib} MiB, bare gRPC once all is there"
+                rows.append(compare(name, ours, after_all, rounds, 2 * mib * MIB))
     with serving("experts", latency_ms=20) as address, connect(address) as experts:
         modules = list(experts.values())
         inputs = [(torch.randn(16, 64, requires_grad=True),) for _ in modules]
