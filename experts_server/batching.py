@@ -30,18 +30,10 @@ from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, U
 from experts_server.executor import WorkerPool
 from experts_server.hosted import HostedExpert
 from experts_server.metrics import ExpertStats
+from experts_server.turn_lengths import TurnLength
 from moe_autograd.errors import DeadlineExceededError
 
 Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
-
-# What the turns of an expert say of its next one's length, as running means. Computing shows in the processor time of
-# the thread, which a crowded machine does not stretch. Waiting (for a device, a disk, another machine) shows in what is
-# left of the time that passed; but so does the crowd, so it counts for a fifth: else one slow turn in a crowd would
-# send a small expert to the long lane, behind the large ones. Both are sometimes longer than they are, never shorter:
-# so shorter ones count for more.
-_WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER = 0.5, 0.05
-_SHARE_OF_WAITING = 0.2
-_SURELY_SHORT_S = 0.0003  # whatever it did meanwhile; to ask for the thread's time is a system call
 
 
 @dataclass(frozen=True)
@@ -91,9 +83,7 @@ class ExpertQueue:
         call_later: Callable[[float, Callable[[], None]], None] | None = None,
     ) -> None:
         self.hosted = hosted
-        self.expected_s = 0.0005
-        self._computing_s = self._waiting_s = 0.0  # running means
-        self._is_timed = True  # whether processor time is asked for
+        self._length = TurnLength()
         self.computing_since: float | None = None  # on time.monotonic's clock, while a batch is computed
         self._pool = pool
         self._limits = limits
@@ -114,6 +104,11 @@ class ExpertQueue:
 
     def __len__(self) -> int:
         return self._num_waiting
+
+    @property
+    def expected_s(self) -> float:
+        """How long its next turn may take."""
+        return self._length.expected_s
 
     def add(self, call: Call) -> bool:
         """Let a call, for which there is room, wait; return whether the caller has to put this queue into the pool."""
@@ -287,11 +282,9 @@ class ExpertQueue:
     # ---- computing
 
     def _compute(self, batch: list[Call]) -> None:
-        started = time.monotonic()
-        cpu_started = time.thread_time() if self._is_timed else None
+        self.computing_since = started = self._length.begin()
         for call in batch:
             call.started_at = started
-        self.computing_since = started
         results = self._results(batch)
         try:
             self.stats.computed(batch, results, started, time.monotonic() - started)
@@ -300,27 +293,13 @@ class ExpertQueue:
                 self._finish(call, result)
         if self.hosted.comes_and_goes:  # what it left keeps memory
             self.hosted.finish()
-        self._expect_next(time.monotonic() - started, cpu_started)
+        self._length.end()
 
     def _finish_what_was_left(self) -> None:
         """A turn of its own: the answers of other experts, which wait for a worker, come first."""
-        self.computing_since = started = time.monotonic()
-        cpu_started = time.thread_time() if self._is_timed else None
+        self.computing_since = self._length.begin()
         self.hosted.finish()
-        self._expect_next(time.monotonic() - started, cpu_started)
-
-    def _expect_next(self, elapsed_s: float, cpu_started: float | None) -> None:
-        """Learn from a turn what the next one may take."""
-        self._is_timed = elapsed_s > _SURELY_SHORT_S
-        if not self._is_timed:
-            computing_s = elapsed_s
-        elif cpu_started is not None:
-            computing_s = time.thread_time() - cpu_started
-        else:  # the first long one after short ones; the next will be timed
-            return
-        self._computing_s = _moved(self._computing_s, computing_s)
-        self._waiting_s = _moved(self._waiting_s, elapsed_s - computing_s)
-        self.expected_s = max(self._computing_s, _SHARE_OF_WAITING * self._waiting_s)
+        self._length.end()
 
     def _results(self, batch: list[Call]) -> Sequence[Any]:
         """One result, or exception, for each call."""
@@ -359,8 +338,3 @@ class ExpertQueue:
 def _is_in_vain(call: Call) -> bool:
     """Whether nobody waits for the call any more."""
     return call.is_cancelled or (call.deadline is not None and time.monotonic() >= call.deadline)
-
-
-def _moved(mean_s: float, newest_s: float) -> float:
-    change_s = newest_s - mean_s
-    return mean_s + change_s * (_WEIGHT_OF_SHORTER if change_s < 0 else _WEIGHT_OF_LONGER)

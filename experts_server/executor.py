@@ -40,7 +40,9 @@ DOZE_S = 0.1  # the watcher goes on looking for so long, so that the next turns 
 class Turn(Protocol):
     """Something that a worker can do; it reports its own failures."""
 
-    expected_s: float
+    @property
+    def expected_s(self) -> float:
+        """How long it may take."""
 
     def run(self) -> None:
         """Do it."""

@@ -5,20 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import experts_server.batching as batching
 import experts_server.executor as executor
-from experts_server.batching import ExpertQueue, QueueLimits
-from experts_server.budget import Budget
-from experts_server.calls import ForwardCall
+import experts_server.turn_lengths as turn_lengths
 from experts_server.executor import MIDDLING_S, WorkerPool
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
+from experts_server.turn_lengths import TurnLength
 from tests.support.servers import START_S
 
 
@@ -51,20 +44,6 @@ def test_a_short_turn_begins_while_more_long_ones_run_than_may_compute(
     for turn in (long, mistaken, waiting, short):
         turn.may_end.set()
     assert pool.close(START_S)
-
-
-class Taking(nn.Module):
-    """Takes as much of the fake clocks' time as its input says: wall and processor."""
-
-    def __init__(self, clock: SimpleNamespace) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def forward(self, x: Tensor) -> Tensor:
-        wall_ms, cpu_ms = x[0].tolist()
-        self.clock.wall += wall_ms / 1000
-        self.clock.cpu += cpu_ms / 1000
-        return x
 
 
 def test_workers_that_nobody_needs_end_and_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +80,11 @@ def test_an_expert_is_long_by_what_it_computes_and_waits_for_not_by_the_crowd(
 ) -> None:
     clock = SimpleNamespace(wall=1000.0, cpu=0.0)
     fake = SimpleNamespace(monotonic=lambda: clock.wall, thread_time=lambda: clock.cpu)
-    monkeypatch.setattr(batching, "time", fake)
-    memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
-    pool: Any = SimpleNamespace(put=lambda turns: None)
-    limits = QueueLimits(Budget(10, "calls"), Budget(1 << 20, "bytes"))
-    queue = ExpertQueue(HostedExpert("e", Taking(clock), None, memory), pool, limits)
+    monkeypatch.setattr(turn_lengths, "time", fake)
+    length = TurnLength()
     for wall_ms, cpu_ms in turns:
-        call = ForwardCall(b"", lambda call, result: None, 1, (torch.tensor([[wall_ms, cpu_ms]]),))
-        limits.take([call])
-        queue.add(call)
-        queue.run()
-    assert (queue.expected_s >= MIDDLING_S) is is_long, queue.expected_s
+        length.begin()
+        clock.wall += wall_ms / 1e3
+        clock.cpu += cpu_ms / 1e3
+        length.end()
+    assert (length.expected_s >= MIDDLING_S) is is_long, length
