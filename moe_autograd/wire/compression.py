@@ -4,23 +4,31 @@
 encoding              bytes  error of an element x                             for
 ====================  =====  ================================================  =====================
 `RAW`                 4      none                                              everything
-`AS_BFLOAT16`         2      at most |x| / 256                                 everything
-`AS_FLOAT16`          2      at most |x| / 2048 from 6e-5 to 65504 (values     activations; small
-                             outside are lost: larger ones become infinite)    gradients underflow
+`AS_BFLOAT16`         2      at most |x| / 256, if |x| is above 1.2e-38        everything
+`AS_FLOAT16`          2      at most |x| / 2048, if |x| is above 6.2e-5        activations; small
+                                                                               gradients underflow
 `AS_INT8_BLOCKS`      1.02   at most m / 254 with m the largest |x| in its     activations, large
-                             block of 256                                      gradients
+                             block of 256, if m is above 1e-38                 gradients
 ====================  =====  ================================================  =====================
 
-Only floating tensors that get smaller are encoded; all others travel raw, whatever is asked for.
+Smaller values lose digits, or become zero. A tensor of 16 bits itself is rounded to its own dtype once more after the
+int8 blocks, by |x| / 256 (bfloat16) or |x| / 2048.
+
+Only floating tensors that get smaller are encoded; all others travel raw, whatever is asked for. So does a tensor with
+a value that its encoding cannot hold: above 65504 for float16, or not finite (in int8 it would take all its block
+along).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from moe_autograd.wire import experts_pb2 as pb
 
 BLOCK = 256
+_LARGEST_SCALE = 2.6793e36  # 127 of it are finite in float32
 
 _ENCODABLE: dict[int, tuple[torch.dtype, ...]] = {
     pb.AS_BFLOAT16: (torch.float32, torch.float64),
@@ -44,17 +52,25 @@ def encoded_bytes(dtype: torch.dtype, numel: int, encoding: int) -> int:
     return 4 * _num_blocks(numel) + numel
 
 
-def encode(tensor: torch.Tensor, encoding: int) -> torch.Tensor:
-    """Return the encoded bytes of a tensor as a contiguous tensor of any dtype."""
+def encode(tensor: torch.Tensor, encoding: int) -> torch.Tensor | None:
+    """Return the encoded bytes of a tensor as a contiguous tensor of any dtype; None if it has to travel raw."""
     if encoding in _CASTS:
-        return tensor.to(_CASTS[encoding]).contiguous()
+        cast = tensor.to(_CASTS[encoding]).contiguous()
+        return cast if _is_finite(cast) else None
     flat = tensor.reshape(-1).float()
     num_blocks = _num_blocks(flat.numel())
     padded = torch.nn.functional.pad(flat, (0, num_blocks * BLOCK - flat.numel())).view(num_blocks, BLOCK)
     scales = padded.abs().amax(dim=1).div_(127)
-    codes = padded.div(scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
+    if not _is_finite(scales):
+        return None
+    scales.clamp_(max=_LARGEST_SCALE)
+    codes = padded.div(scales.masked_fill(scales == 0, 1.0)[:, None]).round_()
     codes = codes.clamp_(-127, 127).to(torch.int8).view(-1)[: flat.numel()]
     return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return not tensor.numel() or all(math.isfinite(bound) for bound in tensor.aminmax())
 
 
 def travelling_dtype(dtype: torch.dtype | None, encoding: int) -> torch.dtype:

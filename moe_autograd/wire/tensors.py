@@ -115,10 +115,11 @@ def travelling_form(
     if dtype not in DTYPES or tensor.layout is not torch.strided:
         check_can_travel(tensor)
     form = plain(tensor)
-    if encoding == pb.RAW or not compression.is_applicable(dtype, encoding):
-        return raw_header(dtype, form.shape), form
-    form = compression.encode(form, encoding)
-    return _header(DTYPES[dtype], tensor.shape, encoding, form.nbytes), form
+    if encoding != pb.RAW and compression.is_applicable(dtype, encoding):
+        encoded = compression.encode(form, encoding)
+        if encoded is not None:
+            return _header(DTYPES[dtype], tensor.shape, encoding, encoded.nbytes), encoded
+    return raw_header(dtype, form.shape), form
 
 
 @functools.lru_cache(maxsize=1024)

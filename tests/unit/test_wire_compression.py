@@ -12,7 +12,12 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 
 ENCODINGS = [pb.AS_BFLOAT16, pb.AS_FLOAT16, pb.AS_INT8_BLOCKS]
-values = st.floats(-60000, 60000, width=32).filter(lambda value: value == 0 or abs(value) > 1e-4)
+
+
+def magnitudes(smallest: float, largest: float) -> st.SearchStrategy[float]:
+    """Zero, and numbers of either sign from one magnitude to another."""
+    low, high = (float(torch.tensor(bound)) for bound in (smallest, largest))  # as float32 has them
+    return st.one_of(st.floats(low, high, width=32), st.floats(-high, -low, width=32), st.just(0.0))
 
 
 def through(tensor: torch.Tensor, encoding: pb.Encoding, part_bytes: int = 1 << 20) -> torch.Tensor:
@@ -30,23 +35,47 @@ def block_maxima(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(blocks)
 
 
-@given(st.lists(values, min_size=1, max_size=600))
+@given(st.lists(magnitudes(1.2e-38, 3.4028234e38), min_size=1, max_size=600))
 def test_bfloat16_is_within_its_bound(numbers):
     tensor = torch.tensor(numbers)
     assert ((through(tensor, pb.AS_BFLOAT16) - tensor).abs() <= tensor.abs() / 256).all()
 
 
-@given(st.lists(values, min_size=1, max_size=600))
+@given(st.lists(magnitudes(6.2e-5, 1e5), min_size=1, max_size=600))
 def test_float16_is_within_its_bound(numbers):
     tensor = torch.tensor(numbers)
     assert ((through(tensor, pb.AS_FLOAT16) - tensor).abs() <= tensor.abs() / 2048).all()
 
 
-@given(st.lists(values, min_size=1, max_size=600))
-def test_int8_blocks_are_within_their_bound(numbers):
-    tensor = torch.tensor(numbers)
-    error = (through(tensor, pb.AS_INT8_BLOCKS) - tensor).abs()
-    assert (error <= block_maxima(tensor) / 254 * (1 + 1e-5)).all()
+@pytest.mark.parametrize(
+    ("dtype", "own_error"),
+    [
+        (torch.float32, 0.0),
+        (torch.float64, 0.0),
+        (torch.bfloat16, 1 / 256),
+        (torch.float16, 1 / 2048),
+    ],
+    ids=str,
+)
+@given(numbers=st.lists(magnitudes(0.0, 3.4028234e38), min_size=1, max_size=600))
+def test_int8_blocks_are_within_their_bound(dtype, own_error, numbers):
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    tensor = torch.tensor(numbers).clamp(-most, most).to(dtype)
+    received, exact = through(tensor, pb.AS_INT8_BLOCKS).double(), tensor.double()
+    largest = block_maxima(exact)
+    bound = (largest / 254 + own_error * received.abs()) * (1 + 1e-5)
+    # A subnormal float16, and a scale that is a subnormal float32, have steps of their own.
+    bound += {torch.float16: 2.0**-25}.get(dtype, 0.0)
+    error = (received - exact).abs()
+    assert received.isfinite().all()
+    assert (error[largest > 1e-38] <= bound[largest > 1e-38]).all()
+    assert (error <= largest).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_values_stay_finite_in_int8_blocks(sign):
+    largest = torch.tensor([torch.finfo(torch.float32).max, 1e38]) * sign
+    assert torch.allclose(through(largest, pb.AS_INT8_BLOCKS), largest, rtol=1 / 50)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -73,10 +102,19 @@ def test_other_dtypes_travel_raw(encoding, dtype):
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_stays_so(encoding, value):
-    received = through(torch.tensor([1.0, value]), encoding)
-    assert not received[1].isfinite()
+def test_a_tensor_with_a_value_that_is_not_finite_travels_as_it_is(encoding, dtype, value):
+    sent = torch.tensor([1 / 3, value, 2 / 3]).to(dtype)
+    torch.testing.assert_close(through(sent, encoding), sent, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "value"), [(pb.AS_BFLOAT16, 1e39), (pb.AS_FLOAT16, 65520), (pb.AS_INT8_BLOCKS, 1e39)]
+)
+def test_a_tensor_with_a_value_that_its_encoding_cannot_hold_travels_as_it_is(encoding, value):
+    sent = torch.tensor([1 / 3, value], dtype=torch.float64)
+    assert torch.equal(through(sent, encoding), sent)
 
 
 def test_a_block_of_zeros_stays_zero():
