@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import ssl
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import grpc
 
@@ -28,6 +29,7 @@ Permission = Literal["read", "train"]
 MIN_TOKEN_LENGTH = 16
 
 _SCHEME = "Bearer "
+logger = logging.getLogger(__name__)
 
 
 class Gate:
@@ -105,19 +107,53 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
 
 
 def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
-    """Return the TLS credentials of `config`, or `None` for none.
+    """Return the TLS credentials of `config`, or `None` for none; they follow the files.
 
     Raises:
         ConfigError: a file cannot be read, or is not what it should be.
     """
     if config.tls_cert is None or config.tls_key is None:
         return None
-    pair = (_read(config.tls_key, "tls_key"), _read(config.tls_cert, "tls_cert"))
-    client_ca = None if config.client_ca is None else _read(config.client_ca, "client_ca")
-    _check_certificates(config.tls_cert, config.tls_key, config.client_ca)
-    return grpc.ssl_server_credentials(
-        [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
-    )
+    certificates = _Certificates(config.tls_cert, config.tls_key, config.client_ca)
+    first = certificates.check(certificates.read())
+    renewed: Any = certificates.renewed  # grpc's stubs do not know of None
+    return grpc.dynamic_ssl_server_credentials(first, renewed, config.client_ca is not None)
+
+
+_Contents = tuple[bytes, bytes, bytes | None]  # of key, certificate and client_ca
+
+
+class _Certificates:
+    """What is in the certificates' files, which are replaced before it expires.
+
+    grpc asks for each new connection, on threads of its own, whether there is something new. What does not belong
+    together (the new certificate and still the old key) is passed over: clients see what they saw before.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._seen: _Contents | None = None
+
+    def read(self) -> _Contents:
+        """Return what is in the files now; raises `ConfigError`."""
+        client_ca = None if self._client_ca is None else _read(self._client_ca, "client_ca")
+        return _read(self._key, "tls_key"), _read(self._cert, "tls_cert"), client_ca
+
+    def check(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
+        """Return what was read in grpc's form; raises `ConfigError`."""
+        self._seen = now
+        _check_certificates(self._cert, self._key, self._client_ca)
+        key, cert, client_ca = now
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
+
+    def renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return what clients get to see from now on, or None for no change."""
+        try:
+            now = self.read()
+            return None if now == self._seen else self.check(now)
+        except ConfigError as error:
+            logger.warning("certificates stay as they were: %s", error)
+            return None
 
 
 def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:

@@ -22,15 +22,23 @@ def check_addresses(addresses: Sequence[str]) -> list[str]:
     ['[::1]:8080', 'experts.example:31415']
     """
     for address in addresses:
-        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        is_host = bool(host) and (":" not in host or (host.startswith("[") and host.endswith("]")))
-        if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not isinstance(address, str) or not _is_host_and_port(address):
             raise ValueError(
-                f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed."
+                f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed; an IPv6 "
+                "address stands in brackets, such as [::1]:31415, and a TOML file is given as a `Path`."
             )
     if not addresses:
         raise ValueError("addresses: expected at least one host:port, got none. Name a server.")
     return list(dict.fromkeys(addresses))
+
+
+def _is_host_and_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        return False
+    if host.startswith("[") and host.endswith("]"):
+        return ":" in host and not is_name(address)
+    return bool(host) and not set(host) & set(":[]/,@") and not any(map(str.isspace, host))
 
 
 def host_of(address: str) -> str:

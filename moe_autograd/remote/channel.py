@@ -86,6 +86,9 @@ class Channel:
         self._tls = tls
         self._lock = threading.Lock()
         self._ping_timeout_ms = _PING_TIMEOUTS_MS[0]
+        self._certificates: tuple[bytes | None, ...] = ()
+        self._credentials: grpc.ChannelCredentials | None = None
+        self._read_certificates()
         self._stubs = self._connect()
         self._slow_at = -math.inf
         self._told: set[Any] = set()  # calls of `tell` under way
@@ -99,16 +102,26 @@ class Channel:
             ("grpc.use_local_subchannel_pool", 1),
         )
         options = (*(option for option in CHANNEL_OPTIONS if option[0] != own[0][0]), *own)
-        if self._tls is None:
+        if self._tls is None or self._credentials is None:
             authority = ("grpc.default_authority", self._authority)
             return _Stubs(grpc.insecure_channel(self.address, (*options, authority)))
         options = (*options, *self._tls.options())
-        return _Stubs(grpc.secure_channel(self.address, self._tls.credentials(), options))
+        return _Stubs(grpc.secure_channel(self.address, self._credentials, options))
+
+    def _read_certificates(self) -> bool:
+        """Take the certificates that are in the files now; return whether they are others than before."""
+        if self._tls is None or (contents := self._tls.contents()) == self._certificates:
+            return False
+        self._credentials, self._certificates = self._tls.credentials(), contents
+        return True
 
     def note_failure(self, error: grpc.RpcError) -> None:
-        """Learn from a broken connection how long this link takes for a ping."""
+        """Learn from a broken connection how long this link takes for a ping, and what certificates there are now."""
         details = cast(Any, error).details() or ""
         with self._lock:
+            with contextlib.suppress(OSError, ValueError):  # in the middle of being replaced: we come again
+                if self._is_open and self._read_certificates():
+                    self._stubs = self._connect()
             now = time.monotonic()
             if "ping timeout" not in details or now - self._slow_at < self._ping_timeout_ms / 1000:
                 return  # or other calls on the same connection have said so already

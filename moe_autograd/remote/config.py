@@ -30,7 +30,7 @@ from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.retry import RetryPolicy
-from moe_autograd.remote.security import TLS
+from moe_autograd.remote.security import TLS, check_token
 
 Reader = Callable[[Any], Any]  # returns what the value means; raises ValueError saying what was expected
 
@@ -79,8 +79,8 @@ def _readers(folder: Path) -> dict[str, Reader | _Table]:
     hedge: dict[str, Reader] = {"quantile": _fraction, "first_after_s": _positive}
     return {
         "addresses": _addresses,
-        "token": _text,
-        "token_file": lambda value: _file_text(path(value)),
+        "token": _token,
+        "token_file": lambda value: _token(_file_text(path(value))),
         "timeout_s": _positive,
         "allow_missing": _flag,
         "max_tensor_bytes": _positive_count,
@@ -120,7 +120,9 @@ def _read_table(
         reader = readers.get(key)
         try:
             if reader is None:
-                mistakes.append(describe_unknown_key(name, value, readers))
+                mistakes.append(
+                    describe_unknown_key(name, "..." if "token" in name.lower() else value, readers)
+                )
             elif not isinstance(reader, _Table):
                 found[key] = reader(value)
             elif isinstance(value, dict):
@@ -152,6 +154,11 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("expected a text that is not empty")
     return value
+
+
+def _token(value: Any) -> str:
+    check_token(_text(value))
+    return str(value)
 
 
 def _flag(value: Any) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
+
+_LONGEST_S = 1e8  # grpc takes a deadline in the year 2262 for one that has passed
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Deadline:
     """Begins to run when it is made.
 
     Args:
-        timeout_s: seconds from now; positive and finite, since nothing here waits for ever.
+        timeout_s: seconds from now; positive and at most three years, since nothing here waits for ever.
 
     Raises:
         ValueError: it is not.
@@ -22,9 +23,11 @@ class Deadline:
     started_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf):
+        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if not (is_number and 0 < self.timeout_s <= _LONGEST_S):
             raise ValueError(
-                f"timeout_s: expected a positive, finite number of seconds, got {self.timeout_s!r}. "
+                f"timeout_s: expected a positive, finite number of seconds (up to {_LONGEST_S:.0e}), got "
+                f"{self.timeout_s!r}. "
                 "Nothing here waits for ever; choose the longest time that you would wait."
             )
 

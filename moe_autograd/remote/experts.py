@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_autograd.errors import ConfigError, ExpertNotFoundError
 from moe_autograd.remote.addresses import check_addresses, host_of
 from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.checking import check_arguments
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.config import load_config
 from moe_autograd.remote.connection import Connection
@@ -67,11 +68,13 @@ def connect(
         The experts by name; a context manager that disconnects at its end.
 
     Raises:
-        ValueError: an address is not `host:port`, or there is none; an unknown compression; no deadline.
-        TypeError: `addresses` or `tls` is none of what it may be.
+        TypeError: an argument is of another type.
+        ValueError: or has a value that is none: an address that is not `host:port`, an unknown compression, a token
+            that no header can carry, a file of `tls` that is no certificate (or `OSError`, if it cannot be read).
         ConfigError: the file cannot be read, or a key or value in it is not allowed or also given as an argument.
-        ServerUnavailableError: a server is not there. This call does not wait for it.
-        PermissionDeniedError: it does not accept the token or the certificate.
+        ServerUnavailableError: a server is not there, or one of both does not accept the other's certificate. This call
+            does not wait for it.
+        PermissionDeniedError: it does not accept the token.
         RemoteError: or another of its subclasses.
 
     Threads: any.
@@ -93,8 +96,14 @@ def connect(
             f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
             "`experts-server serve` printed."
         )
-    if not isinstance(tls, TLS | None):
-        raise TypeError(f"connect: expected tls to be a TLS or None, got {tls!r}. Pass TLS(ca_file=...).")
+    check_arguments(
+        token=token,
+        tls=tls,
+        retry=retry,
+        hedge=hedge,
+        allow_missing=allow_missing,
+        max_tensor_bytes=max_tensor_bytes,
+    )
     listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(
@@ -131,7 +140,7 @@ def _open_channel(
 ) -> Channel:
     """Open a channel to an address with a number; certificates are in the name that the user gave."""
     if tls is not None and tls.server_name is None and address != given:
-        tls = dataclasses.replace(tls, server_name=host_of(given))
+        tls = dataclasses.replace(tls, server_name=host_of(given).removesuffix("."))
     return Channel(address, authority=given, token=token, tls=tls, encodings=encodings)
 
 

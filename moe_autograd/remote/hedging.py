@@ -59,14 +59,14 @@ class HedgePolicy:
         first_after_s: taken for that time until ten forwards of a server are known.
 
     Raises:
-        ValueError: the quantile is not between 0 and 1, or the time is not positive.
+        ValueError: the quantile is not between 0 and 1, or the time is not positive and finite.
     """
 
     quantile: float = 0.95
     first_after_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.quantile < 1 or not self.first_after_s > 0:
+        if not 0 < self.quantile < 1 or not 0 < self.first_after_s < math.inf:
             raise ValueError(
                 "HedgePolicy: expected 0 < quantile < 1 and a positive first_after_s, got "
                 f"quantile={self.quantile!r}, first_after_s={self.first_after_s!r}. Leave them out for the defaults."

@@ -11,14 +11,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_autograd.errors import CorruptDataError, RemoteError, ServerBusyError, ServerUnavailableError
+from moe_autograd.errors import (
+    CorruptDataError,
+    InvalidCallError,
+    RemoteError,
+    ServerBusyError,
+    ServerUnavailableError,
+)
 from moe_autograd.remote.deadline import Deadline
+
+_MAY_BE_ZERO = ("patience_s", "budget", "budget_per_success")
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,9 @@ class RetryPolicy:
         max_pause_s: the longest.
         budget: how many retries a connection may have ahead of its successes.
         budget_per_success: how much of a retry each success gives back.
+
+    Raises:
+        ValueError: a number that is negative or not finite, or a time of zero other than `patience_s`.
     """
 
     patience_s: float = 10.0
@@ -42,6 +55,16 @@ class RetryPolicy:
     max_pause_s: float = 0.5
     budget: float = 32.0
     budget_per_success: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            types, may_be_zero = (int, True) if name == "max_retries" else (int | float, name in _MAY_BE_ZERO)
+            is_number = isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or value < 0 or (value == 0 and not may_be_zero):
+                raise ValueError(
+                    f"RetryPolicy: expected {name} to be a finite {'whole ' * (types is int)}number "
+                    f"{'of at least' if may_be_zero else 'above'} 0, got {value!r}. Leave it out for the default."
+                )
 
 
 class RetryBudget:
@@ -120,7 +143,11 @@ def is_worth_retrying(error: RemoteError, *, was_answered: bool) -> bool:
         error: what became of it.
         was_answered: whether the server answered this very call, and not only the connection broke.
     """
-    if isinstance(error, ServerUnavailableError | ServerBusyError | CorruptDataError):
+    if isinstance(
+        error, CorruptDataError
+    ):  # what came whole and is refused, as too large a tensor, will come again
+        return not isinstance(error.__cause__, InvalidCallError)
+    if isinstance(error, ServerUnavailableError | ServerBusyError):
         return True
     return type(error) is RemoteError and not was_answered
 

@@ -81,7 +81,7 @@ def _fetch(
         raise error_of_call(error, f"{place}, {deadline}") from error
     except CorruptDataError as error:
         end(stream)
-        raise CorruptDataError(f"{place}, {deadline}: {error}") from error
+        raise CorruptDataError(f"{place}, {deadline}: {error}") from error.__cause__ or error
     except BaseException:  # such as Ctrl-C
         stream.cancel()
         raise

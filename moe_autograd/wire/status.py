@@ -70,6 +70,22 @@ _NOT_CONNECTED = re.compile(
     r"|errors resolving .*: )(.*?)\.?\]?",
     re.DOTALL,
 )
+_TLS_FAILURES = (
+    (
+        r"CERTIFICATE_VERIFY_FAILED: (.*?)(?:: OK)?$",
+        "expected a certificate that can be trusted, got one with {0!r}. Check its dates, and that ca_file is of the "
+        "authority that signed it.",
+    ),
+    (
+        r"Hostname Verification Check failed",
+        "expected a certificate of the host in the address, got one of another name. Call the server by the name in "
+        "its certificate, or set TLS(server_name=...).",
+    ),
+    (
+        r"WRONG_VERSION_NUMBER",
+        "expected TLS, got something else. If the server there has no TLS, connect without.",
+    ),
+)
 
 
 # ---- errors -> status, on the server
@@ -142,9 +158,12 @@ def _in_our_words(details: str) -> str:
     failed = _NOT_CONNECTED.fullmatch(details)
     if failed is None:
         return details
+    for pattern, text in _TLS_FAILURES:
+        if (found := re.search(pattern, failed[1])) is not None:
+            return text.format(*found.groups())
     return (
         f"expected a connection, got {failed[1]!r}. Is the server started, is this its address, do both use TLS or "
-        "neither?"
+        "neither, does it want a certificate of yours?"
     )
 
 

@@ -173,7 +173,7 @@ def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
     if max(numel, *shape, 0) * dtype.itemsize > max_tensor_bytes:
         raise InvalidCallError(
             f"tensor: expected at most {max_tensor_bytes} bytes, got shape {shape} of {dtype} "
-            f"({numel * dtype.itemsize} bytes). Send fewer rows at once, or raise the receiver's limit."
+            f"({numel * dtype.itemsize} bytes). Send fewer rows at once, or raise the receiver's max_tensor_bytes."
         )
     if encoding != pb.RAW and not compression.is_applicable(dtype, encoding):
         raise InvalidCallError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
 from tests.support.certificates import make_authority, make_certificates
+from tests.support.proxy import Proxy
 
 TRAIN, READ = "train-token-0123456789", "read-token-0123456789"
 AT_ONCE = RetryPolicy(patience_s=0.0)
@@ -76,17 +79,36 @@ class TestTLS:
         assert train_once(address, tls=TLS(folder / "ca.pem", server_name="localhost")) == 1
 
     def test_a_certificate_of_another_name_is_refused(self, address, folder):
-        with pytest.raises(ServerUnavailableError):
+        with pytest.raises(
+            ServerUnavailableError, match=r"got one of another name.*TLS\(server_name=\.\.\.\)"
+        ):
             train_once(address, tls=TLS(folder / "ca.pem", server_name="elsewhere"))
 
     def test_an_authority_that_did_not_sign_it_is_refused(self, address, folder, tmp_path):
         make_authority(tmp_path)
-        with pytest.raises(ServerUnavailableError):
+        with pytest.raises(
+            ServerUnavailableError, match=r"certificate that can be trusted, got .* local issuer"
+        ):
             train_once(address, tls=TLS(tmp_path / "ca.pem", server_name="localhost"))
 
+    def test_a_certificate_that_has_expired_is_refused(self, folder):
+        security = SecurityConfig(tls_cert=folder / "expired.pem", tls_key=folder / "expired.key")
+        with (
+            serve(security) as server,
+            pytest.raises(ServerUnavailableError, match="certificate has expired"),
+        ):
+            train_once(server.address, tls=TLS(folder / "ca.pem"))
+
     def test_a_plain_connection_is_refused(self, address):
-        with pytest.raises(ServerUnavailableError):
+        with pytest.raises(ServerUnavailableError, match="do both use TLS or neither"):
             connect(address, retry=AT_ONCE)
+
+    def test_a_server_without_it_is_refused(self, folder):
+        with (
+            serve(SecurityConfig()) as server,
+            pytest.raises(ServerUnavailableError, match="expected TLS, got something else"),
+        ):
+            connect(server.address, retry=AT_ONCE, tls=TLS(folder / "ca.pem"))
 
 
 class TestMutualTLS:
@@ -103,8 +125,65 @@ class TestMutualTLS:
         assert train_once(address, tls=TLS(folder / "ca.pem", *own, server_name="localhost")) == 1
 
     def test_a_client_without_one_is_refused(self, address, folder):
-        with pytest.raises(ServerUnavailableError):
+        with pytest.raises(ServerUnavailableError, match="does it want a certificate of yours"):
             train_once(address, tls=TLS(folder / "ca.pem", server_name="localhost"))
+
+    @pytest.mark.parametrize("name", ["expired", "stranger"])
+    def test_a_client_whose_certificate_is_not_accepted_is_refused(self, address, folder, tmp_path, name):
+        make_certificates(tmp_path)
+        place = (folder if name == "expired" else tmp_path) / ("expired" if name == "expired" else "client")
+        own = (place.with_suffix(".pem"), place.with_suffix(".key"))
+        with pytest.raises(ServerUnavailableError, match="does it want a certificate of yours"):
+            train_once(address, tls=TLS(folder / "ca.pem", *own))
+
+
+class TestRenewal:
+    """Files are replaced while client and server run: nothing is restarted for it."""
+
+    NAMES = ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")
+
+    @pytest.fixture
+    def files(self, folder, tmp_path):
+        """The files in use, and how to replace some of them by those of another authority."""
+        (tmp_path / "new").mkdir()
+        make_certificates(tmp_path / "new")
+
+        def take(source, *names):
+            for name in names:
+                shutil.copy(source / name, tmp_path / name)
+
+        take(folder, *self.NAMES)
+        take.folder, take.new = tmp_path, tmp_path / "new"
+        return take
+
+    def test_a_server_shows_its_new_certificate_once_it_is_whole(self, files):
+        security = SecurityConfig(tls_cert=files.folder / "server.pem", tls_key=files.folder / "server.key")
+        old, new = TLS(files.folder / "ca.pem"), TLS(files.new / "ca.pem")
+        with serve(security) as server:
+            train_once(server.address, tls=old)
+            files(files.new, "server.pem")
+            assert train_once(server.address, tls=old) == 2
+            files(files.new, "server.key")
+            assert train_once(server.address, tls=new) == 3
+            with pytest.raises(ServerUnavailableError, match="certificate that can be trusted"):
+                connect(server.address, tls=old)
+
+    def test_a_client_takes_its_new_certificates_when_it_has_to_connect_again(self, files):
+        security = SecurityConfig(
+            tls_cert=files.folder / "server.pem",
+            tls_key=files.folder / "server.key",
+            client_ca=files.folder / "ca.pem",
+        )
+        tls = TLS(files.folder / "ca.pem", files.folder / "client.pem", files.folder / "client.key")
+        with serve(security) as server, Proxy(server.address, is_encrypted=True) as proxy:
+            with connect(proxy.address, tls=tls, retry=RetryPolicy(patience_s=60.0)) as experts:
+                experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+                files(files.new, *self.NAMES)
+                proxy.cut()
+                RemoteOptimizer(experts).step()
+                assert experts.info()["ffn.0"].num_updates == 1
+            with pytest.raises(ServerUnavailableError, match="certificate of yours"):
+                connect(server.address, tls=TLS(files.folder / "ca.pem"))
 
 
 def test_a_certificate_without_its_key_is_refused(folder):

@@ -145,7 +145,7 @@ def test_info_of_a_server_that_is_not_there_says_so() -> None:
     assert shown.exit_code == 1
     assert " ".join(shown.output.split()) == (
         f"Error: server at {address}: expected a connection, got 'Connection refused'. "
-        "Is the server started, is this its address, do both use TLS or neither?"
+        "Is the server started, is this its address, do both use TLS or neither, does it want a certificate of yours?"
     )
 
 

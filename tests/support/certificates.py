@@ -5,17 +5,21 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_NEW = ("req", "-newkey", "rsa:2048", "-nodes", "-days", "1")
+_NEW = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
 
 
 def make_certificates(folder: Path) -> None:
-    """Write an authority (`ca.pem`) and certificates, signed by it, of a `server` (localhost) and a `client`."""
+    """Write an authority (`ca.pem`) and certificates, signed by it, of a `server` (localhost) and a `client`.
+
+    And of `expired`, with the name of the server.
+    """
     make_authority(folder)
-    for name in ("server", "client"):
+    for name in ("server", "client", "expired"):
         key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
         openssl(*_NEW, "-subj", "/CN=localhost", *key)
         (folder / f"{name}.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-        signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem", "-days", "1")
+        days = "-1" if name == "expired" else "1"
+        signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem", "-days", days)
         authority = ("-CA", folder / "ca.pem", "-CAkey", folder / "ca.key", "-CAcreateserial")
         openssl("x509", "-req", *signed, *authority, "-extfile", folder / f"{name}.ext")
 

@@ -1,0 +1,40 @@
+"""What `connect` was given, looked at before anything is sent: grpc says later and less of it."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any
+
+from moe_autograd.remote.hedging import HedgePolicy
+from moe_autograd.remote.retry import RetryPolicy
+from moe_autograd.remote.security import TLS, check_token
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "token": ((str, NoneType), "a text"),
+    "tls": ((TLS, NoneType), 'a TLS such as TLS(ca_file="ca.pem")'),
+    "retry": ((RetryPolicy, NoneType), "a RetryPolicy"),
+    "hedge": ((bool, HedgePolicy), "True, False or a HedgePolicy"),
+    "allow_missing": ((bool,), "True or False"),
+    "max_tensor_bytes": ((int,), "a positive whole number"),
+}
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Refuse arguments of `connect` that cannot be meant.
+
+    Raises:
+        TypeError: one is of another type.
+        ValueError: or of another value.
+    """
+    for name, value in arguments.items():
+        types, expected = _KINDS[name]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            shown = f"a {type(value).__name__}" if name == "token" else repr(value)
+            raise TypeError(f"{name}: expected {expected}, got {shown}. See the docstring of `connect`.")
+    if arguments["token"] is not None:
+        check_token(arguments["token"])
+    if arguments["max_tensor_bytes"] < 1:
+        raise ValueError(
+            f"max_tensor_bytes: expected a positive whole number, got {arguments['max_tensor_bytes']!r}. "
+            "Leave it out for 1 GiB."
+        )
