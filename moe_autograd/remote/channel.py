@@ -198,10 +198,19 @@ class Channel:
     def upload(
         self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], deadline: Deadline
     ) -> ReplyT:
-        """Send a stream of messages and return the one answer; raises as `unary` does."""
-        stubs = self._stubs_now()
-        with self._our_errors(rpc, deadline):
-            reply = stubs.request_stream[rpc](messages, timeout=deadline.remaining_s, metadata=self._metadata)
+        """Send a stream of messages and return the one answer; raises as `unary` does.
+
+        grpc's own blocking call would first wait for the message that is on its way, also past the deadline.
+        """
+        begin = self._stubs_now().request_stream[rpc].future
+        with self._our_errors(rpc, deadline) as passage:
+            call = begin(messages, timeout=deadline.remaining_s, metadata=self._metadata)
+            passage.carry(call, has_thread=True)
+            try:
+                reply = call.result()
+            except BaseException:
+                call.cancel()
+                raise
             return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
 
     def stream(
@@ -250,10 +259,10 @@ class Channel:
         return f"Channel({self.address!r})"
 
     @contextlib.contextmanager
-    def _our_errors(self, rpc: str, deadline: Deadline) -> Iterator[None]:
+    def _our_errors(self, rpc: str, deadline: Deadline) -> Iterator[Passage]:
         try:
-            with GATE.passage(), self._beginning():
-                yield
+            with GATE.passage() as passage, self._beginning():
+                yield passage
         except grpc.RpcError as error:
             self.note_failure(error)
             raise error_of_call(error, f"server at {self.address}, {PHASES[rpc]}, {deadline}") from error

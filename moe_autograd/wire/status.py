@@ -70,6 +70,7 @@ _NOT_CONNECTED = re.compile(
     r"|errors resolving .*: )(.*?)\.?\]?",
     re.DOTALL,
 )
+_CLOSED_HERE = ("Locally cancelled by application!", "Channel closed!")
 _TLS_FAILURES = (
     (
         r"CERTIFICATE_VERIFY_FAILED: (.*?)(?:: OK)?$",
@@ -155,6 +156,8 @@ def error_of_rpc(
 
 def _in_our_words(details: str) -> str:
     """Return what to say of a connection that grpc could not make; other details are a server's, and ours already."""
+    if details in _CLOSED_HERE:
+        return "expected to be waited for, got cancelled here. Was the connection closed meanwhile?"
     failed = _NOT_CONNECTED.fullmatch(details)
     if failed is None:
         return details

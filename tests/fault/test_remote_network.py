@@ -4,6 +4,8 @@ nothing is lost, and no number is silently wrong."""
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.config import SecurityConfig, ServingConfig
-from moe_autograd.errors import RemoteError
-from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.errors import DeadlineExceededError, RemoteError
+from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, channel, connect
 from moe_autograd.remote.channel import Channel
 from tests.support.certificates import make_certificates
 from tests.support.proxy import Proxy
@@ -73,6 +75,31 @@ def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
         proxy.bytes_per_s = 2e6
         x = torch.randn(1024, 1024)
         assert torch.equal(experts["echo"](x), x)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "state_dict", "load_state_dict"])
+def test_a_deadline_is_kept_in_the_middle_of_a_transfer(monkeypatch, what):
+    """A message of 1 MiB is on its way for 5 s here; without pings, which would end the connection before that."""
+    without_pings = tuple(option for option in channel.CHANNEL_OPTIONS if "keepalive" not in option[0])
+    monkeypatch.setattr(channel, "CHANNEL_OPTIONS", without_pings)
+    with (
+        ExpertsServer({"wide": nn.Linear(1024, 1024)}) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=1.0) as experts,
+    ):
+        x = torch.randn(1024, 1024, requires_grad=True)
+        y, state = experts["wide"](x), experts.state_dict()
+        operations: dict[str, Callable[[], object]] = {
+            "forward": lambda: experts["wide"](x),
+            "backward": lambda: y.sum().backward(),
+            "state_dict": experts.state_dict,
+            "load_state_dict": lambda: experts.load_state_dict(state),
+        }
+        proxy.bytes_per_s = 2e5
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match=r"after 1\.\d s \(deadline 1\.0 s\)"):
+            operations[what]()
+        assert time.monotonic() - began_s < 3.0
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])

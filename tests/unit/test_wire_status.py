@@ -100,6 +100,13 @@ def test_a_connection_that_grpc_could_not_make_is_told_with_its_reason_and_what_
     )
 
 
+@pytest.mark.parametrize("details", ["Locally cancelled by application!", "Channel closed!"])
+def test_a_call_that_was_cancelled_here_says_so(details):
+    error = error_of_rpc(grpc.StatusCode.CANCELLED, details, None, "server at a.b:3")
+    assert isinstance(error, errors.ServerUnavailableError)
+    assert "got cancelled here. Was the connection closed" in str(error)
+
+
 def test_a_code_of_a_newer_server_is_a_remote_error():
     assert type(error_of(pb.Status(code=99, message="new"))) is errors.RemoteError
 
