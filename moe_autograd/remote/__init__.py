@@ -11,6 +11,7 @@
 Needs the extra `moe-autograd[remote]`: grpc, protobuf and xxhash.
 """
 
+from moe_autograd.remote.awaiting import in_thread
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.expert import RemoteExpert
 from moe_autograd.remote.experts import RemoteExperts, connect
@@ -30,4 +31,5 @@ __all__ = [
     "RemoteOptimizer",
     "RetryPolicy",
     "connect",
+    "in_thread",
 ]

@@ -54,7 +54,7 @@ class RemoteExpert(nn.Module):
     once; a second derivative raises. Inputs are saved, as any function saves its inputs.
 
     Threads: may be called from several. A call blocks until its result is here or its deadline has passed; from
-    asyncio, call it in `asyncio.to_thread`.
+    asyncio, call it by `in_thread`.
     """
 
     def __init__(self, name: str, connection: Connection) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from moe_autograd.remote.awaiting import SCOPE
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 
@@ -48,7 +49,7 @@ class Operations:
 
     @contextmanager
     def begin(self) -> Iterator[Operation]:
-        """Begin an operation: its deadline runs, and `close` cancels it.
+        """Begin an operation: its deadline runs, and `close` cancels it, or the scope that this thread is in.
 
         Raises:
             RuntimeError: in a forked child.
@@ -58,7 +59,9 @@ class Operations:
                 f"connection to {', '.join(self._given)}: expected to be used in the process that made it, "
                 f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
             )
-        cancellation = Cancellation()
+        cancellation, scope = Cancellation(), SCOPE.get()
+        if scope is not None:
+            scope.add(cancellation)
         with self._lock:
             self._under_way.add(cancellation)
             if not self._is_open:  # nothing is waited for any more: what is tried fails, once
@@ -68,6 +71,8 @@ class Operations:
         finally:
             with self._lock:
                 self._under_way.discard(cancellation)
+            if scope is not None:
+                scope.remove(cancellation)
 
     def close(self) -> None:
         """Cancel what is under way."""

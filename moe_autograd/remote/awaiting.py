@@ -1,0 +1,91 @@
+"""Remote calls for asyncio: in a thread, in the caller's world, and cancelled where the task is.
+
+`asyncio.to_thread` leaves three things out: torch keeps grad mode and autocast for each thread, so `torch.no_grad()`
+around it does nothing; a task that is cancelled leaves its thread waiting for the server; and so `asyncio.run`, which
+waits for threads, ends after Ctrl-C only with the deadline.
+
+Mutable state: the operations begun in a scope, under its lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+from moe_autograd._ambient import Ambient
+from moe_autograd.remote.fanout import Cancellation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Scope:
+    """What one call of `in_thread` has begun. Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: set[Cancellation] = set()
+        self._is_cancelled = False
+
+    def add(self, cancellation: Cancellation) -> None:
+        """Have an operation cancelled with the scope; at once if that has been."""
+        with self._lock:
+            self._begun.add(cancellation)
+        if self._is_cancelled:
+            cancellation.cancel()
+
+    def remove(self, cancellation: Cancellation) -> None:
+        """Forget an operation: it has ended."""
+        with self._lock:
+            self._begun.discard(cancellation)
+
+    def cancel(self) -> None:
+        """Cancel what is under way, and whatever is begun later."""
+        self._is_cancelled = True
+        with self._lock:
+            begun = tuple(self._begun)
+        for cancellation in begun:
+            cancellation.cancel()
+
+
+SCOPE: ContextVar[Scope | None] = ContextVar("moe_autograd.remote.in_thread", default=None)
+
+
+async def in_thread(func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call `func(*args, **kwargs)` in a thread, and let the loop go on meanwhile.
+
+    As `asyncio.to_thread`, but grad mode, autocast and the rest of torch's world are those at the call, and cancelling
+    it (by `task.cancel()`, `asyncio.timeout` or Ctrl-C) cancels the remote operations that `func` has under way, on
+    their servers as well: the thread is free again at once. What the servers have begun counts, as after any call that
+    fails: `zero_grad()` before you go on.
+
+    Args:
+        func: such as a layer with remote experts, `loss.backward`, `optimizer.step`, or `connect`.
+        args: positional arguments.
+        kwargs: others.
+
+    Returns:
+        What `func` returned.
+
+    Raises:
+        asyncio.CancelledError: it was cancelled.
+        BaseException: whatever `func` raised.
+
+    Threads: on that of the loop; `func` runs in the loop's default executor.
+    """
+    scope = Scope()
+    token = SCOPE.set(scope)
+    try:
+        ambient = Ambient()
+    finally:
+        SCOPE.reset(token)
+    call = functools.partial(ambient.run, functools.partial(func, *args, **kwargs))
+    try:
+        return await asyncio.get_running_loop().run_in_executor(None, call)
+    except asyncio.CancelledError:
+        scope.cancel()
+        raise
