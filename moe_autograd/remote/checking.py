@@ -10,9 +10,9 @@ from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS, check_token
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "token": ((str, NoneType), "a text"),
-    "tls": ((TLS, NoneType), 'a TLS such as TLS(ca_file="ca.pem")'),
-    "retry": ((RetryPolicy, NoneType), "a RetryPolicy"),
+    "token": ((str, NoneType), "a text or None"),
+    "tls": ((TLS, NoneType), "a TLS or None"),
+    "retry": ((RetryPolicy, NoneType), "a RetryPolicy or None"),
     "hedge": ((bool, HedgePolicy), "True, False or a HedgePolicy"),
     "allow_missing": ((bool,), "True or False"),
     "max_tensor_bytes": ((int,), "a positive whole number"),
@@ -28,9 +28,10 @@ def check_arguments(**arguments: Any) -> None:
     """
     for name, value in arguments.items():
         types, expected = _KINDS[name]
+        advice = "Pass TLS(ca_file=...)." if name == "tls" else "Leave it out for the default."
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             shown = f"a {type(value).__name__}" if name == "token" else repr(value)
-            raise TypeError(f"{name}: expected {expected}, got {shown}. See the docstring of `connect`.")
+            raise TypeError(f"connect: expected {name} to be {expected}, got {shown}. {advice}")
     if arguments["token"] is not None:
         check_token(arguments["token"])
     if arguments["max_tensor_bytes"] < 1:

@@ -16,15 +16,18 @@ NOBODY = "127.0.0.1:9"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"token": 123}, "token: expected a text, got a int"),
-        ({"token": b"secret"}, "token: expected a text, got a bytes"),
-        ({"tls": True}, r"tls: expected a TLS such as TLS\(ca_file=\"ca.pem\"\), got True"),
-        ({"tls": "ca.pem"}, "tls: expected a TLS"),
-        ({"retry": 5}, "retry: expected a RetryPolicy, got 5"),
-        ({"hedge": "no"}, "hedge: expected True, False or a HedgePolicy, got 'no'"),
-        ({"allow_missing": "no"}, "allow_missing: expected True or False, got 'no'"),
-        ({"max_tensor_bytes": 1e9}, "max_tensor_bytes: expected a positive whole number, got 1000000000.0"),
-        ({"max_tensor_bytes": True}, "max_tensor_bytes: expected a positive whole number, got True"),
+        ({"token": 123}, "expected token to be a text or None, got a int"),
+        ({"token": b"secret"}, "expected token to be a text or None, got a bytes"),
+        ({"tls": True}, r"expected tls to be a TLS or None, got True"),
+        ({"tls": "ca.pem"}, r"expected tls to be .* got 'ca.pem'\. Pass TLS\(ca_file="),
+        ({"retry": 5}, "expected retry to be a RetryPolicy or None, got 5"),
+        ({"hedge": "no"}, "expected hedge to be True, False or a HedgePolicy, got 'no'"),
+        ({"allow_missing": "no"}, "expected allow_missing to be True or False, got 'no'"),
+        (
+            {"max_tensor_bytes": 1e9},
+            "expected max_tensor_bytes to be a positive whole number, got 1000000000.0",
+        ),
+        ({"max_tensor_bytes": True}, "expected max_tensor_bytes to be a positive whole number, got True"),
     ],
 )
 def test_another_type_is_a_type_error(arguments, message):
