@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer, registry
-from experts_server.batching import ExpertQueue
-from experts_server.calls import Call
+from experts_server.batching import ExpertQueue, QueueLimits
+from experts_server.budget import Budget
+from experts_server.calls import Call, ForwardCall
+from experts_server.hosted import HostedExpert, SharedMemory
+from experts_server.kept import KeptForwards
+from moe_autograd.errors import DeadlineExceededError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.hosting import sgd
 from tests.support.servers import WireClient, tokens
@@ -128,3 +134,50 @@ def test_between_small_calls_the_loop_does_other_things(monkeypatch: pytest.Monk
         assert [answer.code for answer in answers] == ["OK"] * 16
         assert not has_worked(server)
     assert seen[:16] == list(range(16))
+
+
+class Pool:
+    """Notes what is put into it."""
+
+    def __init__(self) -> None:
+        self.turns: list[ExpertQueue] = []
+
+    def put(self, turns: Sequence[ExpertQueue]) -> None:
+        self.turns += turns
+
+
+@pytest.fixture
+def queue() -> ExpertQueue:
+    memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
+    limits = QueueLimits(Budget(10, "calls"), Budget(1 << 20, "bytes"))
+    pool: Any = Pool()
+    return ExpertQueue(HostedExpert("e", nn.Identity(), None, memory), pool, limits)
+
+
+def call_of(queue: ExpertQueue, replies: list[object]) -> ForwardCall:
+    call = ForwardCall(b"", lambda call, reply: replies.append(reply), 1, (torch.ones(1, D),))
+    queue._limits.take([call])
+    return call
+
+
+def test_what_comes_while_a_turn_is_claimed_waits_for_a_worker(queue: ExpertQueue) -> None:
+    pool: Any = queue._pool
+    replies: list[object] = []
+    first, second = call_of(queue, replies), call_of(queue, replies)
+    assert queue.claim()
+    assert not queue.claim()
+    assert not queue.add(second)  # nobody has to put the queue into the pool
+    queue.run_alone(first)
+    assert (len(replies), pool.turns, queue.claim()) == (1, [queue], False)
+    pool.turns.pop().run()
+    assert (len(replies), pool.turns, queue.claim()) == (2, [], True)
+
+
+def test_a_claimed_call_that_nobody_waits_for_any_more_is_not_begun(queue: ExpertQueue) -> None:
+    replies: list[object] = []
+    call = call_of(queue, replies)
+    assert queue.claim()
+    call.is_cancelled = True
+    queue.run_alone(call)
+    assert isinstance(replies[0], DeadlineExceededError)
+    assert (queue.stats.num_late, queue._limits.calls.in_use, queue.claim()) == (1, 0, True)
