@@ -122,8 +122,17 @@ class RemoteExpert(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Let `load_state_dict()` of any module that holds this one set the hosted weights."""
-        own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+        """Let `load_state_dict()` of any module that holds this one set the hosted weights.
+
+        All of an expert's or none: a state with some of its keys is refused, whatever `strict` is.
+        """
+        given = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+        keys = [entry.key for entry in self.hosted.layout.entries]
+        own = {key: given[key] for key in keys if key in given}
+        unexpected_keys += [prefix + key for key in given if key not in own]
+        if not own:
+            missing_keys += [prefix + key for key in keys]
+            return
         try:
             self._connection.send_states({self.name: own})
         except InvalidCallError as error:

@@ -115,6 +115,25 @@ def test_a_model_says_which_expert_does_not_fit(experts):
         model.load_state_dict({"0.weight": torch.ones(4, 4)})
 
 
+def test_a_model_says_that_a_state_lacks_an_expert(experts, modules):
+    model, before = nn.Sequential(nn.Linear(4, 4), experts["ffn.1"]), copy.deepcopy(flat(modules))
+    state = {key: value for key, value in model.state_dict().items() if key.startswith("0.")}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "1.weight", "1.bias"'):
+        model.load_state_dict(state)
+    result = model.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["1.weight", "1.bias"], [])
+    torch.testing.assert_close(flat(modules), before, rtol=0, atol=0)
+
+
+def test_a_model_says_which_keys_an_expert_does_not_have(experts, modules):
+    model = nn.Sequential(experts["ffn.1"])
+    state = {"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4), "0.gate": torch.ones(1)}
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "0.gate"'):
+        model.load_state_dict(state)
+    assert model.load_state_dict(state, strict=False).unexpected_keys == ["0.gate"]
+    assert torch.equal(modules["ffn.1"].weight, torch.ones(4, 4))
+
+
 def test_gradients_after_loading_are_those_of_the_new_weights(experts, modules):
     x = torch.randn(2, 4, requires_grad=True)
     experts.load_state_dict({"ffn.1.weight": torch.eye(4), "ffn.1.bias": torch.zeros(4)})
