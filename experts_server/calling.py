@@ -83,7 +83,7 @@ class ModuleCaller:
         else:
             raise ExpertFailedError(
                 f"expert {self.name!r}, forward: expected a tensor or a sequence of tensors from its module, got "
-                f"{type(result).__name__}."
+                f"{_kind_of(result)}. Let it return those alone."
             )
         try:
             for tensor in outputs.tensors:
@@ -160,3 +160,11 @@ def _between(fewest: _Weight, most: _Weight, num_rows: int) -> int:
     """Return the bytes that the straight line between two weights has at `num_rows`."""
     more_rows = max(1, most.num_rows - fewest.num_rows)
     return fewest.num_bytes + (most.num_bytes - fewest.num_bytes) * (num_rows - fewest.num_rows) // more_rows
+
+
+def _kind_of(result: object) -> str:
+    """Name what a module returned; of a sequence, what is in it."""
+    kind = type(result).__name__
+    if not isinstance(result, (tuple, list)):
+        return kind
+    return f"a {kind} of {', '.join(dict.fromkeys(type(item).__name__ for item in result))}"

@@ -171,7 +171,8 @@ def _together(
     kwargs: Sequence[dict[str, Any]],
     positions: list[int],
 ) -> Unit:
-    name = CallName(f"call {positions[0]} ({len(positions)} modules called together)")
+    kind = f"{len(positions)} modules called together" if len(positions) > 1 else _name_of(modules[0])
+    name = CallName(f"call {positions[0]} ({kind})")
     if all(len(args[i]) == 1 and not kwargs[i] for i in positions):  # mostly; and flat is a fifth of the cost
         single = functools.partial(_call_group_with_one_argument, group, modules, positions)
         return Unit(positions, single, tuple([args[i][0] for i in positions]), {}, name, is_group=True)

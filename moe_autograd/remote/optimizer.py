@@ -65,8 +65,8 @@ class RemoteOptimizer:
         trained = [module for module in modules if module.hosted.is_trained]
         if not trained:
             raise ValueError(
-                f"RemoteOptimizer: expected a trained expert, got {len(modules)} experts without an optimizer. "
-                "Start the server with one (`--optimizer adam --lr 1e-3`)."
+                f"RemoteOptimizer: expected at least one trained expert, got none among {len(modules)}. "
+                "Start the server with an optimizer (`--optimizer adam --lr 1e-3`)."
             )
         self._names: dict[Connection, list[str]] = {}
         for module in trained:

@@ -185,7 +185,7 @@ class TestOptimizer:
         with (
             ExpertsServer({"ffn.0": nn.Linear(4, 4)}) as server,
             connect(server.address) as experts,
-            pytest.raises(ValueError, match="expected a trained expert"),
+            pytest.raises(ValueError, match="expected at least one trained expert, got none among 1"),
         ):
             RemoteOptimizer(experts)
 

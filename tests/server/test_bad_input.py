@@ -22,11 +22,13 @@ D = 16
 
 
 class Grumpy(nn.Module):
-    """Raises on its first value being negative; returns a string where it is large."""
+    """Raises on its first value being negative; returns no tensors where it is large."""
 
     def forward(self, x: Tensor) -> Any:
         if x[0, 0] < 0:
             raise ArithmeticError("I do not like this")
+        if x[0, 0] > 10:
+            return x, [x]
         return "text" if x[0, 0] > 5 else x * 2
 
 
@@ -77,9 +79,10 @@ def _first_layer_is_linear() -> nn.Module:
         ("ffn.0", torch.full((3, D), float("inf")), "INVALID_CALL", "expected finite values, got 48 of 48"),
         ("custom", tokens(3, D + 1), "INVALID_CALL", "got (3, 17)"),
         ("grumpy", -torch.ones(3, D), "EXPERT_FAILED", "its module raised ArithmeticError: I do not like this"),
-        ("grumpy", 9 * torch.ones(3, D), "EXPERT_FAILED", "expected a tensor or a sequence of tensors"),
+        ("grumpy", 9 * torch.ones(3, D), "EXPERT_FAILED", "a sequence of tensors from its module, got str."),
+        ("grumpy", 11 * torch.ones(3, D), "EXPERT_FAILED", "from its module, got a tuple of Tensor, list."),
     ],
-    ids=[f"wrong {n}" for n in range(12)],
+    ids=[f"wrong {n}" for n in range(13)],
 )  # fmt: skip
 def test_a_wrong_forward_is_refused_and_its_neighbours_are_served(
     client: WireClient, expert: str, x: Tensor, code: str, text: str
