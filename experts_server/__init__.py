@@ -1,5 +1,17 @@
 """A standalone server that hosts and trains experts; `experts-server serve` runs it, `ExpertsServer` embeds it."""
 
+try:
+    import click  # noqa: F401
+    import google.protobuf  # noqa: F401
+    import grpc  # noqa: F401
+    import pydantic  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"experts_server: expected what a server needs, got {str(error)!r}. Install moe-autograd with its extra "
+        "'server': pip install '.[server]' where its pyproject.toml is.",
+        name=error.name,
+    ) from error
+
 from experts_server.embedded import ExpertsServer
 
 __all__ = ["ExpertsServer"]

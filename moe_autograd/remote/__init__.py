@@ -11,6 +11,17 @@
 Needs the extra `moe-autograd[remote]`: grpc, protobuf and xxhash.
 """
 
+try:
+    import google.protobuf  # noqa: F401
+    import grpc  # noqa: F401
+    import xxhash  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"moe_autograd.remote: expected grpc, protobuf and xxhash, got {str(error)!r}. Install moe-autograd with its "
+        "extra 'remote': pip install '.[remote]' where its pyproject.toml is.",
+        name=error.name,
+    ) from error
+
 from moe_autograd.remote.awaiting import in_thread
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.expert import RemoteExpert

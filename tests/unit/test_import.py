@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 
 def fresh_interpreter(code: str) -> str:
     command = [sys.executable, "-W", "error", "-c", code]
@@ -19,6 +21,30 @@ def test_importing_the_library_loads_neither_grpc_nor_the_server_nor_what_they_n
     assert "moe_autograd" in loaded
     assert not loaded & foreign
     assert "google.protobuf" not in json.loads(printed)
+
+
+@pytest.mark.parametrize(
+    ("package", "missing", "extra"),
+    [
+        ("moe_autograd.remote", "grpc", "remote"),
+        ("moe_autograd.remote", "xxhash", "remote"),
+        ("experts_server", "click", "server"),
+        ("experts_server", "grpc", "server"),
+    ],
+)
+def test_importing_what_needs_an_extra_names_it(package: str, missing: str, extra: str) -> None:
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None  # as if it were not installed
+try:
+    import {package}
+except ModuleNotFoundError as error:
+    print(error.name, error)
+"""
+    name, text = fresh_interpreter(code).split(" ", 1)
+    assert name == missing
+    assert text.startswith(f"{package}: expected ")
+    assert f"extra '{extra}': pip install '.[{extra}]'" in text
 
 
 def test_importing_the_library_starts_no_thread_and_changes_no_setting_of_torch() -> None:
