@@ -14,7 +14,7 @@ from experts_server.building import build_optimizer
 from experts_server.config import ServingConfig, memory_mistake
 from experts_server.loop_thread import LoopThread
 from experts_server.mistakes import mistakes_in
-from experts_server.names import check_name
+from experts_server.names import check_name, counted
 from experts_server.server import ExpertServer, Hosting, State
 from experts_server.training import Training, UpdateMode
 from moe_autograd.errors import ConfigError
@@ -77,7 +77,7 @@ class ExpertsServer:
         self._server: ExpertServer | None = None
 
     def __repr__(self) -> str:
-        return f"<ExpertsServer {self.state} {len(self._experts)} experts>"
+        return f"<ExpertsServer {self.state} {counted(len(self._experts))}>"
 
     @property
     def state(self) -> State:
@@ -96,18 +96,26 @@ class ExpertsServer:
 
     @property
     def num_updates(self) -> dict[str, int]:
-        """How many updates each expert has had."""
-        assert self._server is not None, "enter the server first"
+        """How many updates each expert has had; raises `RuntimeError` before the server is started."""
+        if self._server is None:
+            raise RuntimeError(
+                "ExpertsServer.num_updates: expected a started server, got one that is not. Enter it first."
+            )
         return {name: queue.hosted.num_updates for name, queue in self._server.registry.items()}
 
     def start(self) -> Self:
-        """Serve; return when it is ready."""
+        """Serve; return when it is ready. Raises `RuntimeError` if it serves already."""
+        if self._loop_thread is not None:
+            raise RuntimeError(
+                f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` calls."
+            )
         self._loop_thread = LoopThread.acquire()
         try:
             self._server = ExpertServer(self._experts, self._config)
             self._loop_thread.run(self._server.start())
         except BaseException:
             self._loop_thread.release()
+            self._loop_thread = None
             raise
         return self
 

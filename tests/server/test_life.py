@@ -55,6 +55,17 @@ def test_what_cannot_be_hosted_is_refused_before_it_starts(experts: Any, optimiz
         ExpertsServer(experts, optimizer=optimizer)
 
 
+def test_a_server_is_started_once_at_a_time_and_may_be_started_again() -> None:
+    server = ExpertsServer({"e": nn.Linear(D, D)})
+    with pytest.raises(RuntimeError, match="expected a started server"):
+        server.num_updates
+    with server, pytest.raises(RuntimeError, match=f"expected one start, got a second at {server.address}"):
+        server.start()
+    with server, WireClient(server.address) as client:
+        assert client.forward("e", tokens(3, D)).code == "OK"
+    assert repr(server) == "<ExpertsServer stopped 1 expert>"
+
+
 def test_stopping_finishes_what_is_in_flight_and_refuses_what_comes_after() -> None:
     gated = Gated()
     server = ExpertsServer({"e": gated}).start()
