@@ -19,6 +19,7 @@ is wrong raises `ConfigError` with one line a mistake, each naming the key, the 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from moe_autograd._toml import describe_unknown_key, read_toml
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.compression import Compression
+from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS, check_token
@@ -81,12 +83,12 @@ def _readers(folder: Path) -> dict[str, Reader | _Table]:
         "addresses": _addresses,
         "token": _token,
         "token_file": lambda value: _token(_file_text(path(value))),
-        "timeout_s": _positive,
+        "timeout_s": _timeout,
         "allow_missing": _flag,
         "max_tensor_bytes": _positive_count,
         "compression": _Table({"forward": _text, "backward": _text}, Compression, alone=Compression.of),
         "hedge": _Table(hedge, HedgePolicy, alone=_flag),
-        "tls": _Table(tls, TLS),
+        "tls": _Table(tls, _tls),
         "retry": _Table(retry, RetryPolicy),
     }
 
@@ -120,9 +122,8 @@ def _read_table(
         reader = readers.get(key)
         try:
             if reader is None:
-                mistakes.append(
-                    describe_unknown_key(name, "..." if "token" in name.lower() else value, readers)
-                )
+                is_secret = "token" in key.lower() or difflib.get_close_matches(key.lower(), ["token"])
+                mistakes.append(describe_unknown_key(name, "..." if is_secret else value, readers))
             elif not isinstance(reader, _Table):
                 found[key] = reader(value)
             elif isinstance(value, dict):
@@ -178,6 +179,10 @@ def _positive(value: Any) -> float:
     return _number(value, "expected a positive, finite number", lambda number: number > 0)
 
 
+def _timeout(value: Any) -> float:
+    return Deadline(_positive(value)).timeout_s
+
+
 def _at_least_zero(value: Any) -> float:
     return _number(value, "expected a finite number of at least 0", lambda number: number >= 0)
 
@@ -202,9 +207,21 @@ def _addresses(value: Any) -> list[str]:
     return check_addresses(value)
 
 
+def _tls(**settings: Any) -> TLS:
+    tls = TLS(**settings)
+    try:
+        tls.credentials()
+    except OSError as error:
+        raise ValueError(
+            f"expected a readable file, got {str(error.filename)!r} ({error.strerror}). Check the path and its "
+            "permissions."
+        ) from error
+    return tls
+
+
 def _file_text(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"expected a readable text file at {str(file)!r} ({reason})") from error

@@ -60,9 +60,10 @@ def test_a_token_that_no_header_carries_is_refused_and_not_shown(tmp_path, token
     assert "s3cr" not in f"{refused.value} {refused_file.value}"
 
 
-def test_a_mistyped_key_shows_no_token(tmp_path):
+@pytest.mark.parametrize("key", ["tokens", "tokne", "Token"])
+def test_a_mistyped_key_shows_no_token(tmp_path, key):
     file = tmp_path / "placement.toml"
-    file.write_text(f"addresses = ['{NOBODY}']\ntokens = 's3cret'")
+    file.write_text(f"addresses = ['{NOBODY}']\n{key} = 's3cret'")
     with pytest.raises(ConfigError, match="Did you mean 'token'") as refused:
         connect(file)
     assert "s3cret" not in str(refused.value)

@@ -16,7 +16,7 @@ from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote import TLS, Compression, HedgePolicy, RetryPolicy, connect
 from moe_autograd.remote.config import load_config
-from tests.support.certificates import make_certificates
+from tests.support.certificates import make_authority, make_certificates
 
 TOKEN = "train-token-0123456789"
 EVERYTHING = """
@@ -46,6 +46,8 @@ def write(folder: Path, text: str) -> Path:
 
 def test_every_key_means_the_argument_of_its_name(tmp_path):
     (tmp_path / "token").write_text(f"{TOKEN}\n")
+    (tmp_path / "certificates").mkdir()
+    make_authority(tmp_path / "certificates")
     assert load_config(write(tmp_path, EVERYTHING)) == {
         "addresses": ["experts.example:31415", "[::1]:7"],
         "token": TOKEN,
@@ -63,6 +65,7 @@ def test_the_documented_file_has_every_key(tmp_path):
     page = (Path(__file__).parents[2] / "docs/remote.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
     (tmp_path / "token").write_text(TOKEN)
+    make_certificates(tmp_path)
     settings = load_config(write(tmp_path, text))
     arguments = inspect.signature(connect).parameters
     assert settings.keys() == arguments.keys()
@@ -83,6 +86,13 @@ def test_experts_are_found_and_called(tmp_path, as_text):
         with connect(str(file) if as_text else file, timeout_s=60.0) as experts:
             assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
             assert experts.connection.addresses == (server.address,)
+
+
+def test_a_file_may_begin_as_windows_has_it(tmp_path):
+    (tmp_path / "token").write_text(TOKEN, encoding="utf-8-sig")
+    file = tmp_path / "placement.toml"
+    file.write_text("addresses = ['a:1']\r\ntoken_file = 'token'\r\n", encoding="utf-8-sig", newline="")
+    assert load_config(file) == {"addresses": ["a:1"], "token": TOKEN}
 
 
 def test_tls_and_token_come_from_files_beside_it(tmp_path, monkeypatch):
@@ -123,6 +133,12 @@ ADDRESSES = "addresses = ['127.0.0.1:9']\n"
         (ADDRESSES + "compression = { backward = 'float16' }", "got 'float16' (backward)"),
         (ADDRESSES + "tls = true", "key 'tls': expected a table, got True."),
         (ADDRESSES + "[tls]\ncert_file = 'a'", "key 'tls': TLS: expected cert_file and key_file together"),
+        (ADDRESSES + "[tls]\nca_file = 'none.pem'", "key 'tls': expected a readable file, got '"),
+        (
+            ADDRESSES + "[tls]\nca_file = 'placement.toml'",
+            "key 'tls': TLS: expected certificates as PEM, got '",
+        ),
+        (ADDRESSES + "timeout_s = 1e300", "key 'timeout_s': timeout_s: expected a positive, finite number"),
         (
             ADDRESSES + "[tls]\nca = 'a'",
             "key 'tls.ca': expected one of ca_file, cert_file, key_file, server_name",
