@@ -63,7 +63,7 @@ class Channel:
         encodings: of what travels; shared by all channels of a connection.
 
     Attributes:
-        round_trip_s: of the fastest RPC that is one message each way.
+        round_trip_s: of the fastest RPC that is one message each way, but for the first, which also had to connect.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Channel:
         self.address = address
         self.encodings = encodings or Encodings(Compression())
         self.round_trip_s = math.inf
+        self._has_answered = False
         self._authority = authority or address
         self._is_open = True
         self._metadata: tuple[tuple[str, str], ...] = (
@@ -177,8 +178,16 @@ class Channel:
         with self._our_errors(rpc, deadline):
             began_s, timeout_s = time.perf_counter(), min(deadline.remaining_s, attempt_s)
             reply = stubs.unary[rpc](seal(request), timeout=timeout_s, metadata=self._metadata)
-            self.round_trip_s = min(self.round_trip_s, time.perf_counter() - began_s)
+            if self._has_answered:
+                self.round_trip_s = min(self.round_trip_s, time.perf_counter() - began_s)
+            self._has_answered = True
             return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
+
+    @property
+    def wants_round_trip(self) -> bool:
+        """Whether `round_trip_s` has to be known, to tell the bandwidth of what travels, and is not yet."""
+        is_measuring = self.encodings.is_measuring("Forward") or self.encodings.is_measuring("Backward")
+        return is_measuring and math.isinf(self.round_trip_s)
 
     def tell(self, rpc: str, request: Message) -> None:
         """Send one message that nothing depends on: returns at once, and what becomes of it is nobody's concern."""

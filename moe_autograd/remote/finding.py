@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 
 from moe_autograd.errors import DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError
+from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Fanout
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import Placement
@@ -22,6 +24,7 @@ from moe_autograd.wire import experts_pb2 as pb
 
 _LOOK_TIMEOUT_S = 1.0
 _LEAST_ATTEMPT_S = 0.1
+_ROUND_TRIPS = 3
 
 
 class Finding:
@@ -81,11 +84,11 @@ class Finding:
             patience_s = self.servers.patience_s(address, may_miss=may_miss)
             deadline = operation.deadline.part(min(timeout_s, patience_s))
             try:
-                return channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+                return _ask(channel, deadline)
             except ServerUnavailableError:  # it may have broken, as grpc's first connection after a fork may
                 if deadline.remaining_s < _LEAST_ATTEMPT_S:
                     raise
-                return channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+                return _ask(channel, deadline)
 
         asked = dict.fromkeys(self.servers.addresses)
         replies: dict[str, pb.InfoReply] = {}
@@ -106,6 +109,13 @@ class Finding:
 
     def __repr__(self) -> str:
         return f"Finding({self.servers!r}, {self.placement!r})"
+
+
+def _ask(channel: Channel, deadline: Deadline) -> pb.InfoReply:
+    reply = channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+    for _ in range(_ROUND_TRIPS if channel.wants_round_trip else 0):
+        reply = channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+    return reply
 
 
 def _is_no_answer(error: Exception) -> bool:
