@@ -43,4 +43,7 @@ class Deadline:
     def __str__(self) -> str:
         """Tell how long it has run, as our errors do: `after 2.0 s (deadline 2.0 s)`."""
         elapsed_s = time.monotonic() - self.started_at
-        return f"after {elapsed_s:.1f} s (deadline {self.timeout_s:.1f} s)"
+        unit, in_a_second = ("s", 1) if self.timeout_s >= 1 else ("ms", 1000)
+        return (
+            f"after {elapsed_s * in_a_second:.1f} {unit} (deadline {self.timeout_s * in_a_second:.1f} {unit})"
+        )

@@ -77,7 +77,8 @@ class Finding:
 
     def _ask_all(self, operation: Operation, timeout_s: float, *, may_miss: bool) -> dict[str, Exception]:
         """Return for each server that did not answer, and for each name that stands for none, why."""
-        errors: dict[str, Exception] = {**self.servers.resolve(operation.deadline.part(timeout_s))}
+        resolving_s = min(timeout_s, self.servers.resolver_patience_s(may_miss=may_miss))
+        errors: dict[str, Exception] = {**self.servers.resolve(operation.deadline.part(resolving_s))}
 
         def info(address: str, _: None) -> pb.InfoReply:
             channel = self.servers.channel(address)

@@ -76,6 +76,11 @@ class Servers:
         is_expected = address in self.given and not (may_miss and len(self.given) > 1)
         return math.inf if is_expected else _FIRST_WORD_S
 
+    def resolver_patience_s(self, *, may_miss: bool) -> float:
+        """How long to wait for the addresses of names: those known before will do, and so may the others' servers."""
+        is_needed = not all(self._behind[name] for name in self._names)
+        return math.inf if is_needed and not (may_miss and len(self.given) > 1) else _FIRST_WORD_S
+
     def channel(self, address: str) -> Channel:
         """Return the channel to a server that is or was known."""
         return self._channels[address]

@@ -16,7 +16,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError, GradientsLostError, ServerUnavailableError
-from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect, servers
 from tests.support.certificates import make_certificates
 from tests.support.hosting import make_modules, sgd
 
@@ -143,7 +143,7 @@ class TestNoAnswerOfTheNameServer:
 
         monkeypatch.setattr(socket, "getaddrinfo", hang)
         with pytest.raises(
-            ServerUnavailableError, match=r"no answer of the resolver in time, after \d+\.\d s"
+            ServerUnavailableError, match=r"no answer of the resolver in time, after \d+\.\d ms"
         ):
             connect("experts.test:99", timeout_s=0.5)
         never.set()
@@ -163,6 +163,25 @@ class TestNoAnswerOfTheNameServer:
                 monkeypatch.setattr(socket, "getaddrinfo", hang)
                 assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
                 never.set()
+
+    def test_while_it_hangs_servers_that_are_known_tell_what_they_host(
+        self, name_server, started, monkeypatch
+    ):
+        (server,) = started(make_modules(0))
+        name_server.hosts = ["127.0.0.1"]
+        never = threading.Event()
+
+        def hang(*_: object, **__: object) -> list[object]:
+            never.wait()
+            return []
+
+        monkeypatch.setattr(servers, "_FIRST_WORD_S", 0.2)
+        with connect(named(server), timeout_s=1000.0) as experts:
+            monkeypatch.setattr(socket, "getaddrinfo", hang)
+            assert list(experts.info()) == ["ffn.0"]
+        with connect([named(server), server.address], timeout_s=1000.0, allow_missing=True) as experts:
+            assert list(experts) == ["ffn.0"]
+        never.set()
 
     def test_the_servers_that_it_named_before_are_still_called(self, name_server, started):
         (server,) = started(make_modules(0))

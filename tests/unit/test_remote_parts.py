@@ -26,6 +26,8 @@ class TestDeadline:
     def test_it_says_how_long_it_has_run(self):
         with patch("time.monotonic", return_value=103.0):
             assert str(Deadline(2.0, started_at=101.5)) == "after 1.5 s (deadline 2.0 s)"
+        with patch("time.monotonic", return_value=103.0):
+            assert str(Deadline(0.02, started_at=102.9765)) == "after 23.5 ms (deadline 20.0 ms)"
 
     def test_a_part_has_less_time_and_never_more(self):
         whole = Deadline(1e6)
