@@ -2,8 +2,8 @@
 
 The engine walks all that lies behind a node, with a gradient or without. Most nodes hand on that there is none. But a
 function written in Python, or by an extension, is given zeros and computes with them, and the leaves behind it get
-`.grad`s of zeros instead of `None`; a hook is given `None`. If such a node lies behind some calls and not behind
-others, the calls have to be tied apart::
+`.grad`s of zeros instead of `None`; a hook is given `None`; and a node that stands for a missing derivative raises. If
+such a node lies behind some calls and not behind others, the calls have to be tied apart::
 
         leaf ◀── shared ◀──┬── only call 0 ◀── x0
                            └── only call 1 ◀── x1         which nodes are to be looked at: those to the right
@@ -15,6 +15,7 @@ its turn comes, and what lies behind a node that all calls lead to is theirs as 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,22 +28,27 @@ _NUM_LOOKS = (
     4  # for each call: behind whoever has more, what is looked for is likely, and two nodes cost little
 )
 
+_MIND = frozenset(["CppFunction", "Error", "NotImplemented"])  # torch's names: those of extensions; those that raise
+
 
 def apart(calls: Sequence[Call]) -> Sequence[list[int]]:
-    """Return the places of the calls, those together that have the same history; nothing if all may be tied together.
+    """Return the places of the calls, neighbours with the same history together; nothing if all may be tied together.
+
+    Only neighbours, since what calls save is to be saved in their order, however they are tied: for hooks that count,
+    as those of `torch.utils.checkpoint` do, which makes the calls again when there may be other hooks.
 
     Two kinds of things are not seen: hooks of tensors that are no inputs, and hooks that come later.
     """
     everything = {tensor.grad_fn for call in calls for tensor in call.inputs}
     if len(everything) == 1:  # mostly
         return ()
-    of_history: dict[frozenset[Node], list[int]] = {}
-    for place, call in enumerate(calls):
-        history = frozenset([tensor.grad_fn for tensor in call.inputs if tensor.grad_fn is not None])
-        of_history.setdefault(history, []).append(place)
-    if len(of_history) == 1 or not _must_be_apart(calls, list(of_history), _NUM_LOOKS * len(calls)):
+    histories = [
+        frozenset([tensor.grad_fn for tensor in call.inputs if tensor.grad_fn is not None]) for call in calls
+    ]
+    different = list(dict.fromkeys(histories))
+    if len(different) == 1 or not _must_be_apart(calls, different, _NUM_LOOKS * len(calls)):
         return ()
-    return list(of_history.values())
+    return [list(run) for _, run in itertools.groupby(range(len(calls)), key=histories.__getitem__)]
 
 
 def _must_be_apart(calls: Sequence[Call], histories: Sequence[frozenset[Node]], num_looks: int) -> bool:
@@ -82,5 +88,5 @@ def _minds(node: Node) -> bool:
     """Whether a node does more, without a gradient, than to hand on that there is none."""
     if type(node) is ACCUMULATE_GRAD:
         leaf: Any = node
-        return bool(leaf.variable._backward_hooks)
-    return is_python(node) or type(node).__name__ == "CppFunction"  # torch's name for those of extensions
+        return bool(leaf.variable._backward_hooks or leaf.variable._post_accumulate_grad_hooks)
+    return is_python(node) or type(node).__name__ in _MIND
