@@ -82,7 +82,8 @@ class _State:
     __slots__ = ("argument_shapes", "kept", "result_options", "saved")
 
     def __init__(self) -> None:
-        self.saved: Sequence[Tensor | None] | None = ()
+        # One entry for each backward that runs, by one operation each: several threads may use a graph at once.
+        self.saved: list[Sequence[Tensor | None]] = [()]
         self.kept: tuple[Any, ...] = ()  # SavedTensor objects of an isolated call
         self.argument_shapes: Sequence[torch.Size | None] = ()  # None: not a tensor
         self.result_options: Sequence[Options | None] = ()  # of an isolated call
@@ -90,9 +91,10 @@ class _State:
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
         if self.kept:
             return tuple(None if kept is None else kept.unpack() for kept in self.kept)
-        if self.saved is None:
-            raise RuntimeError(BACKWARD_TWICE)
-        return tuple(self.saved)
+        try:
+            return tuple(self.saved[-1])
+        except IndexError:
+            raise RuntimeError(BACKWARD_TWICE) from None
 
 
 state_of = (

@@ -104,7 +104,7 @@ class FunctionCall:
         """See `joined.Call`; free attributes of the context are the function's own business, as in PyTorch."""
         ctx = self._ctx
         ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
-        state_of(ctx).saved = None
+        state_of(ctx).saved.clear()
         self.inputs = self.results = ()
 
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
@@ -134,11 +134,11 @@ class FunctionCall:
             if ctx.materialize_grads:
                 grad_outputs = materialize(grad_outputs, self._options)
         state = state_of(ctx)
-        state.saved = saved
+        state.saved.append(saved)
         try:
             grads = call_backward(self._func, ctx, grad_outputs)
         finally:
-            state.saved = None
+            state.saved.pop()
         if len(grads) == len(self._tensor_arguments):
             return grads
         return [grads[i] for i in self._tensor_arguments]

@@ -64,11 +64,8 @@ class Box:
             tensor: Tensor = self._packed
             return tensor
         self.pack()
-        if self._ahead is None:
-            self.unpack_ahead()
         ahead, self._ahead = self._ahead, None
-        assert ahead is not None
-        return ahead
+        return self._hooks.unpack(self._packed) if ahead is None else ahead
 
 
 class OrderedHooks:

@@ -162,6 +162,8 @@ class _Names(Sequence[str]):
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
+        if index >= self._count:
+            raise IndexError(index)  # which ends a loop over them
         return self._template.format(index)
 
 
