@@ -8,14 +8,17 @@ number for it, which the first node to run notes down. `Tensor.retain_grad` is s
 wrapped: what it adds is taken back.
 
 They also sleep where there is no gradient. The engine walks the leaves of every call that is tied to the same node,
-also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors.
+also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors. A hook that runs
+after a gradient was accumulated is not told whether there was one: it sleeps if `.grad` is as it was before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +47,40 @@ class _Sleeper:
         return None if is_inner else self._hook(grad)
 
 
+class _Before:
+    """A tensor's gradient before one more is accumulated; nothing is held."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else grad._version
+        self._is_still: bool | None = None  # as the first hook finds it: hooks may change it
+
+    def is_still(self, grad: Tensor | None) -> bool:
+        """Whether nothing has been accumulated."""
+        if self._is_still is None:
+            before = None if self._grad is None else self._grad()
+            self._is_still = grad is before and (grad is None or grad._version == self._version)
+        return self._is_still
+
+
+class _LateSleeper:
+    """A hook for after the accumulation of a gradient that does nothing if there was none."""
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self._hook = hook
+        self.before: _Before | None = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        before, self.before = self.before, None
+        if before is None or not before.is_still(tensor.grad):
+            self._hook(tensor)
+
+
 def let_hooks_sleep(tensors: Iterable[Tensor]) -> bool:
     """Wrap the hooks of tensors at which inner graphs end; called before each backward, for hooks come and go.
 
     Returns:
-        Whether there are any.
+        Whether there are any that would run in an inner backward.
     """
     has_hooks = False
     for tensor in tensors:
@@ -58,6 +90,13 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> bool:
             for key, hook in hooks.items():
                 if not isinstance(hook, _Sleeper):
                     hooks[key] = _Sleeper(hook)
+        late_hooks: Any = tensor._post_accumulate_grad_hooks
+        if late_hooks:
+            before = _Before(tensor.grad)
+            for key, hook in late_hooks.items():
+                if not isinstance(hook, _LateSleeper):
+                    late_hooks[key] = hook = _LateSleeper(hook)
+                hook.before = before
     return has_hooks
 
 
