@@ -13,7 +13,6 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import map_with_parallel_backward
 from tests.support.comparison import MapFunction, Raised, assert_same_program
 from tests.support.functions_context import SavesInput
 from tests.support.histories import copied, leaf
