@@ -21,21 +21,25 @@ Rule 5. The node is not part of a cycle: a call forgets its results once they ar
 
 The engine goes on to everything that lies behind a node, with a gradient or without: a backward through `y0` alone
 would lead to what `x1` was computed with. Where that makes a difference (`histories`), calls whose inputs were computed
-by different nodes are tied apart, by two nodes for each history::
+by different nodes are tied apart, by three nodes for each history::
 
-        history of x0 ◀── departure ◀── arrival ◀── y0
-        history of x1 ◀── departure ◀── arrival ◀── y1
+        history of x0 ◀── departure ◀── waiting ◀── arrival ◀── y0
+        history of x1 ◀── departure ◀── waiting ◀── arrival ◀── y1
 
-Rule 6. Of the nodes that are ready the engine runs the one that was made last. All departures are made before all
-        arrivals; so when the first of them runs, everybody whom this backward reaches has arrived, and the backwards of
-        all run at once. (Were somebody to come later, as from a graph that several threads have made, his backward
-        would run later. No number depends on it.)
+Rule 6. Of the nodes that are ready the engine runs the one with the highest number, and a thread numbers those that it
+        makes as it makes them. First come all departures, then all waitings, then all arrivals; so in a graph that one
+        thread has made everybody whom this backward reaches has arrived when the first departure runs, and the
+        backwards of all run at once. Another thread's nodes may lead to arrivals with any numbers: then a waiting gives
+        its departure the lowest of all until everybody has arrived. (Were somebody to come later still, as he might
+        where several maps of such a graph wait at a time, his backward would run later. No number depends on it.)
 Rule 7. What has arrived belongs to one backward (`this_backward`); another one, also inside of it, sees nothing of it.
 Rule 8. An input that comes out as a result, changed or not, is an input of its arrival as well, as PyTorch wants it.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -152,6 +156,7 @@ def _ask(joined: Joined, nodes: Sequence[Node | None], grad_outputs: Sequence[Te
 def _tie_apart(joined: Joined, places: Sequence[list[int]]) -> list[Sequence[Tensor]]:
     parts = [_Part(joined, own_places) for own_places in places]
     tokens = [part.depart() for part in parts]  # Rule 6
+    tokens = [_Waiting.apply(*each) for each in zip(parts, tokens, strict=True)]  # type: ignore[no-untyped-call]
     tied: list[Sequence[Tensor]] = [()] * len(joined.calls)
     for part, token in zip(parts, tokens, strict=True):
         for place, results in zip(part.places, part.arrive(token), strict=True):
@@ -203,10 +208,29 @@ def _depart(ctx: Any, _: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     return (None, *part.joined.hand_out(_arrivals_of(part.whole).take_grads(part)))
 
 
+class _Waiting(Function):
+    @staticmethod
+    def forward(ctx: Any, part: _Part, token: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.part = part
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
+        return _wait(ctx, grad_outputs)
+
+
+@_uncompiled
+def _wait(ctx: Any, _: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
+    return None, None
+
+
 class _Arrival(Function):
     @staticmethod
     def forward(ctx: Any, part: _Part, token: Tensor, *again: Tensor) -> tuple[Tensor, ...]:
         ctx.part = part
+        part.whole.arrivals.append(weakref.ref(ctx))
         return _Join.forward(ctx, part.joined, token, *again)
 
     @staticmethod
@@ -217,7 +241,7 @@ class _Arrival(Function):
 @_uncompiled
 def _arrive(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     part: _Part = ctx.part
-    departure: Any = ctx.next_functions[0][0]
+    departure: Any = ctx.next_functions[0][0].next_functions[0][0]
     nodes = [node for node, _ in departure.next_functions]
     wanted = _ask(part.joined, nodes, grad_outputs)
     _arrivals_of(part.whole).add(part, _take_saved(ctx), grad_outputs, wanted)
@@ -227,19 +251,25 @@ def _arrive(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor 
 def _arrivals_of(whole: Joined) -> _Arrivals:
     """Return those of this backward (Rule 7)."""
     if torch._C._current_graph_task_id() != -1:
-        return kept_by_this_backward(whole, _Arrivals)
+        return kept_by_this_backward(whole, functools.partial(_Arrivals, whole.arrivals))
     if whole.compiled_arrivals is None:
-        whole.compiled_arrivals = _Arrivals()
+        whole.compiled_arrivals = _Arrivals(())
     return cast(_Arrivals, whole.compiled_arrivals)
 
 
 class _Arrivals:
     """The calls of one map whose gradients have arrived in one backward, and what came of them.
 
+    Args:
+        nodes: all arrivals of the map; those that are still alive.
+
     Threads: one; of one backward, the engine runs all nodes of the CPU on the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Sequence[weakref.ref[Node]]) -> None:
+        alive = [node for reference in nodes if (node := reference()) is not None]
+        self._num_to_come = sum(map(torch._C._will_engine_execute_node, alive))
+        self._waiting: list[tuple[Any, int]] = []  # departures, and the numbers that they are to have
         self._parts: list[_Part] = []  # those that have arrived and not run
         self._saved: dict[int, Sequence[Tensor | None]] = {}  # by the place of the call, as all below
         self._grad_outputs: dict[int, Sequence[Tensor | None]] = {}
@@ -255,12 +285,23 @@ class _Arrivals:
     ) -> None:
         """Note what a part needs for its backward."""
         joined = part.joined
+        self._num_to_come -= 1
         self._parts.append(part)
         self._saved.update(zip(part.places, saved, strict=True))
         self._grad_outputs.update(zip(part.places, split(grad_outputs, joined.num_results), strict=True))
         if not wanted:
             wanted = [True] * sum(joined.num_inputs)
         self._wanted.update(zip(part.places, split(wanted, joined.num_inputs), strict=True))
+
+    def let_wait(self, departure: Any, number: int) -> None:
+        """Let a departure wait for those who are to come; if nobody is, let all go (Rule 6)."""
+        self._waiting.append((departure, number))
+        if self._num_to_come > 0:
+            departure._set_sequence_nr(0)
+            return
+        for one, number in self._waiting:
+            one._set_sequence_nr(number)
+        self._waiting.clear()
 
     def take_grads(self, part: _Part) -> list[Tensor | None]:
         """Return one gradient or `None` for each input of a part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -80,6 +81,7 @@ class Joined:
         self.title = title
         self.num_inputs = [len(call.inputs) for call in calls]
         self.num_results = [len(call.results) for call in calls]
+        self.arrivals: list[weakref.ref[Node]] = []  # of calls that are tied apart
         self.num_saved = [len(call.to_save) for call in calls]
 
     def pass_gate(self) -> Tensor | None:

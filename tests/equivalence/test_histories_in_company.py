@@ -13,8 +13,10 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from moe_autograd import map_with_parallel_backward
 from tests.support.comparison import MapFunction, Raised, assert_same_program
 from tests.support.functions_context import SavesInput
+from tests.support.functions_waiting import Meets
 from tests.support.histories import copied, leaf
 
 NUM_CALLS = 4
@@ -154,3 +156,29 @@ def test_two_threads_may_use_one_graph_at_once(computed: Any) -> None:
         return found, second
 
     assert not isinstance(assert_same_program(program), Raised)
+
+
+@pytest.mark.parametrize("num_maps", [1, 3])
+def test_all_backwards_meet_though_another_thread_has_made_what_depends_on_them(num_maps: int) -> None:
+    """Each thread numbers its nodes by itself, and the engine goes by numbers: a new thread's come last."""
+    xs = [leaf() for _ in range(NUM_CALLS)]
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        values = [copied(x) for x in xs]
+        for _ in range(1000):
+            copied(xs[0])
+        for _ in range(num_maps):
+            barrier = threading.Barrier(NUM_CALLS)
+            values = [copied(y) for y in map_with_parallel_backward(Meets, *[(y, barrier) for y in values])]
+        losses.extend(values)
+
+    def backward() -> None:
+        copied(xs[0])
+        torch.stack([(value * 2).sin() for value in losses]).sum().backward()
+
+    for step in (forward, backward):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    assert all(x.grad is not None for x in xs)
