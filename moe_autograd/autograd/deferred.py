@@ -154,6 +154,7 @@ class _Work:
     ) -> None:
         self._pending, self._has_begun, self._grads = pending, bool(pending), grads
         self._names = [joined.names[i] for i in pending]
+        self._ends_with_hooks = frozenset().union(*[joined.calls[i].ends_with_hooks for i in pending])
         self._title, self._max_concurrency = f"{joined.title}, weight gradients", joined.max_concurrency
         self._error: BaseException | None = None
         self._is_cancelled = False
@@ -184,7 +185,7 @@ class _Work:
                 return
             self._thread_ids.add(threading.get_ident())
             try:
-                with all_hooks_sleep(), on_this_thread():
+                with all_hooks_sleep(self._ends_with_hooks), on_this_thread():
                     self._grads[places[index]] = pending.run()
             finally:
                 self._thread_ids.discard(threading.get_ident())

@@ -18,11 +18,12 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from moe_autograd._random import running
@@ -99,7 +100,7 @@ class Entrance:
             return
         anchor = torch.empty(0, requires_grad=True)
         for key, tensor in tensors.items():
-            hooks = _AliasHooks(tensor)
+            hooks = _AliasHooks(tensor, self._hooks)
             self._hooks.append(hooks)
             self.aliases[key] = _alias(tensor, anchor, hooks)
 
@@ -122,13 +123,15 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
     A change in place gives an alias another history, and torch another dictionary.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, siblings: Sequence[_AliasHooks]) -> None:
         super().__init__()
         self._tensor = weakref.ref(tensor)
+        self._siblings = siblings  # those of all aliases of one map
         self._moving: list[tuple[int, _MovedHook]] = []
         self._is_closed = False
 
     def __setitem__(self, key: int, hook: Hook) -> None:
+        self._wait_for_callers_tensors(hook)
         super().__setitem__(key, _do_nothing if self._is_closed else hook)
         self._moving.append((running.index, _MovedHook(hook, self, key)))
 
@@ -145,9 +148,37 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         """Return the hooks of another alias of the same tensor."""
         tensor = self._tensor()
         assert tensor is not None  # the call that is made again holds it
-        other = _AliasHooks(tensor)
+        other = _AliasHooks(tensor, self._siblings)
         other._moving = self._moving
         return other
+
+    def _wait_for_callers_tensors(self, hook: Hook) -> None:
+        """Let a hook of `register_multi_grad_hook(mode="all")` count the gradients of these, and not of aliases."""
+        nodes = _waited_for(hook)
+        for i, node in enumerate(nodes):
+            if self._is_sibling(node):
+                tensor = node.hooks._tensor()
+                assert tensor is not None  # the call that registers the hook holds it
+                nodes[i] = get_gradient_edge(tensor).node
+            elif self._is_computed_from_siblings(node):
+                raise RuntimeError(
+                    "register_multi_grad_hook: expected inputs of the call that registers it, parameters and tensors "
+                    f"from outside, got inputs together with what the call has computed from them ({node.name()}). "
+                    "Register one hook on the inputs and another on the rest: their gradients are those of two graphs."
+                )
+
+    def _is_sibling(self, node: Any) -> bool:
+        return type(node) is _ENTRY_NODE and cast(Any, node).hooks._siblings is self._siblings
+
+    def _is_computed_from_siblings(self, node: Node) -> bool:
+        seen, to_visit = {node}, [node]
+        for one in to_visit:  # grows
+            if self._is_sibling(one):
+                return True
+            below = [node for node, _ in one.next_functions if node is not None and node not in seen]
+            seen.update(below)
+            to_visit += below
+        return False
 
     def move(self) -> None:
         """Register the hooks on the caller's tensor, in the order of the calls."""
@@ -169,6 +200,16 @@ class _MovedHook:
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         return self._hook(grad) if self._key in self._hooks else None
+
+
+def _waited_for(hook: Any) -> list[Any]:
+    """Return the nodes that a hook of `register_multi_grad_hook(mode="all")` waits for, in its own list."""
+    while isinstance(hook, _MovedHook):
+        hook = hook._hook
+    if getattr(hook, "__module__", None) != register_multi_grad_hook.__module__:
+        return []
+    names = hook.__code__.co_freevars
+    return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else []
 
 
 def _do_nothing(grad: Tensor) -> None:

@@ -62,7 +62,12 @@ from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, has_any, is_wa
 from moe_autograd.autograd.module_results import CallResults, edge_of
 from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
 from moe_autograd.autograd.runs import is_tracing, run_calls
-from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched, sleeping_hooks
+from moe_autograd.autograd.sleeping_hooks import (
+    Ends,
+    let_hooks_sleep,
+    retained_grads_untouched,
+    sleeping_hooks,
+)
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part, split_backward
 from moe_autograd.autograd.statistics import Turns
 
@@ -82,7 +87,7 @@ class ModuleCall(CallResults):
     """
 
     non_differentiable: tuple[Tensor, ...] = ()
-    has_hooks = False  # whether hooks are to sleep in its backward
+    ends_with_hooks: Ends = frozenset()  # hooks that are to sleep in its backward
     boxes: Sequence[weakref.ref[Box]] = ()  # what it saved, where the caller has saved-tensor hooks
     turn: AbstractContextManager[object] = _NO_TURN  # in which its backward runs
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
@@ -222,8 +227,7 @@ class ModuleCall(CallResults):
         starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
         num_cuts = len(self.cuts)
         ends = [i for i in range(num_cuts) if wanted[i]]
-        nodes = [edge.node for edge, _ in starts] if self.has_hooks else ()
-        with sleeping_hooks(nodes), on_this_thread():
+        with sleeping_hooks([edge.node for edge, _ in starts], self.ends_with_hooks), on_this_thread():
             found, self._pending = split_backward(
                 [edge for edge, _ in starts],
                 [grad for _, grad in starts],
@@ -257,10 +261,7 @@ class ModuleCall(CallResults):
             grads: list[Tensor | None] = [None] * len(wanted)
             if not ends:
                 return grads
-            with (
-                sleeping_hooks([edge.node for edge, _ in starts] if self.has_hooks else ()),
-                on_this_thread(),
-            ):
+            with sleeping_hooks([edge.node for edge, _ in starts], self.ends_with_hooks), on_this_thread():
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
                 found = _engine_run_backward(
                     tuple([edge for edge, _ in starts]),
@@ -341,7 +342,7 @@ class JoinedModules(Joined):
         keep_graph: bool,
     ) -> list[Tensor | None]:
         for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
-            call.has_hooks = let_hooks_sleep([*call.leaves, *[tensor for _, tensor in call.cuts]])
+            call.ends_with_hooks = let_hooks_sleep([*call.leaves, *[tensor for _, tensor in call.cuts]])
             if has_any(grads):
                 for box in alive(call.boxes):
                     box.unpack_ahead()

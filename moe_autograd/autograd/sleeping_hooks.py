@@ -3,9 +3,10 @@
 A hook on a tensor belongs to the backward that the user started: it sees the whole gradient, once. But the engine
 runs the hooks of a leaf also where a gradient is only captured, as `torch.autograd.grad` of a call's own graph does.
 Removing and restoring hooks would race with other threads; so each is wrapped, once and for good, in one that does
-nothing in an inner backward. It tells an inner backward from one that the user starts inside a call by the engine's
-number for it, which the first node to run notes down. `Tensor.retain_grad` is such a hook in C++, which cannot be
-wrapped: what it adds is taken back.
+nothing in an inner backward that ends at its tensor. (One that passes through a tensor, which a call has computed for a
+map of its own, is the one that the hook belongs to.) It tells an inner backward from one that the user starts inside a
+call by the engine's number for it, which the first node to run notes down. `Tensor.retain_grad` is such a hook in C++,
+which cannot be wrapped: what it adds is taken back.
 
 They also sleep where there is no gradient. The engine walks the leaves of every call that is tied to the same node,
 also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors. A hook that runs
@@ -24,27 +25,29 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+Ends = frozenset[int]  # the tensors where an inner backward ends: the `id`s of their dictionaries of hooks
+
 
 class _Inner(threading.local):
     def __init__(self) -> None:
-        self.backwards: set[int] = set()  # the engine's numbers of the inner backwards on this thread
-        self.is_all = False  # whether every backward on this thread is an inner one
+        self.backwards: dict[int, Ends] = {}  # those on this thread, by the engine's numbers
+        self.of_all: Ends = frozenset()  # the ends of every backward on this thread
 
 
 _inner = _Inner()
 
 
 class _Sleeper:
-    """A tensor hook that does nothing in an inner backward."""
+    """A tensor hook that does nothing in an inner backward that ends at its tensor."""
 
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self._hook = hook
+    def __init__(self, hook: Callable[[Tensor], Tensor | None], end: int) -> None:
+        self._hook, self._end = hook, end
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
-        is_inner = _inner.is_all or torch._C._current_graph_task_id() in _inner.backwards
-        return None if is_inner else self._hook(grad)
+        ends = _inner.backwards.get(torch._C._current_graph_task_id(), _inner.of_all)
+        return None if self._end in ends else self._hook(grad)
 
 
 class _Before:
@@ -76,20 +79,20 @@ class _LateSleeper:
             self._hook(tensor)
 
 
-def let_hooks_sleep(tensors: Iterable[Tensor]) -> bool:
+def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
     """Wrap the hooks of tensors at which inner graphs end; called before each backward, for hooks come and go.
 
     Returns:
-        Whether there are any that would run in an inner backward.
+        Those that have hooks which would run in an inner backward.
     """
-    has_hooks = False
+    ends = set()
     for tensor in tensors:
         hooks = tensor._backward_hooks
         if hooks:
-            has_hooks = True
+            ends.add(id(hooks))
             for key, hook in hooks.items():
                 if not isinstance(hook, _Sleeper):
-                    hooks[key] = _Sleeper(hook)
+                    hooks[key] = _Sleeper(hook, id(hooks))
         late_hooks: Any = tensor._post_accumulate_grad_hooks
         if late_hooks:
             before = _Before(tensor.grad)
@@ -97,35 +100,36 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> bool:
                 if not isinstance(hook, _LateSleeper):
                     late_hooks[key] = hook = _LateSleeper(hook)
                 hook.before = before
-    return has_hooks
+    return frozenset(ends)
 
 
 @contextlib.contextmanager
-def sleeping_hooks(starts: Sequence[Node]) -> Iterator[None]:
-    """Run an inner backward that begins at `starts`: wrapped hooks do nothing in it."""
+def sleeping_hooks(starts: Sequence[Node], ends: Ends) -> Iterator[None]:
+    """Run an inner backward that begins at `starts`: wrapped hooks at its ends do nothing in it."""
     noted: list[int] = []
 
     def note(_: object) -> None:
         noted.append(torch._C._current_graph_task_id())
-        _inner.backwards.add(noted[-1])
+        _inner.backwards[noted[-1]] = ends
 
-    handles = [node.register_prehook(note) for node in starts]
+    handles = [node.register_prehook(note) for node in starts] if ends else []
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        _inner.backwards.difference_update(noted)
+        for number in noted:
+            _inner.backwards.pop(number, None)
 
 
 @contextlib.contextmanager
-def all_hooks_sleep() -> Iterator[None]:
-    """Run inner backwards, wherever they begin: wrapped hooks do nothing on this thread."""
-    outer, _inner.is_all = _inner.is_all, True
+def all_hooks_sleep(ends: Ends) -> Iterator[None]:
+    """Run inner backwards, wherever they begin: wrapped hooks at these ends do nothing on this thread."""
+    outer, _inner.of_all = _inner.of_all, _inner.of_all | ends
     try:
         yield
     finally:
-        _inner.is_all = outer
+        _inner.of_all = outer
 
 
 @contextlib.contextmanager

@@ -1,0 +1,129 @@
+"""Hooks that a call registers on several tensors at once (`register_multi_grad_hook`), or for a map of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd import parallel_apply
+from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.histories import copied, leaf
+
+WATCHED: dict[
+    str, Callable[..., list[Tensor]]
+] = {  # of two inputs, a parameter, a tensor of a closure, a result
+    "one input": lambda x, y, w, h, z: [x],
+    "inputs": lambda x, y, w, h, z: [x, y],
+    "an input and a parameter": lambda x, y, w, h, z: [w, x],
+    "an input and a tensor from outside": lambda x, y, w, h, z: [x, h],
+    "what it has computed": lambda x, y, w, h, z: [z],
+}
+NUM_CALLS = 3
+
+
+def calls_that_watch(apply: MapFunction, watched: Callable[..., list[Tensor]]) -> Any:
+    xs, ys, ws = ([leaf(i + j) for i in range(NUM_CALLS)] for j in (1, 4, 7))
+    inputs = [(xs[0], ys[0]), (xs[1] * 2, ys[1]), (copied(xs[2]), copied(ys[2]))]
+    h = copied(leaf(9))
+    seen: list[list[Any]] = [[] for _ in range(NUM_CALLS)]
+
+    def note(index: int, grads: Any) -> None:
+        seen[index].append([None if grad is None else grad.clone() for grad in grads])
+
+    def call(index: int, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        z = x * y * ws[index] * h
+        register_multi_grad_hook(watched(x, y, ws[index], h, z), functools.partial(note, index))
+        return z.sin()
+
+    results = apply([functools.partial(call, i, h) for i in range(NUM_CALLS)], inputs)
+    results[0].sum().backward(retain_graph=True)
+    (results[1] + results[2]).sum().backward(inputs=[xs[1], ys[2]], retain_graph=True)
+    sum(result.sum() for result in results).backward()
+    return seen, [t.grad for t in (*xs, *ys, *ws)]
+
+
+@pytest.mark.parametrize("watched", WATCHED.values(), ids=WATCHED)
+def test_a_hook_on_several_tensors_of_a_call_sees_the_gradients_of_all(watched: Any) -> None:
+    said = assert_same_program(
+        functools.partial(calls_that_watch, watched=watched),
+        native_apply=one_after_another,
+        mapped_apply=parallel_apply,
+        tolerance=1e-12,
+    )
+    assert not isinstance(said, Raised)
+
+
+def test_a_hook_on_inputs_is_registered_again_by_a_second_run() -> None:
+    def checkpointed(modules: Any, inputs: Any) -> list[Any]:
+        return [checkpoint(m, *x, use_reentrant=False) for m, x in zip(modules, inputs, strict=True)]
+
+    said = assert_same_program(
+        functools.partial(calls_that_watch, watched=WATCHED["inputs"]),
+        native_apply=checkpointed,
+        mapped_apply=functools.partial(parallel_apply, recompute=True),
+        tolerance=1e-12,
+    )
+    assert not isinstance(said, Raised)
+
+
+def test_a_hook_on_inputs_in_a_map_within_a_map() -> None:
+    def program(apply: MapFunction) -> Any:
+        xs, ys = [leaf(1), leaf(2)], [leaf(3), leaf(4)]
+        seen: list[list[Any]] = [[], []]
+
+        def inner(index: int, x: Tensor, y: Tensor) -> Tensor:
+            register_multi_grad_hook([x, y], lambda grads: seen[index].append([g.clone() for g in grads]))
+            return x * y
+
+        def outer(index: int, x: Tensor, y: Tensor) -> Tensor:
+            return sum(apply([functools.partial(inner, index), torch.add], [(x, y), (x, y)]))  # type: ignore[return-value]
+
+        results = apply([functools.partial(outer, i) for i in range(2)], list(zip(xs, ys, strict=True)))
+        sum(result.sum() for result in results).backward()
+        return seen, [t.grad for t in (*xs, *ys)]
+
+    said = assert_same_program(
+        program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=1e-12
+    )
+    assert not isinstance(said, Raised)
+
+
+def test_a_hook_on_an_input_and_on_what_the_call_computed_from_it_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"expected inputs of the call .* got inputs together with"
+    ) as caught:
+        calls_that_watch(parallel_apply, lambda x, y, w, h, z: [x, z])
+    assert "raised by call 0" in str(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+def test_a_hook_on_what_a_call_computes_for_a_map_of_its_own_runs_though_others_sleep(options: Any) -> None:
+    """Those of the weight sleep in the call's own backward, which passes through the tensor and ends at the weight."""
+
+    def program(apply: MapFunction) -> Any:
+        xs, weight = [leaf(1), leaf(2)], leaf(3)
+        seen: list[Tensor] = []
+        weight.register_hook(lambda grad: seen.append(grad.clone()))
+
+        def call(x: Tensor) -> Tensor:
+            y = x * weight
+            y.register_hook(lambda grad: grad * 2)
+            return sum(apply([torch.sin, torch.cos], [(y,), (x,)]))  # type: ignore[return-value]
+
+        sum(result.sum() for result in apply([call, call], [(x,) for x in xs])).backward()
+        return seen, weight.grad, [x.grad for x in xs]
+
+    said = assert_same_program(
+        program,
+        native_apply=one_after_another,
+        mapped_apply=functools.partial(parallel_apply, **options),
+        tolerance=1e-12,
+    )
+    assert not isinstance(said, Raised)
