@@ -239,6 +239,10 @@ class ModuleCall(CallResults):
             grads[i] = grad
         return grads
 
+    def tensors_at_ends(self) -> list[Tensor]:
+        """Return the tensors that its inner graph ends at."""
+        return [*self.leaves, *[tensor for _, tensor in self.cuts]]
+
     def take_pending(self) -> PendingWeightGradients | None:
         """Return what is left of its backward, if anything."""
         pending, self._pending = self._pending, None
@@ -261,7 +265,8 @@ class ModuleCall(CallResults):
             grads: list[Tensor | None] = [None] * len(wanted)
             if not ends:
                 return grads
-            with sleeping_hooks([edge.node for edge, _ in starts], self.ends_with_hooks), on_this_thread():
+            nodes = [edge.node for edge, _ in starts]
+            with sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends), on_this_thread():
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
                 found = _engine_run_backward(
                     tuple([edge for edge, _ in starts]),
@@ -342,7 +347,7 @@ class JoinedModules(Joined):
         keep_graph: bool,
     ) -> list[Tensor | None]:
         for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
-            call.ends_with_hooks = let_hooks_sleep([*call.leaves, *[tensor for _, tensor in call.cuts]])
+            call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
             if has_any(grads):
                 for box in alive(call.boxes):
                     box.unpack_ahead()

@@ -22,6 +22,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from moe_autograd.autograd.entry import entered_again
+from moe_autograd.autograd.sleeping_hooks import let_new_hooks_sleep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +70,11 @@ class Recompute:
 
 
 def _run(call: Callable[..., Any], kwargs: dict[str, Any], /, *args: Any) -> Any:
-    with entered_again(args) as entered:
-        return call(*entered, **kwargs)
+    try:
+        with entered_again(args) as entered:
+            return call(*entered, **kwargs)
+    finally:
+        let_new_hooks_sleep()
 
 
 def as_recompute(option: bool | Recompute) -> Recompute | None:

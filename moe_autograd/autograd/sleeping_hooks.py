@@ -32,6 +32,9 @@ class _Inner(threading.local):
     def __init__(self) -> None:
         self.backwards: dict[int, Ends] = {}  # those on this thread, by the engine's numbers
         self.of_all: Ends = frozenset()  # the ends of every backward on this thread
+        self.running: list[
+            tuple[Callable[[], Iterable[Tensor]], list[int]]
+        ] = []  # their ends, and their numbers
 
 
 _inner = _Inner()
@@ -104,8 +107,16 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
 
 
 @contextlib.contextmanager
-def sleeping_hooks(starts: Sequence[Node], ends: Ends) -> Iterator[None]:
-    """Run an inner backward that begins at `starts`: wrapped hooks at its ends do nothing in it."""
+def sleeping_hooks(
+    starts: Sequence[Node], ends: Ends, tensors: Callable[[], Iterable[Tensor]] = tuple
+) -> Iterator[None]:
+    """Run an inner backward that begins at `starts`: wrapped hooks at its ends do nothing in it.
+
+    Args:
+        starts: where it begins.
+        ends: what `let_hooks_sleep` said.
+        tensors: returns those at which it ends, to be asked when there may be more hooks.
+    """
     noted: list[int] = []
 
     def note(_: object) -> None:
@@ -113,13 +124,24 @@ def sleeping_hooks(starts: Sequence[Node], ends: Ends) -> Iterator[None]:
         _inner.backwards[noted[-1]] = ends
 
     handles = [node.register_prehook(note) for node in starts] if ends else []
+    _inner.running.append((tensors, noted))
     try:
         yield
     finally:
+        _inner.running.pop()
         for handle in handles:
             handle.remove()
         for number in noted:
             _inner.backwards.pop(number, None)
+
+
+def let_new_hooks_sleep() -> None:
+    """Wrap what a forward that runs again, in an inner backward, has registered where this backward ends."""
+    number = torch._C._current_graph_task_id()
+    if _inner.running and number != -1:
+        tensors, noted = _inner.running[-1]
+        noted.append(number)
+        _inner.backwards[number] = let_hooks_sleep(tensors())
 
 
 @contextlib.contextmanager

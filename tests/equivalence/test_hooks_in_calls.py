@@ -13,6 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import parallel_apply
+from moe_autograd.autograd.recompute import Recompute
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.histories import copied, leaf
 
@@ -125,5 +126,62 @@ def test_a_hook_on_what_a_call_computes_for_a_map_of_its_own_runs_though_others_
         native_apply=one_after_another,
         mapped_apply=functools.partial(parallel_apply, **options),
         tolerance=1e-12,
+    )
+    assert not isinstance(said, Raised)
+
+
+def checkpointed_loop(modules: Any, inputs: Any, *, recompute: bool | Recompute) -> list[Any]:
+    return [
+        checkpoint(m, *x, use_reentrant=False, early_stop=False) if recompute else m(*x)
+        for m, x in zip(modules, inputs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("watched", ["input", "weight"])
+@pytest.mark.parametrize("outer", [False, True], ids=["outer kept", "outer recomputed"])
+@pytest.mark.parametrize("inner", [False, True], ids=["inner kept", "inner recomputed"])
+def test_hooks_in_nested_maps_run_as_often_as_under_nested_checkpoints(
+    watched: str, outer: bool, inner: bool
+) -> None:
+    """A second run registers its hooks again, also on the weight where the inner backwards end.
+
+    Not with an early stop, which in a loop comes before the last call, and among concurrent calls when all have run.
+    """
+    to_the_end = Recompute(early_stop=False)
+
+    def program(apply: MapFunction) -> Any:
+        x, weight = leaf(1), leaf(3)
+        seen: dict[Any, list[float]] = {}
+
+        def watch(tensor: Tensor, name: Any) -> None:
+            def hook(grad: Tensor) -> Tensor:
+                seen.setdefault(name, []).append(round(grad.sum().item(), 6))
+                return grad * 2
+
+            tensor.register_hook(hook)
+
+        def inner_call(name: Any, x: Tensor) -> Tensor:
+            watch(x if watched == "input" else weight, name)
+            return (x * weight).sin()
+
+        def call(name: int, x: Tensor) -> Tensor:
+            calls = [functools.partial(inner_call, (name, i)) for i in range(2)]
+            watch(x if watched == "input" else weight, name)
+            return sum(apply(calls, [(x,), (x * 2,)], recompute=inner and to_the_end))  # type: ignore[return-value]
+
+        inputs = [(x * 1,), (x * 2,)]
+        results = apply(
+            [functools.partial(call, i) for i in range(2)], inputs, recompute=outer and to_the_end
+        )
+        sum(result.sum() for result in results).backward()
+        return {name: sorted(grads) for name, grads in seen.items()}, x.grad, weight.grad
+
+    def on_input_or_weight(apply: MapFunction) -> Any:
+        seen, *grads = program(apply)
+        # On one weight the order in which hooks of different calls are registered is nobody's promise.
+        return seen if watched == "input" else sorted(len(own) for own in seen.values()), grads
+
+    said = assert_same_program(
+        on_input_or_weight, native_apply=checkpointed_loop, mapped_apply=parallel_apply, tolerance=1e-9
     )
     assert not isinstance(said, Raised)
