@@ -203,7 +203,8 @@ def parallel_apply(
 
     Raises:
         ValueError: lists of different lengths; `max_concurrency` less than 1.
-        TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do.
+        TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do. Another
+            `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
         RuntimeError: calls that share a module have changed its buffers side by side (`statistics`).
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call.

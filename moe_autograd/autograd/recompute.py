@@ -81,6 +81,11 @@ def as_recompute(option: bool | Recompute) -> Recompute | None:
     """Return how to recompute; `None`: not at all."""
     if isinstance(option, Recompute):
         return option
+    if not isinstance(option, bool):
+        raise TypeError(
+            f"recompute: expected True, False or a Recompute, got {option!r}. Options of "
+            "torch.utils.checkpoint go into Recompute(...)."
+        )
     return Recompute() if option else None
 
 

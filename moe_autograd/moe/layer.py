@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd.autograd.parallel import check_max_concurrency, parallel_apply
-from moe_autograd.autograd.recompute import Recompute
+from moe_autograd.autograd.recompute import Recompute, as_recompute
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch, select
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import Rests, Tolerance
@@ -107,6 +107,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         num_experts = _num_experts_of(router)
         check_max_concurrency("MixtureOfExperts", max_concurrency)
+        as_recompute(recompute)  # refuses what is none
         self.router = router
         self.experts = _as_module_list(experts)
         self.max_concurrency = max_concurrency

@@ -281,3 +281,12 @@ def test_only_inputs_are_kept_and_nothing_after_the_backward() -> None:
         torch.stack(outputs).sum().backward()
         assert sum(one() is not None for one in alive) == 0
         assert len(alive) == (16 if recompute else 8)
+
+
+@pytest.mark.parametrize("option", ["none", {"early_stop": False}, 1, None])
+def test_another_option_is_refused_by_maps_and_layers(option: Any) -> None:
+    expected = "recompute: expected True, False or a Recompute, got "
+    with pytest.raises(TypeError, match=expected):
+        parallel_apply([nn.Identity()], [(torch.ones(3),)], recompute=option)
+    with pytest.raises(TypeError, match=expected):
+        MixtureOfExperts(TopKRouter(4, 1, top_k=1), [nn.Identity()], recompute=option)
