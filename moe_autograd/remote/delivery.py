@@ -186,7 +186,8 @@ class Delivery:
         outcomes = exchange(self._channel(address), rpc, requests, terms)
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome = outcome
-        self._note_outcomes(address, outcomes)
+        if not operation.cancellation.wait(0.0):  # else it has failed here, and not there
+            self._note_outcomes(address, outcomes)
 
     def _elsewhere(self, address: str, rpc: str, jobs: Sequence[Job]) -> list[str | None]:
         """Return for each job another server that may be asked too; for changes there is none."""

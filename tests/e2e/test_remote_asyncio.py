@@ -124,6 +124,7 @@ def test_cancelling_a_task_reaches_the_server_which_does_not_begin_what_waits_th
     with Holding(phase) as holding, connect(server.address) as others:
         asyncio.run(main(holding, [others["ffn.0"], holding.experts["held"]]))  # it waits for its threads
         wait_until_inside(holding.server, 1)
+        assert not holding.experts.connection._finding.placement.is_lost(holding.server.address)
         holding.let_go()
         assert holding.experts["held"](X).shape == (1, 4)  # the connection goes on
         assert holding.held.num_begun == (2 if phase == "forward" else 1)
