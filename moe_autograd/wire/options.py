@@ -34,6 +34,8 @@ CHANNEL_OPTIONS: tuple[ChannelOption, ...] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),  # ours know what is safe to repeat
+    # grpc would go through the environment's proxy for web pages, to a server on this very machine as well.
+    ("grpc.enable_http_proxy", 0),
 )
 
 SERVER_OPTIONS: tuple[ChannelOption, ...] = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from moe_autograd.errors import (
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import connect
 from moe_autograd.remote.channel import Channel
+from tests.support.subprocesses import ROOT, assert_prints
 
 
 class Failing(nn.Module):
@@ -243,3 +246,29 @@ class TestInputsOfAnotherShape:
     def test_a_server_that_is_not_certain_says_nothing(self, shapes):
         assert shapes["any"].hosted.inputs == ()
         assert torch.equal(shapes["any"](torch.ones(3).long()), torch.ones(3).long())
+
+
+def test_a_proxy_for_web_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc asks the one of the environment, also for a server on this machine."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ExpertsServer({"e": nn.Linear(4, 4)}) as server:
+        assert_prints(
+            f"""
+            import torch
+            from moe_autograd.remote import connect
+            with connect({server.address!r}) as experts:
+                print(tuple(experts["e"](torch.ones(2, 4)).shape))
+            """,
+            "(2, 4)",
+        )
+        info = subprocess.run(
+            [sys.executable, "-m", "experts_server", "info", server.address],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (info.returncode, info.stderr) == (0, "")
