@@ -98,9 +98,9 @@ class Entrance:
         tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}
         if not tensors:
             return
-        anchor = torch.empty(0, requires_grad=True)
+        anchor, entrance = torch.empty(0, requires_grad=True), object()
         for key, tensor in tensors.items():
-            hooks = _AliasHooks(tensor, self._hooks)
+            hooks = _AliasHooks(tensor, entrance)
             self._hooks.append(hooks)
             self.aliases[key] = _alias(tensor, anchor, hooks)
 
@@ -123,10 +123,10 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
     A change in place gives an alias another history, and torch another dictionary.
     """
 
-    def __init__(self, tensor: Tensor, siblings: Sequence[_AliasHooks]) -> None:
+    def __init__(self, tensor: Tensor, entrance: object) -> None:
         super().__init__()
         self._tensor = weakref.ref(tensor)
-        self._siblings = siblings  # those of all aliases of one map
+        self._entrance = entrance  # the same for all aliases of one map; a token, which leads to nothing
         self._moving: list[tuple[int, _MovedHook]] = []
         self._is_closed = False
 
@@ -148,7 +148,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         """Return the hooks of another alias of the same tensor."""
         tensor = self._tensor()
         assert tensor is not None  # the call that is made again holds it
-        other = _AliasHooks(tensor, self._siblings)
+        other = _AliasHooks(tensor, self._entrance)
         other._moving = self._moving
         return other
 
@@ -168,7 +168,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
                 )
 
     def _is_sibling(self, node: Any) -> bool:
-        return type(node) is _ENTRY_NODE and cast(Any, node).hooks._siblings is self._siblings
+        return type(node) is _ENTRY_NODE and cast(Any, node).hooks._entrance is self._entrance
 
     def _is_computed_from_siblings(self, node: Node) -> bool:
         seen, to_visit = {node}, [node]

@@ -23,7 +23,9 @@ from moe_autograd import (
     run_isolated_backward,
     run_isolated_forward,
 )
+from tests.support.functions_context import SavesInput
 from tests.support.functions_waiting import PATIENCE_S
+from tests.support.histories import Copies, copied, leaf
 
 NUM_CALLS = 6
 
@@ -252,3 +254,32 @@ def test_idle_workers_hold_nothing() -> None:
     torch.stack(results).sum().backward()
     del inputs, results
     assert watch.alive == 0
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("kind", ["functions", "modules"])
+def test_passes_leave_nothing_for_the_collector(kind: str, is_apart: bool) -> None:
+    """Neither do backwards through some results, and those that fail."""
+
+    def one_pass() -> None:
+        xs = [leaf(i) for i in range(3)]
+        inputs = [(copied(x) if is_apart else x,) for x in xs]
+        if kind == "functions":
+            results = list(map_with_parallel_backward(SavesInput, *inputs))
+        else:
+            results = parallel_apply([lambda x: x.sin() * x] * 3, inputs)
+        results[0].sum().backward(retain_graph=True)
+        handle = results[1].register_hook(lambda grad: grad[5])
+        with pytest.raises(IndexError):
+            sum(result.sum() for result in results).backward(retain_graph=True)
+        handle.remove()
+        sum(result.sum() for result in results).backward()
+        Copies.ran.clear()
+
+    def num_objects() -> int:
+        for _ in range(20):
+            one_pass()
+        return len(gc.get_objects())
+
+    num_objects()
+    assert num_objects() >= num_objects() - 20, "something is left by each pass"
