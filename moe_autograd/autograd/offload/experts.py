@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from moe_autograd._random import running, take_places
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
+from moe_autograd.autograd.offload.checks import check_choices, check_hooks
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.shared import SharedResidency
@@ -133,7 +134,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         update: Literal["on_step", "on_backward"] = "on_step",
         device: torch.device | str | None = None,
     ) -> None:
-        _check_choices(num_microbatches, update, max_resident_bytes, beside)
+        check_choices(num_microbatches, update, max_resident_bytes, beside)
         self._num_microbatches = num_microbatches
         self._anchor = torch.empty(0, requires_grad=True) if optimizer else None
         modules = (module if device is None else module.to(device) for module in experts)
@@ -160,7 +161,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         updates_on_backward: bool,
     ) -> None:
         name = f"expert-{len(self._shared.held):05}"
-        _refuse_hooks_after_accumulation(name, module)
+        check_hooks(name, module)
         held = HeldExpert(name, module, optimizer, self.residency, updates_on_backward)
         self.residency.check_fits(held.parts_to_update())
         self._held.append(held)
@@ -332,33 +333,6 @@ def read_ahead(*layers: OffloadedExperts) -> None:
 
 def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
     return [part for held in reversed(experts) for part in held.parts_for_backward()]
-
-
-def _check_choices(
-    num_microbatches: int | None, update: str, max_resident_bytes: int | None, beside: OffloadedExperts | None
-) -> None:
-    if num_microbatches is not None and num_microbatches < 1:
-        raise ValueError(
-            f"OffloadedExperts: expected num_microbatches of at least 1 or None, got {num_microbatches}."
-        )
-    if (max_resident_bytes is None) == (beside is None):
-        raise ValueError(
-            "OffloadedExperts: expected max_resident_bytes or beside, got "
-            f"max_resident_bytes={max_resident_bytes} and beside={beside!r}. Pass one of them."
-        )
-    if update not in ("on_step", "on_backward"):
-        raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
-
-
-def _refuse_hooks_after_accumulation(name: str, module: nn.Module) -> None:
-    """Complain of hooks that would never run: nothing is accumulated in `.grad`."""
-    for parameter_name, parameter in module.named_parameters():
-        hooks = parameter._post_accumulate_grad_hooks  # a dict or None
-        if hooks:
-            raise ValueError(
-                f"OffloadedExperts: expected no post-accumulate-grad hooks, got {len(hooks)} on {parameter_name} of "
-                f"{name}, whose gradients are not in .grad. Remove them; update='on_backward' updates in the backward."
-            )
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -109,6 +109,7 @@ class Resident:
 
     def __init__(self, limit_bytes: int, device: torch.device) -> None:
         self.buffers = Buffers(limit_bytes, device)
+        self.come_in_bytes = 0  # since memory was given back (Rule 5 of `residency`)
         self._order: OrderedDict[Part, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Part]:
@@ -121,6 +122,7 @@ class Resident:
         """Give a part a buffer of undefined bytes; there is room."""
         part.buffer = self.buffers.take(part.layout.num_bytes)
         self._order[part] = None
+        self.come_in_bytes += part.layout.num_bytes
 
     def put_out(self, part: Part) -> None:
         """Take a part's buffer away."""

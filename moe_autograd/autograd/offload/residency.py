@@ -24,12 +24,11 @@ Rules:
 5. Whenever a sixteenth of the limit has come in, memory that others have freed in the meantime is given back to the
    system: what computes between the moves is not counted, but should not pile up.
 
-State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_wishes`, `_to_write`, `_holders`,
-`_come_in_bytes` since memory was given back, `_error`, whether the movers move. Reading and writing happen with the
-lock released, on parts that are marked so.
+State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `_holders`, `_free_names`,
+`known_bytes`, `_is_closed`. Reading and writing happen with the lock released, on parts that are marked so.
 
-Which parts are in memory and who leaves first is in `parts`, what is written next in `to_write`, who waits for whom in
-`holders`, the threads in `background`.
+Which parts are in memory and who leaves first is in `parts`, what is read and written in `transfers`, in which order
+in `to_write`, who waits for whom in `holders`, the threads in `background`.
 """
 
 from __future__ import annotations
@@ -37,19 +36,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
-from moe_autograd.autograd.offload.background import Apart, Mover
+from moe_autograd.autograd.offload.background import Apart
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.holders import Holders
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.stores import Store
-from moe_autograd.autograd.offload.to_write import ToWrite
+from moe_autograd.autograd.offload.transfers import Transfers
 
 T = TypeVar("T")
 
@@ -70,16 +68,11 @@ class Residency:
         self.known_bytes = 0  # of all parts, resident or not
         self._lock = threading.Condition()
         self._resident = Resident(limit_bytes, device)
-        self._wishes: OrderedDict[Part, None] = OrderedDict()
-        self._to_write = ToWrite()
+        self._transfers = Transfers(self._lock, self._resident, store)
         self._holders = Holders()
         self._free_names: dict[tuple[str, int], list[str]] = {}
         self._serial_numbers = itertools.count()
-        self._error: BaseException | None = None
-        self._come_in_bytes = 0
         self._is_closed = False
-        self._reader = Mover("offload-read", self._lock, self._next_wish, self._grant)
-        self._writer = Mover("offload-write", self._lock, self._to_write.take_next, self._write)
         self._apart = Apart("offload-update")
 
     def __repr__(self) -> str:
@@ -156,18 +149,16 @@ class Residency:
         self._check_is_open()
         with self._lock:
             for part in parts:
-                if part.buffer is None:
-                    self._wishes[part] = None
-                else:
-                    part.is_wished = True
-            self._start_reading()
+                self._transfers.wish(part)
+            self._transfers.start_reading()
 
     def forget_wishes(self, parts: Iterable[Part] | None = None) -> None:
         """Withdraw wishes (`None`: all) that were not granted, and treat those granted as used."""
         with self._lock:
-            for part in [*self._wishes, *self._resident] if parts is None else parts:
-                self._wishes.pop(part, None)
-                part.is_wished = False
+            if parts is None:
+                self._transfers.withdraw_all()
+            for part in [*self._resident] if parts is None else parts:
+                self._transfers.withdraw(part)
 
     def not_soon(self, parts: Iterable[Part]) -> None:
         """Say that others are needed before these, so that these leave first."""
@@ -179,13 +170,13 @@ class Residency:
         """Let a part forget its bytes, as `discard` does, though somebody may hold it."""
         with self._lock:
             part.is_stored = part.is_changed = False
-            self._wishes.pop(part, None)
+            self._transfers.withdraw(part)
         self.not_soon([part])
 
     def discard(self, part: Part) -> None:
         """Let a part that nobody holds forget its bytes; the store keeps the place for the next."""
         with self._lock:
-            self._wishes.pop(part, None)
+            self._transfers.withdraw(part)
             while part.is_busy:
                 self._lock.wait()
             if part.buffer is not None:
@@ -226,18 +217,20 @@ class Residency:
         with self._lock:
             for part in self._resident:
                 if part.is_changed:
-                    self._to_write.add_though_held(part)
-            self._start_writing()
-            while self._error is None and (self._to_write.has_some_though_held or self._is_any_busy()):
+                    self._transfers.to_write.add_though_held(part)
+            self._transfers.start_writing()
+            while not self._transfers.has_failed and (
+                self._transfers.to_write.has_some_though_held or self._transfers.is_any_busy
+            ):
                 self._lock.wait()
-            self._raise_error()
+            self._transfers.raise_error()
 
     def drop_all(self) -> None:
         """Take every part that nobody holds out of memory, without writing it."""
         with self._lock:
-            self._wishes.clear()
-            self._to_write.clear()
-            while self._is_any_busy():
+            self._transfers.withdraw_all()
+            self._transfers.to_write.clear()
+            while self._transfers.is_any_busy:
                 self._lock.wait()
             for part in [part for part in self._resident if part.num_holders == 0]:
                 self._resident.put_out(part)
@@ -245,10 +238,10 @@ class Residency:
     def freed(self, num_bytes: int) -> None:
         """Say that as much memory beside the buffers was let go of (Rule 5)."""
         with self._lock:
-            self._come_in_bytes += num_bytes
-            gives_back = self._come_in_bytes > self.limit_bytes / 16
+            self._resident.come_in_bytes += num_bytes
+            gives_back = self._resident.come_in_bytes > self.limit_bytes / 16
             if gives_back:
-                self._come_in_bytes = 0
+                self._resident.come_in_bytes = 0
         if gives_back:
             give_back_freed_memory()
 
@@ -269,16 +262,16 @@ class Residency:
         """Finish what is being read and written, and end the threads."""
         with self._lock:
             self._is_closed = True
-            self._wishes.clear()
-        for thread in (self._reader, self._writer, self._apart):
-            thread.close()
+            self._transfers.withdraw_all()
+        self._transfers.close()
+        self._apart.close()
 
     def _acquire(self, parts: Sequence[Part]) -> None:
         self.check_fits(parts)
         self._check_is_open()
         with self._lock:
             while not self._try_to_take(parts):
-                self._raise_error()
+                self._transfers.raise_error()
                 with self._holders.waiting():
                     self._check_for_deadlock(parts)
                     self._lock.wait()
@@ -286,16 +279,16 @@ class Residency:
             missing = [part for part in parts if part.is_reading]
         try:
             while missing:
-                self._read(missing.pop())
+                self._transfers.read(missing.pop())
         except BaseException:
-            self._give_back(missing)
+            with self._lock:
+                self._transfers.give_back(missing)
             self._let_go(parts)
             raise
 
     def _check_for_deadlock(self, parts: Sequence[Part]) -> None:
         """Rule 2's exception."""
-        is_moving = self._is_any_busy() or self._writer.is_moving
-        if not is_moving and self._holders.all_wait:
+        if not self._transfers.is_moving and self._holders.all_wait:
             needed = sum(part.layout.num_bytes for part in parts if part.buffer is None)
             held = sum(part.layout.num_bytes for part in self._resident if part.num_holders)
             raise RuntimeError(
@@ -303,15 +296,6 @@ class Residency:
                 f"{held} of {self.limit_bytes} held by calls that all wait for more. Raise max_resident_bytes, or "
                 "do not checkpoint around experts with num_microbatches."
             )
-
-    def _is_any_busy(self) -> bool:
-        return any(part.is_busy for part in self._resident)
-
-    def _give_back(self, unread: Sequence[Part]) -> None:
-        with self._lock:
-            for part in unread:
-                part.is_reading = False
-                self._resident.put_out(part)
 
     def _check_is_open(self) -> None:
         if self._is_closed:
@@ -322,16 +306,16 @@ class Residency:
         if any(part.is_reading for part in parts):
             return False
         absent = [part for part in parts if part.buffer is None]
-        if not self._make_room(sum(part.layout.num_bytes for part in absent), keep=parts, spare_wished=False):
+        if not self._transfers.make_room(
+            sum(part.layout.num_bytes for part in absent), keep=parts, spare_wished=False
+        ):
             return False
         for part in absent:
-            self._take_in(part)
-            part.is_reading = True
+            self._transfers.take_in(part)
         for part in parts:
             part.num_holders += 1
-            part.is_wished = False
             self._resident.used(part)
-            self._wishes.pop(part, None)
+            self._transfers.withdraw(part)
         return True
 
     def _let_go(self, parts: Sequence[Part]) -> None:
@@ -341,9 +325,9 @@ class Residency:
             for part in parts:
                 part.num_holders -= 1
                 if part.is_changed and self.known_bytes > self.limit_bytes:
-                    self._to_write.add(part)  # Rule 4
-            self._start_writing()
-            self._start_reading()
+                    self._transfers.to_write.add(part)  # Rule 4
+            self._transfers.start_writing()
+            self._transfers.start_reading()
             self._lock.notify_all()
         self.freed(0)
 
@@ -351,80 +335,3 @@ class Residency:
         """Wait for what this thread has started on the device, and may still use buffers."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
-        """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
-        if self._resident.has_room(num_bytes):
-            return True
-        for part in self._resident.make_room(num_bytes, keep, spare_wished):
-            self._to_write.add_first(part)
-        self._start_writing()
-        return self._resident.has_room(num_bytes)
-
-    def _take_in(self, part: Part) -> None:
-        self._resident.take_in(part)
-        self._come_in_bytes += part.layout.num_bytes
-
-    def _read(self, part: Part) -> None:
-        """Fill a busy part, with the lock released. If that fails it is absent again."""
-        assert part.buffer is not None
-        try:
-            if part.is_stored:
-                self.store.read(part.name, part.buffer)
-        except BaseException:
-            with self._lock:
-                part.is_reading = False
-                self._resident.put_out(part)
-                self._lock.notify_all()
-            raise
-        with self._lock:
-            part.attach(part.buffer)
-            part.is_reading = False
-            self._lock.notify_all()
-
-    def _start_reading(self) -> None:
-        if self._wishes:
-            self._reader.start()
-
-    def _next_wish(self) -> Part | None:
-        """Rule 3: what was wished for, as long as there is room; asked again when there is more."""
-        while self._wishes:
-            part = next(iter(self._wishes))
-            if part.buffer is None:
-                if not self._make_room(part.layout.num_bytes, keep=(), spare_wished=True):
-                    return None
-                self._take_in(part)
-                part.is_reading = part.is_wished = True
-                del self._wishes[part]
-                return part
-            del self._wishes[part]
-        return None
-
-    def _grant(self, part: Part) -> None:
-        with contextlib.suppress(Exception):  # whoever needs it reads again, and is told
-            self._read(part)
-
-    def _start_writing(self) -> None:
-        if self._to_write.has_next:
-            self._writer.start()
-
-    def _write(self, part: Part) -> None:
-        assert part.buffer is not None
-        error: BaseException | None = None
-        try:
-            self.store.write(part.name, part.layout, part.buffer)
-        except BaseException as raised:  # raised again by the next who waits
-            error = raised
-        with self._lock:
-            part.is_writing = False
-            if error is None:
-                part.is_stored = True
-                self._start_reading()
-            else:
-                self._error, part.is_changed = error, True
-            self._lock.notify_all()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise OSError(f"OffloadedExperts: expected the store to take a part, got {error}.") from error

@@ -1,0 +1,156 @@
+"""Moves parts between memory and the store: those that are wished for, and those that were changed.
+
+Two threads in the background do so (Rules 3 and 4 of `residency`); whoever cannot wait reads for himself. `Residency`
+has the lock, and holds it where it calls anything here, but for `read` and `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from moe_autograd.autograd.offload.background import Mover
+from moe_autograd.autograd.offload.parts import Part, Resident
+from moe_autograd.autograd.offload.stores import Store
+from moe_autograd.autograd.offload.to_write import ToWrite
+
+
+class Transfers:
+    """Reads and writes parts, which are marked meanwhile; the lock is not held then.
+
+    Args:
+        lock: guards the parts and all state here; told whenever a part is no longer marked.
+        resident: the parts in memory.
+        store: where the rest is.
+    """
+
+    def __init__(self, lock: threading.Condition, resident: Resident, store: Store) -> None:
+        self.to_write = ToWrite()
+        self._wishes: OrderedDict[Part, None] = OrderedDict()
+        self._lock, self._resident, self._store = lock, resident, store
+        self._error: BaseException | None = None
+        self._reader = Mover("offload-read", lock, self._next_wish, self._grant)
+        self._writer = Mover("offload-write", lock, self.to_write.take_next, self._write)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether any part is being read or written, or about to be written."""
+        return self.is_any_busy or self._writer.is_moving
+
+    @property
+    def is_any_busy(self) -> bool:
+        """Whether any part is being read or written."""
+        return any(part.is_busy for part in self._resident)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the store failed to take a part, and nobody was told yet."""
+        return self._error is not None
+
+    def raise_error(self) -> None:
+        """Tell of it: the next who waits hears what failed in the background."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise OSError(f"OffloadedExperts: expected the store to take a part, got {error}.") from error
+
+    def make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
+        """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
+        if self._resident.has_room(num_bytes):
+            return True
+        for part in self._resident.make_room(num_bytes, keep, spare_wished):
+            self.to_write.add_first(part)
+        self.start_writing()
+        return self._resident.has_room(num_bytes)
+
+    def take_in(self, part: Part) -> None:
+        """Give a part a buffer that is to be read into; there is room."""
+        self._resident.take_in(part)
+        part.is_reading = True
+
+    def give_back(self, unread: Sequence[Part]) -> None:
+        """Take such buffers away again: these are absent."""
+        for part in unread:
+            part.is_reading = False
+            self._resident.put_out(part)
+        self._lock.notify_all()
+
+    def read(self, part: Part) -> None:
+        """Fill a part that was taken in. If that fails it is absent again."""
+        assert part.buffer is not None
+        try:
+            if part.is_stored:
+                self._store.read(part.name, part.buffer)
+        except BaseException:
+            with self._lock:
+                self.give_back([part])
+            raise
+        with self._lock:
+            part.attach(part.buffer)
+            part.is_reading = False
+            self._lock.notify_all()
+
+    def wish(self, part: Part) -> None:
+        """Read it when those before it are read and there is room."""
+        if part.buffer is None:
+            self._wishes[part] = None
+        else:
+            part.is_wished = True
+
+    def withdraw(self, part: Part) -> None:
+        """Take a wish back that was not granted, and treat one that was as used."""
+        self._wishes.pop(part, None)
+        part.is_wished = False
+
+    def withdraw_all(self) -> None:
+        """Take back all wishes that were not granted."""
+        self._wishes.clear()
+
+    def start_reading(self) -> None:
+        """Read what is wished for, as long as there is room."""
+        if self._wishes:
+            self._reader.start()
+
+    def _next_wish(self) -> Part | None:
+        while self._wishes:
+            part = next(iter(self._wishes))
+            if part.buffer is None:
+                if not self.make_room(part.layout.num_bytes, keep=(), spare_wished=True):
+                    return None
+                self.take_in(part)
+                part.is_wished = True
+                del self._wishes[part]
+                return part
+            del self._wishes[part]
+        return None
+
+    def _grant(self, part: Part) -> None:
+        with contextlib.suppress(Exception):  # whoever needs it reads again, and is told
+            self.read(part)
+
+    def start_writing(self) -> None:
+        """Write what is to be written now."""
+        if self.to_write.has_next:
+            self._writer.start()
+
+    def _write(self, part: Part) -> None:
+        assert part.buffer is not None
+        error: BaseException | None = None
+        try:
+            self._store.write(part.name, part.layout, part.buffer)
+        except BaseException as raised:  # raised again by the next who waits
+            error = raised
+        with self._lock:
+            part.is_writing = False
+            if error is None:
+                part.is_stored = True
+                self.start_reading()
+            else:
+                self._error, part.is_changed = error, True
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Finish what is being read and written, and end the threads."""
+        self._reader.close()
+        self._writer.close()
