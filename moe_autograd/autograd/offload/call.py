@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.hooks import at_end_of_backward
+from moe_autograd.autograd.offload.flat import lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
@@ -230,10 +231,10 @@ class OffloadedCall:
         """Detach what the expert returned; copy what lies in the weights' buffer, which will be used again."""
         flat = self._held.weights.buffer
         assert flat is not None
-        first, last = flat.data_ptr(), flat.data_ptr() + flat.numel()
 
         def own(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone() if first <= tensor.data_ptr() < last else tensor.detach()
+            is_borrowed = tensor.layout is not torch.strided or lies_in(tensor, flat)
+            return tensor.detach().clone() if is_borrowed else tensor.detach()
 
         return tree_map_only(Tensor, own, result)
 

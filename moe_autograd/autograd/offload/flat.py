@@ -6,7 +6,9 @@ and any reader of safetensors finds the tensors.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -80,6 +82,16 @@ class Layout:
             for name, field in self.fields.items()
         }
 
+    def name_at(self, position: int) -> str:
+        """Return whose byte lies there."""
+        starts, names = self._starts
+        return names[bisect.bisect_right(starts, position) - 1]
+
+    @functools.cached_property
+    def _starts(self) -> tuple[list[int], list[str]]:
+        in_order = sorted((field.start, name) for name, field in self.fields.items() if field.num_bytes)
+        return [start for start, _ in in_order], [name for _, name in in_order]
+
     def header(self) -> bytes:
         """Return what a safetensors file has in front of the bytes."""
         entries = {
@@ -120,3 +132,10 @@ class Layout:
                 f"{path}: expected {8 + length + num_bytes} bytes, as its header says, got {path.stat().st_size}."
             )
         return cls(fields, num_bytes), 8 + length
+
+
+def lies_in(tensor: torch.Tensor, flat: torch.Tensor) -> bool:
+    """Whether a tensor begins in `flat`; one that is not strided is a thing of its own, and does not."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.numel()

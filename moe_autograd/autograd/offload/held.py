@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class HeldExpert:
         self.num_updates = 0
         self._lock = threading.Lock()
         tensors = self._tensors()
+        self.tensors = dict(tensors)  # what comes and goes, whatever the module puts in their place
+        self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
         self.weights = residency.add(Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach))
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
         self.gradients = residency.add(Part(f"{name}.gradients", Layout.of(gradients)))
@@ -81,12 +83,11 @@ class HeldExpert:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def _attach(self, flat: Tensor) -> None:
-        tensors = self._tensors()
         for name, view in self.weights.layout.views(flat).items():
-            tensors[name].data = view
+            self.tensors[name].data = view
 
     def _detach(self) -> None:
-        for tensor in self._tensors().values():
+        for tensor in self.tensors.values():
             tensor.data = _nothing_of_shape(tensor.data)
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -110,15 +111,39 @@ class HeldExpert:
         return [(id(tensor), tensor._version) for tensor in self._tensors().values()]
 
     def _keep_changes(self) -> None:
-        """Copy what the module put in the place of a buffer into the part, and say that the part changed."""
+        """Copy what the module put in the place of a buffer into the part, and say that the part changed.
+
+        A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
+        """
         assert self.weights.buffer is not None
-        with torch.no_grad():
-            for name, view in self.weights.layout.views(self.weights.buffer).items():
-                tensor = self._tensors()[name]
-                if tensor.data_ptr() != view.data_ptr():
-                    view.copy_(tensor)
-                    tensor.data = view
         self.residency.changed(self.weights)
+        tensors = self._tensors()
+        self._check_shapes(tensors)
+        replaced = {n: t.detach().clone() for n, t in tensors.items() if t is not self.tensors[n]}
+        for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
+            saved.keep()
+        views = self.weights.layout.views(self.weights.buffer)
+        for name, tensor in replaced.items():
+            views[name].copy_(tensor)
+            self._put_back(name)
+
+    def _put_back(self, name: str) -> None:
+        """Let the module have the tensor again that comes and goes; none, where there was none."""
+        path, _, own_name = name.rpartition(".")
+        setattr(self.module.get_submodule(path), own_name, self.tensors.get(name))
+
+    def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `RuntimeError` if the module has other tensors than its part has room for."""
+        for name in {**self.tensors, **tensors}:
+            before, now = _shape_of(self.tensors.get(name)), _shape_of(tensors.get(name))
+            if before != now:
+                for changed in {**self.tensors, **tensors}:
+                    self._put_back(changed)
+                has = f"{name} of {before}" if before else f"no {name}"
+                raise RuntimeError(
+                    f"{self.name}: expected a call to leave {has}, got {now or 'none'}. Make buffers as large as they "
+                    "get before the module is taken over, or keep what comes and goes in a plain attribute."
+                )
 
     @contextlib.contextmanager
     def in_memory(self, *, for_update: bool) -> Iterator[None]:
@@ -261,6 +286,10 @@ def _nothing_of_shape(tensor: Tensor) -> Tensor:
     """Return what takes no memory, cannot be written to, and shows wherever it is read by mistake."""
     filler = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
     return tensor.new_full((), filler).expand(tensor.shape)
+
+
+def _shape_of(tensor: Tensor | None) -> str:
+    return "" if tensor is None else f"shape {tuple(tensor.shape)} and {tensor.dtype}"
 
 
 def _described(layout: Layout) -> str:

@@ -4,11 +4,13 @@ A graph holds the tensors it saved, so it would hold the weights: the buffer the
 expert and the backward would read that one's. Saved-tensor hooks are told of every tensor, and so:
 
 1. A tensor that lies in the buffer of the weights is remembered by its place, and found again in whatever buffer
-   holds them during the backward. If the weights were changed in between, that raises, as PyTorch does.
+   holds them during the backward. If the weights were changed in between, that raises, as PyTorch does. A buffer that
+   the module replaces by another is copied first: the graph of a plain module would still have the old one.
 2. If the caller has saved-tensor hooks (`save_on_cpu`, a checkpoint), they get every other tensor.
 3. Otherwise it is kept, together with its version: PyTorch looks at versions only where there are no hooks.
 4. Or, in micro-batches, it moves: when the micro-batch's forward is done its tensors are copied into one part,
-   which leaves memory like any other.
+   which leaves memory like any other. What was changed since it was saved raises in the backward.
+5. A tensor that is not strided may hold weights inside (the values of a sparse matrix), so it is copied.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -31,23 +33,40 @@ class _Saved(Protocol):
     def unpack(self) -> Tensor: ...
 
 
-class _InWeights(NamedTuple):
+class _InWeights:
     """Rule 1."""
 
-    held: HeldExpert
-    num_updates: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int  # in bytes
+    def __init__(self, held: HeldExpert, tensor: Tensor, start: int) -> None:
+        self._held, self._num_updates = held, held.num_updates
+        self._dtype, self._shape, self._strides = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self._start = start  # in bytes
+        self._name = held.weights.layout.name_at(start)
+        self._owner = held.tensors[self._name]
+        self._version = self._owner._version
+        self._copy: Tensor | None = None
+        held.saved_by_place[self._name].add(self)
 
     def unpack(self) -> Tensor:
-        self.held.check_weights(self.num_updates)
-        flat = self.held.weights.buffer
+        if self._copy is not None:
+            return self._copy
+        self._held.check_weights(self._num_updates)
+        _check_version(self._name, self._shape, self._owner._version, self._version)
+        return self._find()
+
+    def keep(self) -> None:
+        """Copy it, if it was not changed since it was saved: other bytes take its place."""
+        if self._copy is None and self._owner._version == self._version:
+            self._copy = self._find().clone()
+
+    def _find(self) -> Tensor:
+        flat, itemsize = self._held.weights.buffer, self._dtype.itemsize
         assert flat is not None
-        typed = flat[self.start % self.dtype.itemsize :]
-        typed = typed[: typed.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
-        return typed.as_strided(self.shape, self.strides, self.start // self.dtype.itemsize)
+        typed = flat[self._start % itemsize :]
+        typed = typed[: typed.numel() // itemsize * itemsize].view(self._dtype)
+        found = typed.as_strided(self._shape, self._strides, self._start // itemsize)
+        found = found.conj() if self._is_conj else found
+        return torch._neg_view(found) if self._is_neg else found
 
 
 class _ByCaller(NamedTuple):
@@ -67,12 +86,7 @@ class _Kept(NamedTuple):
     version: int
 
     def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(self.tensor.shape)} that an offloaded expert saved is at version "
-                f"{self.tensor._version}, expected version {self.version}."
-            )
+        _check_version("a tensor", tuple(self.tensor.shape), self.tensor._version, self.version)
         return self.tensor
 
 
@@ -86,14 +100,16 @@ class MovedActivations:
         self._residency = residency
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
+        self._versions: dict[str, int] = {}  # of the tensors when they were copied
         self.part: Part | None = None
 
     def add(self, tensor: Tensor) -> _Moved:
         """Take a tensor; one that was taken before is not copied twice."""
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (*place, tensor._version, tensor.is_conj(), tensor.is_neg())
         name = self._names.setdefault(key, str(len(self._names)))
         self._tensors[name] = tensor
-        return _Moved(self, name)
+        return _Moved(self, name, tensor._version)
 
     def seal(self) -> None:
         """Copy what was taken into a part, and let go of it."""
@@ -104,22 +120,26 @@ class MovedActivations:
             for name, view in part.layout.views(part.buffer).items():
                 view.copy_(self._tensors[name])
             self._residency.changed(part)
+        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
         self.part = part
         self._tensors, self._names = {}, {}
 
-    def find(self, name: str) -> Tensor:
-        """Return a tensor; the part is held."""
+    def find(self, name: str, version: int) -> Tensor:
+        """Return a tensor, as it was at this version; the part is held."""
         assert self.part is not None
         assert self.part.buffer is not None
-        return self.part.layout.views(self.part.buffer)[name]
+        found = self.part.layout.views(self.part.buffer)[name]
+        _check_version("a tensor", tuple(found.shape), self._versions[name], version)
+        return found
 
 
 class _Moved(NamedTuple):
     moved: MovedActivations
     name: str
+    version: int
 
     def unpack(self) -> Tensor:
-        return self.moved.find(self.name)
+        return self.moved.find(self.name, self.version)
 
 
 @contextlib.contextmanager
@@ -128,13 +148,12 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
     by_caller: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     flat = held.weights.buffer
     assert flat is not None
-    first, last = flat.data_ptr(), flat.data_ptr() + flat.numel()
 
     def pack(tensor: Tensor) -> _Saved:
-        start = tensor.data_ptr() - first
-        if tensor.layout is torch.strided and tensor.numel() and first <= tensor.data_ptr() < last:
-            shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-            return _InWeights(held, held.num_updates, tensor.dtype, shape, strides, start)
+        if lies_in(tensor, flat):
+            return _InWeights(held, tensor, tensor.data_ptr() - flat.data_ptr())
+        if tensor.layout is not torch.strided:
+            tensor = tensor.clone()
         if by_caller is not None:
             return _ByCaller(by_caller[1], by_caller[0](tensor))
         if moved is not None and tensor.layout is torch.strided:
@@ -147,3 +166,12 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
 
 def _unpack(saved: _Saved) -> Tensor:
     return saved.unpack()
+
+
+def _check_version(what: str, shape: tuple[int, ...], version: int, expected: int) -> None:
+    if version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{what} of shape {shape} that an offloaded expert saved is at version {version}, expected version "
+            f"{expected}."
+        )
