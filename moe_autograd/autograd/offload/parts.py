@@ -78,12 +78,13 @@ class Buffers:
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return a buffer of undefined bytes: a spare one of this size, or a new one in place of other spare ones."""
         spare = self._spare.get(num_bytes)
-        self.used_bytes += num_bytes
         if spare:
             buffer = spare.pop()
         else:
-            self._drop_spare(self.taken_bytes - self.limit_bytes)
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._drop_spare(self.taken_bytes + num_bytes - self.limit_bytes)
+            with torch.inference_mode(False):  # training may use it next
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
         return buffer
 

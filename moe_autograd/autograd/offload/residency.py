@@ -24,17 +24,16 @@ Rules:
 5. Whenever a sixteenth of the limit has come in, memory that others have freed in the meantime is given back to the
    system: what computes between the moves is not counted, but should not pile up.
 
-State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `_holders`, `_free_names`,
-`known_bytes`, `_is_closed`. Reading and writing happen with the lock released, on parts that are marked so.
+State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `_holders`, `_passing`,
+`_known_bytes`, `_is_closed`. Reading and writing happen with the lock released, on parts that are marked so.
 
-Which parts are in memory and who leaves first is in `parts`, what is read and written in `transfers`, in which order
-in `to_write`, who waits for whom in `holders`, the threads in `background`.
+Which parts are in memory and who leaves first is in `parts`, which go with a graph in `passing`, what is read and
+written in `transfers`, in which order in `to_write`, who waits for whom in `holders`, the threads in `background`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -46,6 +45,7 @@ from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.holders import Holders
 from moe_autograd.autograd.offload.parts import Part, Resident
+from moe_autograd.autograd.offload.passing import Passing
 from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.offload.transfers import Transfers
 
@@ -65,13 +65,12 @@ class Residency:
 
     def __init__(self, limit_bytes: int, store: Store, device: torch.device) -> None:
         self.limit_bytes, self.store, self.device = limit_bytes, store, device
-        self.known_bytes = 0  # of all parts, resident or not
-        self._lock = threading.Condition()
+        self._known_bytes = 0
+        self._lock = threading.Condition(threading.Lock())  # not reentrant: see `lose_passing`
         self._resident = Resident(limit_bytes, device)
         self._transfers = Transfers(self._lock, self._resident, store)
         self._holders = Holders()
-        self._free_names: dict[tuple[str, int], list[str]] = {}
-        self._serial_numbers = itertools.count()
+        self._passing = Passing()
         self._is_closed = False
         self._apart = Apart("offload-update")
 
@@ -93,13 +92,21 @@ class Residency:
     def add(self, part: Part) -> Part:
         """Count a part among those that want room."""
         with self._lock:
-            self.known_bytes += part.layout.num_bytes
+            self._known_bytes += part.layout.num_bytes
         return part
+
+    @property
+    def known_bytes(self) -> int:
+        """What all parts would take, resident or not."""
+        with self._lock:
+            self._put_lost_away()
+            return self._known_bytes
 
     @property
     def resident_bytes(self) -> int:
         """What all buffers take, the spare ones included."""
         with self._lock:
+            self._put_lost_away()
             return self._resident.buffers.taken_bytes
 
     @property
@@ -179,31 +186,41 @@ class Residency:
             self._transfers.withdraw(part)
             while part.is_busy:
                 self._lock.wait()
-            if part.buffer is not None:
-                self._resident.put_out(part)
-            part.is_stored = part.is_changed = False
-            self._lock.notify_all()
+            self._put_away(part)
 
     def forget(self, part: Part) -> None:
         """Discard a part for good."""
         self.discard(part)
         self.store.remove(part.name)
         with self._lock:
-            self.known_bytes -= part.layout.num_bytes
+            self._known_bytes -= part.layout.num_bytes
 
     def add_passing(self, prefix: str, layout: Layout) -> Part:
-        """Add a part that will be recycled; it gets the name of one that was, which the store can write over."""
+        """Add a part that will be lost; it gets the name of one that was, which the store can write over."""
         with self._lock:
-            names = self._free_names.setdefault((prefix, layout.num_bytes), [])
-            name = names.pop() if names else f"{prefix}-{next(self._serial_numbers):08}"
-        return self.add(Part(name, layout))
+            self._put_lost_away()
+            part = self._passing.new(prefix, layout)
+        return self.add(part)
 
-    def recycle(self, prefix: str, part: Part) -> None:
-        """Discard a part for good, but for its place in the store."""
-        self.discard(part)
-        with self._lock:
-            self.known_bytes -= part.layout.num_bytes
-            self._free_names[prefix, part.layout.num_bytes].append(part.name)
+    def lose_passing(self, prefix: str, part: Part) -> None:
+        """Discard such a part for good, but for its place in the store. Waits for nothing, not even for the lock."""
+        self._passing.lose(prefix, part)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._put_lost_away()
+            finally:
+                self._lock.release()
+
+    def _put_lost_away(self) -> None:
+        for part in self._passing.take_lost():
+            self._known_bytes -= part.layout.num_bytes
+            self._put_away(part)
+
+    def _put_away(self, part: Part) -> None:
+        if part.buffer is not None:
+            self._resident.put_out(part)
+        part.is_stored = part.is_changed = False
+        self._lock.notify_all()
 
     def adopt(self, part: Part, place: Callable[[str], None]) -> None:
         """Discard a part, and let `place` put other bytes under its name into the store."""
@@ -215,15 +232,7 @@ class Residency:
     def flush(self) -> None:
         """Write every changed part to the store."""
         with self._lock:
-            for part in self._resident:
-                if part.is_changed:
-                    self._transfers.to_write.add_though_held(part)
-            self._transfers.start_writing()
-            while not self._transfers.has_failed and (
-                self._transfers.to_write.has_some_though_held or self._transfers.is_any_busy
-            ):
-                self._lock.wait()
-            self._transfers.raise_error()
+            self._transfers.write_all()
 
     def drop_all(self) -> None:
         """Take every part that nobody holds out of memory, without writing it."""
@@ -262,7 +271,8 @@ class Residency:
         """Finish what is being read and written, and end the threads."""
         with self._lock:
             self._is_closed = True
-            self._transfers.withdraw_all()
+            self._transfers.begin_no_more()
+            self._lock.notify_all()
         self._transfers.close()
         self._apart.close()
 
@@ -270,7 +280,9 @@ class Residency:
         self.check_fits(parts)
         self._check_is_open()
         with self._lock:
+            self._put_lost_away()
             while not self._try_to_take(parts):
+                self._check_is_open()
                 self._transfers.raise_error()
                 with self._holders.waiting():
                     self._check_for_deadlock(parts)
@@ -306,12 +318,10 @@ class Residency:
         if any(part.is_reading for part in parts):
             return False
         absent = [part for part in parts if part.buffer is None]
-        if not self._transfers.make_room(
-            sum(part.layout.num_bytes for part in absent), keep=parts, spare_wished=False
-        ):
+        num_bytes = sum(part.layout.num_bytes for part in absent)
+        if not self._transfers.make_room(num_bytes, keep=parts, spare_wished=False):
             return False
-        for part in absent:
-            self._transfers.take_in(part)
+        self._transfers.take_in(absent)
         for part in parts:
             part.num_holders += 1
             self._resident.used(part)
@@ -324,7 +334,7 @@ class Residency:
             self._holders.end()
             for part in parts:
                 part.num_holders -= 1
-                if part.is_changed and self.known_bytes > self.limit_bytes:
+                if part.is_changed and self._known_bytes > self.limit_bytes:
                     self._transfers.to_write.add(part)  # Rule 4
             self._transfers.start_writing()
             self._transfers.start_reading()

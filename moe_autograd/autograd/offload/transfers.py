@@ -31,6 +31,7 @@ class Transfers:
         self._wishes: OrderedDict[Part, None] = OrderedDict()
         self._lock, self._resident, self._store = lock, resident, store
         self._error: BaseException | None = None
+        self._is_closed = False
         self._reader = Mover("offload-read", lock, self._next_wish, self._grant)
         self._writer = Mover("offload-write", lock, self.to_write.take_next, self._write)
 
@@ -43,11 +44,6 @@ class Transfers:
     def is_any_busy(self) -> bool:
         """Whether any part is being read or written."""
         return any(part.is_busy for part in self._resident)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the store failed to take a part, and nobody was told yet."""
-        return self._error is not None
 
     def raise_error(self) -> None:
         """Tell of it: the next who waits hears what failed in the background."""
@@ -64,10 +60,17 @@ class Transfers:
         self.start_writing()
         return self._resident.has_room(num_bytes)
 
-    def take_in(self, part: Part) -> None:
-        """Give a part a buffer that is to be read into; there is room."""
-        self._resident.take_in(part)
-        part.is_reading = True
+    def take_in(self, parts: Sequence[Part]) -> None:
+        """Give parts buffers that are to be read into, all or none; there is room."""
+        taken: list[Part] = []
+        try:
+            for part in parts:
+                self._resident.take_in(part)
+                part.is_reading = True
+                taken.append(part)
+        except BaseException:  # the system has no memory
+            self.give_back(taken)
+            raise
 
     def give_back(self, unread: Sequence[Part]) -> None:
         """Take such buffers away again: these are absent."""
@@ -82,14 +85,14 @@ class Transfers:
         try:
             if part.is_stored:
                 self._store.read(part.name, part.buffer)
+            with self._lock:
+                part.attach(part.buffer)
+                part.is_reading = False
+                self._lock.notify_all()
         except BaseException:
             with self._lock:
                 self.give_back([part])
             raise
-        with self._lock:
-            part.attach(part.buffer)
-            part.is_reading = False
-            self._lock.notify_all()
 
     def wish(self, part: Part) -> None:
         """Read it when those before it are read and there is room."""
@@ -109,7 +112,7 @@ class Transfers:
 
     def start_reading(self) -> None:
         """Read what is wished for, as long as there is room."""
-        if self._wishes:
+        if self._wishes and not self._is_closed:
             self._reader.start()
 
     def _next_wish(self) -> Part | None:
@@ -118,11 +121,15 @@ class Transfers:
             if part.buffer is None:
                 if not self.make_room(part.layout.num_bytes, keep=(), spare_wished=True):
                     return None
-                self.take_in(part)
-                part.is_wished = True
                 del self._wishes[part]
-                return part
-            del self._wishes[part]
+                with contextlib.suppress(
+                    RuntimeError, MemoryError
+                ):  # whoever needs it asks again, and is told
+                    self.take_in([part])
+                    part.is_wished = True
+                    return part
+            else:
+                del self._wishes[part]
         return None
 
     def _grant(self, part: Part) -> None:
@@ -131,8 +138,18 @@ class Transfers:
 
     def start_writing(self) -> None:
         """Write what is to be written now."""
-        if self.to_write.has_next:
+        if self.to_write.has_next and not self._is_closed:
             self._writer.start()
+
+    def write_all(self) -> None:
+        """Write every changed part, also those that are held, and wait for that."""
+        for part in self._resident:
+            if part.is_changed:
+                self.to_write.add_though_held(part)
+        self.start_writing()
+        while self._error is None and (self.to_write.has_some_though_held or self.is_any_busy):
+            self._lock.wait()
+        self.raise_error()
 
     def _write(self, part: Part) -> None:
         assert part.buffer is not None
@@ -149,6 +166,11 @@ class Transfers:
             else:
                 self._error, part.is_changed = error, True
             self._lock.notify_all()
+
+    def begin_no_more(self) -> None:
+        """Go on with what is being read and written, and with what is to be written at once."""
+        self._is_closed = True
+        self._wishes.clear()
 
     def close(self) -> None:
         """Finish what is being read and written, and end the threads."""

@@ -1,0 +1,153 @@
+"""Parts when something goes wrong: no memory, a part that cannot be attached, a close or the collector in between."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
+from moe_autograd.autograd.offload.stores import RamStore
+from tests.support.stores import WatchedStore
+
+PATIENCE_S = 60
+TOO_MUCH = 1 << 60
+
+
+@pytest.fixture
+def store() -> WatchedStore:
+    return WatchedStore()
+
+
+@pytest.fixture
+def residency(store: WatchedStore) -> Iterator[Residency]:
+    residency = Residency(2 * TOO_MUCH, store, torch.device("cpu"))
+    yield residency
+    store.gate.set()
+    residency.close()
+
+
+def part_of(residency: Residency, name: str) -> Part:
+    return residency.add(Part(name, Layout.of({"x": torch.empty(100, dtype=torch.uint8)})))
+
+
+def run(function: object) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    return thread
+
+
+def assert_can_be_held(residency: Residency, part: Part) -> None:
+    held = threading.Event()
+
+    def hold() -> None:
+        with residency.hold([part]):
+            held.set()
+
+    run(hold).join(PATIENCE_S)
+    assert held.is_set(), "it waits forever"
+
+
+def test_memory_that_the_system_does_not_give_is_told_and_nothing_is_left_half_taken(
+    residency: Residency,
+) -> None:
+    a, huge = part_of(residency, "a"), residency.add(Part("huge", Layout({}, TOO_MUCH)))
+    with pytest.raises(RuntimeError, match="alloc"), residency.hold([a, huge]):
+        pass
+    assert (a.buffer, a.is_busy, a.num_holders, huge.is_busy) == (None, False, 0, False)
+    assert residency.resident_bytes <= 100
+    assert_can_be_held(residency, a)
+
+
+def test_a_wish_that_the_system_has_no_memory_for_does_not_stop_the_others(
+    residency: Residency, store: WatchedStore
+) -> None:
+    a, huge = part_of(residency, "a"), residency.add(Part("huge", Layout({}, TOO_MUCH)))
+    with residency.hold([a]):
+        residency.changed(a)
+    residency.flush()
+    residency.drop_all()
+    residency.prefetch([huge])
+    residency.prefetch([a])
+    store.wait_for("read a")
+    assert_can_be_held(residency, a)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_part_that_cannot_be_attached_is_told_and_is_absent_again(
+    residency: Residency, ahead: bool
+) -> None:
+    def attach(_: Tensor) -> None:
+        raise ValueError("no place for it")
+
+    part = residency.add(Part("a", Layout.of({"x": torch.empty(4)}), attach))
+    if ahead:
+        residency.prefetch([part])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no place for it"), residency.hold([part]):
+            pass
+    assert (part.buffer, part.num_holders) == (None, 0)
+
+
+def test_who_waits_for_room_while_somebody_closes_is_told(store: WatchedStore) -> None:
+    residency = Residency(150, store, torch.device("cpu"))
+    a, b = part_of(residency, "a"), part_of(residency, "bb")
+    told: list[str] = []
+    waits = threading.Event()
+
+    def hold() -> None:
+        waits.set()
+        try:
+            with residency.hold([b]):
+                pass
+        except RuntimeError as error:
+            told.append(str(error))
+
+    with residency.hold([a]):
+        residency.changed(a)
+        waiting = run(hold)
+        assert waits.wait(PATIENCE_S)
+        residency.close()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive(), "it waits forever"
+    assert told == ["OffloadedExperts: expected open experts, got closed ones. Build new ones."]
+
+
+class Collecting(RamStore):
+    """Has the garbage collected while it writes activations, as may happen on any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_collect = threading.Event()
+
+    def write(self, name: str, layout: Layout, flat: Tensor) -> None:
+        super().write(name, layout, flat)
+        if name.startswith("activations"):
+            assert self.may_collect.wait(PATIENCE_S)
+            gc.collect()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_graph_that_is_collected_by_the_thread_that_writes_its_activations() -> None:
+    store = Collecting()
+    experts = OffloadedExperts(
+        [nn.Linear(8, 8) for _ in range(4)], max_resident_bytes=1500, num_microbatches=1, store=store
+    )
+    known = experts.residency.known_bytes
+    cycle: list[object] = [experts[0](torch.ones(20, 8, requires_grad=True))]
+    cycle.append(cycle)
+    del cycle
+    store.may_collect.set()
+    flushing = run(experts.residency.flush)
+    flushing.join(PATIENCE_S)
+    assert not flushing.is_alive(), "the writer waits for itself"
+    gc.collect()
+    assert experts.residency.known_bytes == known
+    experts.close()
