@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from moe_autograd.errors import CheckpointError
 
 _PREFIX = "checkpoint-"
 _UNFINISHED = ".new"
+_NAME = re.compile(_PREFIX + r"\d{8,}")
 _MANIFEST = "manifest.json"
 
 
@@ -37,21 +39,25 @@ def write_checkpoint(
     folder: Path, store: FolderStore, names: Sequence[str], manifest: Mapping[str, Any]
 ) -> Path:
     """Make what the store has under these names a checkpoint, and remove the older ones."""
-    older = _finished(folder)
+    noted, older = json.dumps(manifest), _finished(folder)
     number = int(older[-1].name[len(_PREFIX) :]) + 1 if older else 0
     final = folder / f"{_PREFIX}{number:08}"
     unfinished = final.with_name(final.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    for name in names:
-        os.link(store.path(name), unfinished / f"{name}.safetensors")
-    (unfinished / _MANIFEST).write_text(json.dumps(manifest))
-    for path in (*unfinished.iterdir(), unfinished):
-        _flush(path)
-    os.rename(unfinished, final)
+    try:
+        for name in names:
+            os.link(store.path(name), unfinished / f"{name}.safetensors")
+        (unfinished / _MANIFEST).write_text(noted)
+        for path in (*unfinished.iterdir(), unfinished):
+            _flush(path)
+        os.rename(unfinished, final)
+    except BaseException:  # its links would have the store write every file anew
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     _flush(folder)
-    for path in folder.glob(f"{_PREFIX}*"):
-        if path != final:
+    for path in folder.iterdir():
+        if path != final and _NAME.fullmatch(path.name.removesuffix(_UNFINISHED)):
             shutil.rmtree(path)
     return final
 
@@ -76,7 +82,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def _finished(folder: Path) -> list[Path]:
     """Return the checkpoints, the newest last; what is left of unfinished and half removed ones is not among them."""
-    paths = (path for path in folder.glob(f"{_PREFIX}*") if path.suffix != _UNFINISHED)
+    paths = (path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     return sorted(path for path in paths if (path / _MANIFEST).exists())
 
 

@@ -1,8 +1,14 @@
-"""What `OffloadedExperts` refuses, before it takes anything over."""
+"""What `OffloadedExperts` refuses before it does anything: options, hooks, shared tensors, too little room, forks."""
 
 from __future__ import annotations
 
-from torch import nn
+import os
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moe_autograd.autograd.offload.parts import Part
 
 
 def check_choices(
@@ -31,3 +37,42 @@ def check_hooks(name: str, module: nn.Module) -> None:
                 f"OffloadedExperts: expected no post-accumulate-grad hooks, got {len(hooks)} on {parameter_name} of "
                 f"{name}, whose gradients are not in .grad. Remove them; update='on_backward' updates in the backward."
             )
+
+
+def check_fits(parts: Sequence[Part], limit_bytes: int) -> None:
+    """Raise `ValueError` if these parts can never be held together."""
+    needed = sum(part.layout.num_bytes for part in parts)
+    if needed > limit_bytes:
+        sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
+        raise ValueError(
+            f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
+            f"({sizes}), got {limit_bytes}. Allow more, or make experts or micro-batches smaller."
+        )
+
+
+def check_process(process: int) -> None:
+    """Raise `RuntimeError` in a fork: it has none of the threads, and would write over its parent's files."""
+    if process != os.getpid():
+        raise RuntimeError(
+            f"OffloadedExperts: expected process {process}, which built them, got {os.getpid()}, its fork. Build them "
+            "in the fork."
+        )
+
+
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which tensor of which expert a tensor is
+
+
+def check_own(name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` for tensors that another expert has: one would take away what the other computes with."""
+    for tensor_name, tensor in tensors.items():
+        if tensor in _owners:
+            raise ValueError(
+                f"{name}: expected tensors of its own, got {tensor_name}, which is {_owners[tensor]}. Give each expert "
+                "a copy (copy.deepcopy), or apply what they share outside of them."
+            )
+
+
+def note_owner(name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Remember whose these tensors are, as long as they are there."""
+    for tensor_name, tensor in tensors.items():
+        _owners[tensor] = f"{tensor_name} of {name}"

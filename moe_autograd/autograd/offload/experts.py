@@ -147,8 +147,14 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             self._shared = beside._shared
         self.residency = self._shared.residency
         self._held: list[HeldExpert] = []
-        for module in itertools.chain([first], modules):
-            self._take_in(module, optimizer, update == "on_backward")
+        try:
+            for module in itertools.chain([first], modules):
+                self._take_in(module, optimizer, update == "on_backward")
+        except BaseException:
+            self._shared.give_up(self._held)
+            if beside is None:
+                self._shared.close()
+            raise
         self._experts = [OffloadedExpert(self, held) for held in self._held]
         self._last_called: Sequence[HeldExpert] = self._held
         self._below: OffloadedExperts | None = None
@@ -163,7 +169,6 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         name = f"expert-{len(self._shared.held):05}"
         check_hooks(name, module)
         held = HeldExpert(name, module, optimizer, self.residency, updates_on_backward)
-        self.residency.check_fits(held.parts_to_update())
         self._held.append(held)
         self._shared.held.append(held)
 

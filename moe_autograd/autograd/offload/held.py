@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
+from moe_autograd.autograd.offload.checks import check_own, note_owner
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.parts import Part
@@ -58,15 +59,20 @@ class HeldExpert:
         self.num_updates = 0
         self._lock = threading.Lock()
         tensors = self._tensors()
+        check_own(name, tensors)
         self.tensors = dict(tensors)  # what comes and goes, whatever the module puts in their place
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
-        self.weights = residency.add(Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach))
+        self.weights = Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach)
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
-        self.gradients = residency.add(Part(f"{name}.gradients", Layout.of(gradients)))
+        self.gradients = Part(f"{name}.gradients", Layout.of(gradients))
+        residency.check_fits([self.weights, self.gradients])
         self._optimizer: HeldOptimizer | None = None
         if optimizer and self.parameters:  # an optimizer wants at least one parameter
             made = optimizer(list(self.parameters.values()))
             self._optimizer = HeldOptimizer(f"{name}.optimizer", made, self.parameters, residency)
+        note_owner(name, tensors)
+        residency.add(self.weights)
+        residency.add(self.gradients)
         residency.fill(self.weights, tensors)
 
     @property
@@ -83,12 +89,14 @@ class HeldExpert:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def _attach(self, flat: Tensor) -> None:
-        for name, view in self.weights.layout.views(flat).items():
-            self.tensors[name].data = view
+        with torch.inference_mode(False):
+            for name, view in self.weights.layout.views(flat).items():
+                self.tensors[name].data = view
 
     def _detach(self) -> None:
-        for tensor in self.tensors.values():
-            tensor.data = _nothing_of_shape(tensor.data)
+        with torch.inference_mode(False):
+            for tensor in self.tensors.values():
+                tensor.data = _nothing_of_shape(tensor.data)
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module, whose weights are held; notice if it changed them (batch norm's statistics)."""
@@ -211,7 +219,7 @@ class HeldExpert:
             self._optimizer.step({name: views[name] for name in self.with_gradient})
         finally:
             self.residency.changed(self.weights)
-        self.num_updates += 1
+            self.num_updates += 1
         return self._optimizer.keep()
 
     def _move_state_into_a_part(self) -> None:
@@ -267,13 +275,30 @@ class HeldExpert:
         """Return what a checkpoint says about the optimizer beside its tensors."""
         return {} if self._optimizer is None else self._optimizer.options()
 
-    def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
-        """Take weights and optimizer from a checkpoint."""
+    def forget(self) -> None:
+        """Leave the residency, for good."""
+        for part in (self.weights, self.gradients):
+            self.residency.forget(part)
+
+    def check_checkpoint(self, folder: Path, options: dict[str, Any]) -> None:
+        """Raise `CheckpointError` unless a checkpoint fits."""
         layout, _ = Layout.read(folder / f"{self.weights.name}.safetensors")
         if layout != self.weights.layout:
             raise CheckpointError(
                 f"{folder}: expected {self.name} with {_described(self.weights.layout)}, got {_described(layout)}."
             )
+        groups, saved = (
+            [] if self.optimizer is None else self.optimizer.param_groups,
+            options.get("groups", []),
+        )
+        if groups and len(groups) != len(saved):
+            raise CheckpointError(
+                f"{folder}: {self.name}: expected an optimizer with {len(groups)} group(s) of parameters, got one with "
+                f"{len(saved)} (0: not trained). Build the optimizer as the one that was saved."
+            )
+
+    def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
+        """Take weights and optimizer from a checkpoint that fits."""
         self.residency.adopt(
             self.weights, functools.partial(store.link, folder / f"{self.weights.name}.safetensors")
         )

@@ -86,10 +86,15 @@ class HeldOptimizer:
             ValueError: together they exceed the limit.
         """
         tensors, self._put_aside = self._put_aside or self._tensors(), {}
-        self.forget_part()
-        part = self._new_part(Layout.of(tensors))
-        self._residency.check_fits([*beside, part])
-        self._residency.fill(part, tensors)
+        try:
+            self.forget_part()
+            part = self._new_part(Layout.of(tensors))
+            self._residency.check_fits([*beside, part])
+            self._residency.fill(part, tensors)
+        except BaseException:  # until the next update they are beside the limit
+            self.forget_part()
+            self._set_state(tensors)
+            raise
 
     def forget_part(self) -> None:
         """Give the part's place in memory and store away."""
@@ -103,7 +108,10 @@ class HeldOptimizer:
 
     def _attach(self, flat: Tensor) -> None:
         assert self.part is not None
-        views = self.part.layout.views(flat)
+        with torch.inference_mode(False):
+            self._set_state(self.part.layout.views(flat))
+
+    def _set_state(self, views: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             suffix = f".{name}"
             for full_name, view in views.items():

@@ -34,6 +34,7 @@ written in `transfers`, in which order in `to_write`, who waits for whom in `hol
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -41,6 +42,7 @@ from typing import TypeVar
 import torch
 
 from moe_autograd.autograd.offload.background import Apart
+from moe_autograd.autograd.offload.checks import check_fits, check_process
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.holders import Holders
@@ -72,6 +74,7 @@ class Residency:
         self._holders = Holders()
         self._passing = Passing()
         self._is_closed = False
+        self._process = os.getpid()
         self._apart = Apart("offload-update")
 
     def __repr__(self) -> str:
@@ -81,13 +84,7 @@ class Residency:
 
     def check_fits(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` if these parts can never be held together."""
-        needed = sum(part.layout.num_bytes for part in parts)
-        if needed > self.limit_bytes:
-            sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
-            raise ValueError(
-                f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
-                f"({sizes}), got {self.limit_bytes}. Allow more, or make experts or micro-batches smaller."
-            )
+        check_fits(parts, self.limit_bytes)
 
     def add(self, part: Part) -> Part:
         """Count a part among those that want room."""
@@ -231,6 +228,7 @@ class Residency:
 
     def flush(self) -> None:
         """Write every changed part to the store."""
+        self._check_is_open()
         with self._lock:
             self._transfers.write_all()
 
@@ -268,7 +266,9 @@ class Residency:
         return self._apart.run(run)
 
     def close(self) -> None:
-        """Finish what is being read and written, and end the threads."""
+        """Finish what is being read and written, and end the threads. In a forked child: nothing to do."""
+        if self._process != os.getpid():
+            return
         with self._lock:
             self._is_closed = True
             self._transfers.begin_no_more()
@@ -312,6 +312,7 @@ class Residency:
     def _check_is_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
+        check_process(self._process)
 
     def _try_to_take(self, parts: Sequence[Part]) -> bool:
         """Rule 2: take all parts, and buffers for those that are absent, which the caller reads."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,29 @@ class SharedResidency:
         if self._folder is not None:
             path = self._folder / "resident-store"
             lock = lock_folder(path)
-            store = FolderStore(path)
+            try:
+                store = FolderStore(path)
+            except BaseException:
+                os.close(lock)
+                raise
         elif isinstance(store, str | Path):
             store = RamStore()
         self.residency = Residency(limit_bytes, store, device)
         self._unlock = None if lock is None else weakref.finalize(self.residency, os.close, lock)
+        if self._unlock is not None:
+            _locks[self.residency] = self._unlock
 
     def close(self) -> None:
         """End the threads, and let others use the folder."""
         self.residency.close()
         if self._unlock is not None:
             self._unlock()
+
+    def give_up(self, taken: Sequence[HeldExpert]) -> None:
+        """Forget experts of a layer that was refused after all; the last ones that came."""
+        for held in taken:
+            self.held.remove(held)
+            held.forget()
 
     def checkpoint(self, note: Any) -> Path:
         """Save all experts' weights and optimizers; see `OffloadedExperts.checkpoint`."""
@@ -70,6 +83,8 @@ class SharedResidency:
                 f"{path}: expected {len(self.held)} experts, got {len(manifest['experts'])}. "
                 "Build as many as were saved."
             )
+        for held, options in zip(self.held, manifest["experts"], strict=True):
+            held.check_checkpoint(path, options)
         self.residency.forget_wishes()
         for held, options in zip(self.held, manifest["experts"], strict=True):
             held.forget_gradients()
@@ -83,3 +98,16 @@ class SharedResidency:
                 "OffloadedExperts: expected a folder as store, got another. Pass store=FOLDER to save checkpoints."
             )
         return self._folder, self.residency.store
+
+
+_locks: weakref.WeakKeyDictionary[Residency, weakref.finalize[[int], Residency]] = weakref.WeakKeyDictionary()
+
+
+def _let_go_of_locks() -> None:
+    """In a forked child: else its parent's folders stay locked as long as the child lives."""
+    for unlock in _locks.values():
+        unlock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_of_locks)

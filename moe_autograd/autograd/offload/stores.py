@@ -78,8 +78,12 @@ class FolderStore:
             _write(path, os.O_WRONLY, header, flat)
             return
         new = path.with_name(f"{name}.new")
-        _write(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, header, flat)
-        os.replace(new, path)
+        try:
+            _write(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, header, flat)
+            os.replace(new, path)
+        except BaseException:  # the disk may be full
+            new.unlink(missing_ok=True)
+            raise
 
     def link(self, path: Path, name: str) -> None:
         """Keep what another file has, which will not be written over."""
@@ -122,8 +126,10 @@ def lock_folder(path: Path) -> int:
     fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except OSError as error:
         os.close(fd)
+        if not isinstance(error, BlockingIOError):
+            raise
         raise RuntimeError(
             f"{path}: expected a folder that nobody uses, got one in use: two would read each other's weights. "
             "Close the other experts (close()), or choose another folder."
