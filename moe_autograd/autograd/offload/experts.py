@@ -341,9 +341,8 @@ def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    tensors = (*module.parameters(), *module.buffers())
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _checked(module: nn.Module) -> OffloadedExpert:
