@@ -101,7 +101,9 @@ class OrderedHooks:
                 boxes, self._waiting[turn] = self._waiting[turn], []
                 for box in boxes:
                     box.pack()
-                self._boxes[turn] = [weakref.ref(box) for box in boxes]
+                self._boxes[turn] += [
+                    weakref.ref(box) for box in boxes
+                ]  # a call that ended early has the list
 
     def boxes(self, index: int) -> Sequence[weakref.ref[Box]]:
         """Return what call `index` has saved; a box dies with the node that saved it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,8 @@ def test_hooks_in_nested_maps_run_as_often_as_under_nested_checkpoints(
     to_the_end = Recompute(early_stop=False)
 
     def program(apply: MapFunction) -> Any:
-        x, weight = leaf(1), leaf(3)
+        x, names = leaf(1), [0, 1, *itertools.product((0, 1), (0, 1))]
+        weights = {name: leaf(3 + i) for i, name in enumerate(names)}
         seen: dict[Any, list[float]] = {}
 
         def watch(tensor: Tensor, name: Any) -> None:
@@ -161,27 +163,22 @@ def test_hooks_in_nested_maps_run_as_often_as_under_nested_checkpoints(
             tensor.register_hook(hook)
 
         def inner_call(name: Any, x: Tensor) -> Tensor:
-            watch(x if watched == "input" else weight, name)
-            return (x * weight).sin()
+            watch(x if watched == "input" else weights[name], name)
+            return (x * weights[name]).sin()
 
         def call(name: int, x: Tensor) -> Tensor:
             calls = [functools.partial(inner_call, (name, i)) for i in range(2)]
-            watch(x if watched == "input" else weight, name)
-            return sum(apply(calls, [(x,), (x * 2,)], recompute=inner and to_the_end))  # type: ignore[return-value]
+            watch(x if watched == "input" else weights[name], name)
+            return weights[name] * sum(apply(calls, [(x,), (x * 2,)], recompute=inner and to_the_end))  # type: ignore[return-value]
 
         inputs = [(x * 1,), (x * 2,)]
         results = apply(
             [functools.partial(call, i) for i in range(2)], inputs, recompute=outer and to_the_end
         )
         sum(result.sum() for result in results).backward()
-        return {name: sorted(grads) for name, grads in seen.items()}, x.grad, weight.grad
-
-    def on_input_or_weight(apply: MapFunction) -> Any:
-        seen, *grads = program(apply)
-        # On one weight the order in which hooks of different calls are registered is nobody's promise.
-        return seen if watched == "input" else sorted(len(own) for own in seen.values()), grads
+        return {name: sorted(own) for name, own in seen.items()}, x.grad, [w.grad for w in weights.values()]
 
     said = assert_same_program(
-        on_input_or_weight, native_apply=checkpointed_loop, mapped_apply=parallel_apply, tolerance=1e-9
+        program, native_apply=checkpointed_loop, mapped_apply=parallel_apply, tolerance=1e-9
     )
     assert not isinstance(said, Raised)
