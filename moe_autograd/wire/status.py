@@ -171,6 +171,9 @@ def _in_our_words(details: str) -> str:
 
 
 def _error(error: type[RemoteError], text: str, retry_after_s: float | None, place: str) -> RemoteError:
+    for word in ("server", "forward", "backward"):
+        if word in place:  # which says it already
+            text = text.removeprefix(f"{word}: ")
     message = f"{place}: {text}" if place else text
     return ServerBusyError(message, retry_after_s) if error is ServerBusyError else error(message)
 

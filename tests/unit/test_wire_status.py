@@ -64,6 +64,26 @@ def test_the_place_comes_first():
     assert str(error_of(status, place)) == "expert 'ffn.3' at localhost:1, forward: expected width 8, got 9."
 
 
+@pytest.mark.parametrize(
+    ("place", "text", "told"),
+    [
+        ("server at a:1, forward", "server: expected one of 2", "server at a:1, forward: expected one of 2"),
+        (
+            "expert 'e' at a:1, forward",
+            "forward: its module raised",
+            "expert 'e' at a:1, forward: its module raised",
+        ),
+        (
+            "expert 'e' at a:1, forward",
+            "backward: expected 1",
+            "expert 'e' at a:1, forward: backward: expected 1",
+        ),
+    ],
+)
+def test_what_the_place_says_is_not_said_again(place, text, told):
+    assert str(error_of(status_of(errors.InvalidCallError(text)), place)) == told
+
+
 def test_codes_of_grpc_itself_are_understood():
     assert isinstance(error_of_rpc(grpc.StatusCode.UNAUTHENTICATED, None, None), errors.PermissionDeniedError)
     for broken in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
