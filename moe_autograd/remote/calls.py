@@ -26,10 +26,11 @@ import grpc
 import torch
 
 from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError, StragglerError
-from moe_autograd.remote.channel import Channel, end, error_of_call
+from moe_autograd.remote.channel import Channel, error_of_call
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.streaming import streaming
 from moe_autograd.timeline import add_span, is_recording
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import RESULT, BackwardHead, ForwardHead, ResultHead
@@ -190,10 +191,16 @@ class _Stream:
         first = self._writer.next_message()
         assert first is not None, "there is a call to make"
         rest = iter(self._writer.next_message, None) if self._writer else None
-        stream = channel.stream(rpc, first, rest, self._line.terms.deadline, passage)
-        self._line.terms.cancellation.add(stream.cancel)
-        reader = ParcelReader(self._line.terms.limits)
-        try:
+        reader, terms = ParcelReader(self._line.terms.limits), self._line.terms
+        with streaming(
+            channel,
+            rpc,
+            first,
+            rest,
+            deadline=terms.deadline,
+            passage=passage,
+            cancellation=terms.cancellation,
+        ) as stream:
             for message in stream:
                 for parcel in reader.feed(message):
                     self._take(parcel)
@@ -201,14 +208,6 @@ class _Stream:
                     channel.leave(stream)
                     break
             reader.finish()
-        except (grpc.RpcError, RemoteError):
-            end(stream)
-            raise
-        except BaseException:  # such as Ctrl-C
-            stream.cancel()
-            raise
-        finally:
-            self._line.terms.cancellation.remove(stream.cancel)
         if channel.encodings.is_measuring(rpc) and self._is_settled():
             taken_s = time.perf_counter() - self._started_s
             _measure(channel, rpc, self._requests, self._outcomes.values(), taken_s)

@@ -12,10 +12,11 @@ import grpc
 from torch import Tensor
 
 from moe_autograd.errors import CorruptDataError
-from moe_autograd.remote.channel import Channel, end, error_of_call
+from moe_autograd.remote.channel import Channel, error_of_call
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.streaming import streaming
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.layouts import mismatch
@@ -64,29 +65,29 @@ def _fetch(
     """Do so; return None if a fork of this process interrupts it."""
     place = f"server at {channel.address}, state_dict"
     request = seal(pb.GetStateRequest(experts=layouts))
-    stream = channel.stream("GetState", request, None, deadline, passage)
-    cancellation.add(stream.cancel)
     reader, arrivals = ParcelReader(limits), _Arrivals(layouts)
     try:
-        for message in stream:
-            for parcel in reader.feed(message):
-                arrivals.put(parcel)
-        reader.finish()
-        return arrivals.complete()
+        with streaming(
+            channel,
+            "GetState",
+            request,
+            None,
+            deadline=deadline,
+            passage=passage,
+            cancellation=cancellation,
+        ) as stream:
+            for message in stream:
+                for parcel in reader.feed(message):
+                    arrivals.put(parcel)
+            reader.finish()
+            return arrivals.complete()
     except grpc.RpcError as error:
-        end(stream)
         if passage.is_interrupted:
             return None
         channel.note_failure(error)
         raise error_of_call(error, f"{place}, {deadline}") from error
     except CorruptDataError as error:
-        end(stream)
         raise CorruptDataError(f"{place}, {deadline}: {error}") from error.__cause__ or error
-    except BaseException:  # such as Ctrl-C
-        stream.cancel()
-        raise
-    finally:
-        cancellation.remove(stream.cancel)
 
 
 class _Arrivals:

@@ -17,6 +17,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
+from moe_autograd.remote.channel import Channel
 from tests.support.held import Held
 from tests.support.servers import ROOT, wait_until, wait_until_inside
 from tests.support.subprocesses import assert_prints
@@ -260,3 +261,37 @@ def test_many_threads_train_at_once(server):
         assert errors == []
         RemoteOptimizer(experts).step()
         assert repr(experts.connection.numbering).endswith(" 0 open)")
+
+
+class Interrupts:
+    """Grpc's own channel, which is interrupted when it has begun a call and has not returned it."""
+
+    def __init__(self, channel, wait):
+        self.channel, self.wait = channel, wait
+
+    def segregated_call(self, *args):
+        call = self.channel.segregated_call(*args)
+        self.wait()
+        signal.raise_signal(signal.SIGINT)
+        return call
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_ctrl_c_just_when_a_stream_begins_reaches_the_server(monkeypatch, phase):
+    held = Held(phase)
+    stubs_of = Channel._stubs_now
+
+    def stubs_to_interrupt(channel):
+        stubs = stubs_of(channel)
+        begin = stubs.reply_stream[phase.capitalize()]
+        if not isinstance(begin._channel, Interrupts):
+            begin._channel = Interrupts(begin._channel, lambda: wait_until_inside(server, 1))
+        return stubs
+
+    monkeypatch.setattr(Channel, "_stubs_now", stubs_to_interrupt)
+    with ExpertsServer({"held": held}) as server, connect(server.address) as experts:
+        with pytest.raises(KeyboardInterrupt):
+            experts["held"](torch.ones(1, 4, requires_grad=True)).sum().backward()
+        wait_until_inside(server, 0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        held.may_go.set()

@@ -1,0 +1,60 @@
+"""A stream for as long as a block lasts: however that ends, it is over, or cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from moe_autograd.errors import RemoteError
+from moe_autograd.remote.channel import Channel, end
+from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.forking import Passage
+from moe_autograd.remote.interrupts import interrupts_held_back
+
+
+@contextmanager
+def streaming(
+    channel: Channel,
+    rpc: str,
+    first: bytes,
+    rest: Iterator[bytes] | None,
+    *,
+    deadline: Deadline,
+    passage: Passage,
+    cancellation: Cancellation,
+) -> Iterator[Any]:
+    """Begin an RPC that is answered by a stream; see `Channel.stream`.
+
+    Args:
+        channel: to the server.
+        rpc: its name.
+        first: the first message.
+        rest: those after it; None if there are none.
+        deadline: of the whole stream.
+        passage: that it is made in.
+        cancellation: of the operation that it is a part of.
+
+    Returns:
+        Yields gRPC's call. A block that ends well leaves it as it is.
+    """
+    stream = None
+    try:
+        with interrupts_held_back():
+            stream = channel.stream(rpc, first, rest, deadline, passage)
+            cancellation.add(stream.cancel)
+        yield stream
+    except (grpc.RpcError, RemoteError):
+        if stream is not None:
+            end(stream)
+        raise
+    except BaseException:  # such as Ctrl-C
+        if stream is not None:
+            stream.cancel()
+        raise
+    finally:
+        if stream is not None:
+            cancellation.remove(stream.cancel)
