@@ -13,7 +13,6 @@ from moe_autograd.remote.channel import Channel, end
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import Passage
-from moe_autograd.remote.interrupts import interrupts_held_back
 
 
 @contextmanager
@@ -41,20 +40,15 @@ def streaming(
     Returns:
         Yields gRPC's call. A block that ends well leaves it as it is.
     """
-    stream = None
+    stream = channel.stream(rpc, first, rest, deadline, passage)  # grpc cancels a call that it cannot return
+    cancellation.add(stream.cancel)
     try:
-        with interrupts_held_back():
-            stream = channel.stream(rpc, first, rest, deadline, passage)
-            cancellation.add(stream.cancel)
         yield stream
     except (grpc.RpcError, RemoteError):
-        if stream is not None:
-            end(stream)
+        end(stream)
         raise
     except BaseException:  # such as Ctrl-C
-        if stream is not None:
-            stream.cancel()
+        stream.cancel()
         raise
     finally:
-        if stream is not None:
-            cancellation.remove(stream.cancel)
+        cancellation.remove(stream.cancel)

@@ -125,7 +125,7 @@ def test_ctrl_c_reaches_the_server_which_does_not_begin_what_waits_there(phase, 
             for name in names
         }
         server = servers["held"]
-        experts = stack.enter_context(connect(server.address))
+        experts = stack.enter_context(connect(server.address, timeout_s=1000))
         command = [sys.executable, "-W", "error", "-c", textwrap.dedent(INTERRUPTED), phase]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         client = stack.enter_context(
