@@ -13,6 +13,7 @@ from moe_autograd.remote.channel import Channel, end
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import Passage
+from moe_autograd.remote.interrupts import interrupts_held_back
 
 
 @contextmanager
@@ -40,15 +41,20 @@ def streaming(
     Returns:
         Yields gRPC's call. A block that ends well leaves it as it is.
     """
-    stream = channel.stream(rpc, first, rest, deadline, passage)  # grpc cancels a call that it cannot return
-    cancellation.add(stream.cancel)
+    stream = None
     try:
+        with interrupts_held_back():
+            stream = channel.stream(rpc, first, rest, deadline, passage)
+            cancellation.add(stream.cancel)
         yield stream
     except (grpc.RpcError, RemoteError):
-        end(stream)
+        if stream is not None:
+            end(stream)
         raise
     except BaseException:  # such as Ctrl-C
-        stream.cancel()
+        if stream is not None:
+            stream.cancel()
         raise
     finally:
-        cancellation.remove(stream.cancel)
+        if stream is not None:
+            cancellation.remove(stream.cancel)

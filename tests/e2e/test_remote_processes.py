@@ -264,16 +264,17 @@ def test_many_threads_train_at_once(server):
 
 
 class Interrupts:
-    """Grpc's own channel, which is interrupted when it has begun a call and has not returned it."""
+    """Grpc's own channel, which is interrupted when it has begun a call and not returned it: it keeps that alive."""
 
     def __init__(self, channel, wait):
         self.channel, self.wait = channel, wait
+        self.begun = []
 
     def segregated_call(self, *args):
-        call = self.channel.segregated_call(*args)
+        self.begun.append(self.channel.segregated_call(*args))
         self.wait()
         signal.raise_signal(signal.SIGINT)
-        return call
+        return self.begun[-1]
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
