@@ -17,7 +17,7 @@ import torch
 from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store, lock_folder
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store, lock_folder, unlock_folder
 from moe_autograd.errors import CheckpointError
 
 
@@ -50,7 +50,9 @@ class SharedResidency:
         elif isinstance(store, str | Path):
             store = RamStore()
         self.residency = Residency(limit_bytes, store, device)
-        self._unlock = None if lock is None else weakref.finalize(self.residency, os.close, lock)
+        self._unlock = (
+            None if lock is None else weakref.finalize(self.residency, unlock_folder, lock, os.getpid())
+        )
         if self._unlock is not None:
             _locks[self.residency] = self._unlock
 
@@ -100,7 +102,9 @@ class SharedResidency:
         return self._folder, self.residency.store
 
 
-_locks: weakref.WeakKeyDictionary[Residency, weakref.finalize[[int], Residency]] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[Residency, weakref.finalize[[int, int], Residency]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _let_go_of_locks() -> None:

@@ -137,6 +137,13 @@ def lock_folder(path: Path) -> int:
     return fd
 
 
+def unlock_folder(fd: int, process: int) -> None:
+    """End what `lock_folder` began in this process; a fork of it only lets go of its share, which may be late."""
+    if os.getpid() == process:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 def _is_ours_alone(path: Path, num_bytes: int) -> bool:
     try:
         status = path.stat()
