@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from moe_autograd._streams import use_here
+from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.runs import run_calls
 
 ACCUMULATE_GRAD = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
@@ -135,12 +135,15 @@ class Joined:
         grads: list[Sequence[Tensor | None]] = [(None,) * count for count in self.num_inputs]
         reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
 
+        has_streams = accelerator_in_use() is not None
+
         def run(index: int) -> None:
             i = reached[index]
             own_saved, own_grads = saved_of[i], grads_of[i]
             saved_of[i] = grads_of[i] = ()  # Rule 2: nobody but this call holds them now
-            use_here(own_saved)
-            use_here(own_grads)
+            if has_streams:
+                use_here(own_saved)
+                use_here(own_grads)
             grads[i] = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
 
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]

@@ -136,8 +136,11 @@ def _map(
     is_recorded = torch.is_grad_enabled()
     hooks = ordered_hooks(len(args_per_call))
 
+    has_streams = accelerator_in_use() is not None
+
     def forward(index: int) -> None:
-        use_here(args_per_call[index])
+        if has_streams:
+            use_here(args_per_call[index])
         if hooks is None:
             calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
             return
