@@ -190,12 +190,17 @@ class _Part:
         return split(tied, self.joined.num_results)
 
 
+def _token() -> Tensor:
+    """Return what carries nothing from one node to the next, wherever tensors are made by default."""
+    return torch.empty(0, dtype=torch.float32, device="cpu")
+
+
 class _Departure(Function):
     @staticmethod
     def forward(ctx: Any, part: _Part, gate: Tensor | None, *inputs: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.part = part
-        return torch.empty(0)
+        return _token()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
@@ -213,7 +218,7 @@ class _Waiting(Function):
     def forward(ctx: Any, part: _Part, token: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.part = part
-        return torch.empty(0)
+        return _token()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:

@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.split_backward import split_backward
+from tests.support.comparing_modules import PROGRAMS
 from tests.support.comparison import (
     MapFunction,
     Raised,
@@ -30,7 +31,7 @@ from tests.support.functions import CATALOGUE, Case, Leaves
 from tests.support.functions_numbers import SavesInput
 from tests.support.functions_waiting import Calls, Meets
 from tests.support.histories import Copies, behind_functions, copied, leaf, modules_behind_functions
-from tests.support.module_programs import PROGRAMS, leaves, parameters, seeded
+from tests.support.module_programs import leaves, parameters, seeded
 
 NUM_CALLS = 4
 ORDER = 1e-12  # sums may be added up in another order
@@ -350,6 +351,18 @@ def test_a_split_backward_through_calls_with_histories_of_their_own() -> None:
 
     expected = gradients(one_after_another, is_split=False)
     assert_same(expected, gradients(parallel_apply, is_split=True), tolerance=ORDER)
+
+
+def test_where_tensors_are_made_by_default_does_not_matter() -> None:
+    """The nodes stay on the CPU, with everything they are tied to."""
+    xs = [leaf(i) for i in range(NUM_CALLS)]
+    copies = [copied(x) for x in xs]
+    with torch.device("meta"):
+        results = map_with_parallel_backward(SavesInput, *[(x,) for x in copies])
+    waiting = results[0].grad_fn.next_functions[0][0]
+    assert [metadata.device.type for metadata in waiting._input_metadata] == ["cpu"]
+    results[0].sum().backward()
+    assert [x.grad is not None for x in xs] == [True, False, False, False]
 
 
 def nodes_behind(*tensors: Tensor) -> set[str]:
