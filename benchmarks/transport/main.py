@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -161,7 +162,7 @@ def main(rounds: int) -> None:
                 x = torch.randn(mib * MIB // 4)
                 parts = [bytes(PART_BYTES) for _ in range(mib)]
                 ours, bare = (lambda x=x: one(x)), (lambda parts=parts: bare_echo(channel, parts))
-                after_all = lambda parts=parts: bare_echo(channel, parts, "AfterAll")  # noqa: E731
+                after_all = functools.partial(bare_echo, channel, parts, "AfterAll")
                 rows.append(compare(f"echo of {mib} MiB", ours, bare, rounds, 2 * mib * MIB))
                 name = f"echo of {mib} MiB, bare gRPC once all is there"
                 rows.append(compare(name, ours, after_all, rounds, 2 * mib * MIB))
