@@ -45,14 +45,13 @@ from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._threads import start_soon
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.joined import is_wanted, split
-from moe_autograd.autograd.module_calls import JoinedModules, ModuleCall, on_this_thread
+from moe_autograd.autograd.joined import Tensors, is_wanted, split
+from moe_autograd.autograd.joined_modules import JoinedModules
+from moe_autograd.autograd.module_calls import ModuleCall, on_this_thread
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
 from moe_autograd.autograd.this_backward import kept_by_this_backward
-
-Gradients = Sequence[Tensor | None]
 
 
 class DeferringModules(JoinedModules):
@@ -92,12 +91,12 @@ class DeferringModules(JoinedModules):
             wanted += [wants_leaves] * (num_inputs - num_cuts)
         return wanted
 
-    def hand_out(self, grads: list[Tensor | None]) -> Gradients:
+    def hand_out(self, grads: list[Tensor | None]) -> Tensors:
         """See `Joined`: promise the leaves' gradients to `late`."""
         if not self._has_gate:
             return (None, *grads)
         of_cuts: list[Tensor | None] = []
-        of_leaves: list[Gradients] = []
+        of_leaves: list[Tensors] = []
         for own, num_cuts in zip(split(grads, self.num_inputs), self._num_cuts, strict=True):
             of_cuts += own[:num_cuts]
             of_leaves.append(own[num_cuts:])
@@ -118,7 +117,7 @@ class _Late(Function):
         return torch.empty(0, dtype=torch.float32, device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, carrier: Any) -> Gradients:
+    def backward(ctx: Any, carrier: Any) -> Tensors:
         if carrier is None:
             return (None,) * len(ctx.needs_input_grad)
         promise: _Work = carrier.promise
@@ -150,7 +149,7 @@ class _Work:
     """
 
     def __init__(
-        self, joined: DeferringModules, pending: dict[int, PendingWeightGradients], grads: list[Gradients]
+        self, joined: DeferringModules, pending: dict[int, PendingWeightGradients], grads: list[Tensors]
     ) -> None:
         self._pending, self._has_begun, self._grads = pending, bool(pending), grads
         self._names = [joined.names[i] for i in pending]
@@ -163,7 +162,7 @@ class _Work:
         if pending:
             self._ambient, self._seeds = Ambient(), CallSeeds().apart()
 
-    def keep(self) -> Gradients:
+    def keep(self) -> Tensors:
         """Return the gradients of all leaves, call after call.
 
         Raises:
@@ -216,7 +215,7 @@ class _Work:
             self._is_cancelled, self._grads = True, []
             raise
 
-    def _take_grads(self) -> Gradients:
+    def _take_grads(self) -> Tensors:
         """Return what was computed, or raise what went wrong; nothing of it stays here."""
         error, self._error = self._error, None
         grads, self._grads = self._grads, []

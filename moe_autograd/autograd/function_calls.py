@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.emulated import call_backward, call_forward, materialize, options_of, state_of
-from moe_autograd.autograd.joined import Joined, split
+from moe_autograd.autograd.joined import Joined, Tensors, split
 from moe_autograd.autograd.split_backward import is_in_first_part
 
 
@@ -121,12 +121,8 @@ class FunctionCall:
         return tuple(values)
 
     def backward(
-        self,
-        saved: Sequence[Tensor | None],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
-    ) -> Sequence[Tensor | None]:
+        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+    ) -> Tensors:
         """See `joined.Call`."""
         ctx = self._ctx
         if self._num_results != 1:
@@ -143,7 +139,7 @@ class FunctionCall:
             return grads
         return [grads[i] for i in self._tensor_arguments]
 
-    def _with_others(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _with_others(self, grad_outputs: Tensors) -> list[Tensor | None]:
         """Put `None` for the results that are no tensors, as PyTorch does."""
         by_position = dict(zip(self._tensor_results, grad_outputs, strict=True))
         return [by_position.get(i) for i in range(self._num_results)]
@@ -162,11 +158,7 @@ class JoinedFunctions(Joined):
         return [_is_wanted(node) for node in nodes]
 
     def backward(
-        self,
-        saved_of: list[Sequence[Any]],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
+        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
     ) -> list[Tensor | None]:
         """See `Joined`; a call that is not needed gets no gradient, and so does not run (Rule 3)."""
         if wanted:

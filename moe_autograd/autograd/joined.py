@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.runs import run_calls
+
+Tensors: TypeAlias = Sequence[Tensor | None]  # mostly gradients; `None` where none flows
 
 ACCUMULATE_GRAD = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
@@ -43,12 +45,8 @@ class Call(Protocol):
         """Drop every reference to a result, and to what the node saves from now on."""
 
     def backward(
-        self,
-        saved: Sequence[Tensor | None],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
-    ) -> Sequence[Tensor | None]:
+        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+    ) -> Tensors:
         """Return one gradient or `None` for each of `inputs`.
 
         Args:
@@ -112,11 +110,7 @@ class Joined:
         return results, saved, dirty, non_differentiable
 
     def backward(
-        self,
-        saved_of: list[Sequence[Any]],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
+        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backwards of all calls that got a gradient.
 
@@ -132,7 +126,7 @@ class Joined:
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
         del grad_outputs
-        grads: list[Sequence[Tensor | None]] = [(None,) * count for count in self.num_inputs]
+        grads: list[Tensors] = [(None,) * count for count in self.num_inputs]
         reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
 
         has_streams = accelerator_in_use() is not None
@@ -150,7 +144,7 @@ class Joined:
         run_calls(run, names, self.max_concurrency, f"{self.title}, backward")
         return [grad for own in grads for grad in own]
 
-    def hand_out(self, grads: list[Tensor | None]) -> Sequence[Tensor | None]:
+    def hand_out(self, grads: list[Tensor | None]) -> Tensors:
         """Return what flows to the gate, and after it what flows to the inputs.
 
         Args:
@@ -159,7 +153,7 @@ class Joined:
         return (None, *grads)
 
 
-def has_any(grads: Sequence[Tensor | None]) -> bool:
+def has_any(grads: Tensors) -> bool:
     """Whether any gradient flows; written out, since it is asked once for each call."""
     for grad in grads:  # noqa: SIM110  # a generator costs more than the loop
         if grad is not None:

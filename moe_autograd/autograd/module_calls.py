@@ -41,7 +41,6 @@ Rule 9. A tensor with history that leaves a call by another way than its result 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -52,24 +51,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.utils._pytree import tree_unflatten
 
-from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.entry import Entrance, Flat, flatten, gate
-from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.join import join
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, has_any, is_wanted, split
+from moe_autograd.autograd.entry import Flat
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors
 from moe_autograd.autograd.module_results import CallResults, edge_of
-from moe_autograd.autograd.ordered_hooks import Box, alive, ordered_hooks
-from moe_autograd.autograd.runs import is_tracing, run_calls
-from moe_autograd.autograd.sleeping_hooks import (
-    Ends,
-    let_hooks_sleep,
-    retained_grads_untouched,
-    sleeping_hooks,
-)
-from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part, split_backward
-from moe_autograd.autograd.statistics import Turns
+from moe_autograd.autograd.ordered_hooks import Box
+from moe_autograd.autograd.runs import is_tracing
+from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
+from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
 
 _ANY_THREAD = _NO_TURN = contextlib.nullcontext()
 _Edge = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
@@ -188,12 +179,8 @@ class ModuleCall(CallResults):
         return above
 
     def backward(
-        self,
-        saved: Sequence[Tensor | None],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
-    ) -> Sequence[Tensor | None]:
+        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+    ) -> Tensors:
         """See `joined.Call`."""
         try:
             if not keep_graph and self._can_defer() and any(wanted[len(self.cuts) :]):
@@ -220,9 +207,7 @@ class ModuleCall(CallResults):
             return False
         return not (self._shares_graph or self._has_history or self.boxes)
 
-    def _differentiate_inputs(
-        self, grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> Sequence[Tensor | None]:
+    def _differentiate_inputs(self, grad_outputs: Tensors, wanted: Sequence[bool]) -> Tensors:
         """Walk the inner graph to the inputs alone; what is left for the leaves is pending."""
         starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
         num_cuts = len(self.cuts)
@@ -250,12 +235,12 @@ class ModuleCall(CallResults):
 
     def differentiate(
         self,
-        grad_outputs: Sequence[Tensor | None],
+        grad_outputs: Tensors,
         wanted: Sequence[bool],
         *,
         keep_graph: bool,
         create_graph: bool = False,
-    ) -> Sequence[Tensor | None]:
+    ) -> Tensors:
         """Walk the inner graph backwards (Rule 4)."""
         with self.turn:
             if self._is_spent:
@@ -291,138 +276,3 @@ def on_this_thread() -> contextlib.AbstractContextManager[object]:
     if torch.accelerator.current_accelerator() is None:
         return _ANY_THREAD
     return torch.autograd.set_multithreading_enabled(False)
-
-
-class JoinedModules(Joined):
-    """The module calls of one map."""
-
-    calls: Sequence[ModuleCall]
-    entrance: Entrance
-    turns: Turns | None = None  # of calls that run their forwards again
-    _has_gate = False
-
-    def pass_gate(self) -> Tensor | None:
-        """Return what leads through the gate to the leaves of all calls (Rule 5); `None` without leaves."""
-        leaves = {id(leaf): leaf for call in self.calls for leaf in call.leaves}
-        self._has_gate = bool(leaves)
-        return gate(leaves.values()) if leaves else None
-
-    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
-        """See `Joined`; of leaves it wants all or none, of tensors that are leaves as inputs all."""
-        wants_leaves = True
-        if is_in_first_part():
-            return [True] * sum(self.num_inputs)
-        if self._has_gate:
-            wants_leaves, nodes = is_wanted(nodes[0]), nodes[1:]
-        wanted = [is_wanted(node) for node in nodes]
-        if not wants_leaves:
-            start = 0
-            for call, count in zip(self.calls, self.num_inputs, strict=True):
-                for i in range(start + len(call.cuts), start + count):
-                    wanted[i] = False
-                start += count
-        return wanted
-
-    def backward(
-        self,
-        saved_of: list[Sequence[Any]],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
-        """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
-        with nested_backwards():
-            # A call lets go of its inputs when it is done; held here until hooks have moved to them.
-            inputs = [tensor for call in self.calls for _, tensor in call.cuts]
-            grads = self._backward_of_calls(inputs, saved_of, grad_outputs, wanted, keep_graph)
-            self.entrance.move_hooks()
-        return grads
-
-    def _backward_of_calls(
-        self,
-        inputs: Sequence[Tensor],
-        saved_of: list[Sequence[Any]],
-        grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
-        for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
-            call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
-            if has_any(grads):
-                for box in alive(call.boxes):
-                    box.unpack_ahead()
-        if self.turns is not None:
-            reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
-            for i, turn in self.turns.of(reached).items():
-                self.calls[i].turn = turn
-        if not torch.is_grad_enabled():
-            with retained_grads_untouched(inputs):
-                return super().backward(saved_of, grad_outputs, wanted, keep_graph)
-        grads_of = split(grad_outputs, self.num_results)
-        wanted_of = split(wanted, self.num_inputs)
-        running = [i for i, own in enumerate(grads_of) if has_any(own)]
-        found = run_module_calls(
-            [functools.partial(_second_order, self.calls[i], wanted_of[i]) for i in running],
-            [tuple(grads_of[i]) for i in running],
-            [{}] * len(running),
-            names=[self.names[i] for i in running],
-            max_concurrency=self.max_concurrency,
-            title=f"{self.title}, backward",
-            cuts=[self.calls[i].cuts for i in running],
-            shares_graph=True,
-        )
-        by_call = dict(zip(running, found, strict=True))
-        return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
-
-
-def _second_order(
-    call: ModuleCall, wanted: Sequence[bool], *grad_outputs: Tensor | None
-) -> Sequence[Tensor | None]:
-    return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
-
-
-def run_module_calls(
-    modules: Sequence[Callable[..., Any]],
-    inputs: Sequence[tuple[Any, ...]],
-    kwargs: Sequence[dict[str, Any]],
-    *,
-    names: Sequence[str],
-    max_concurrency: int | None,
-    title: str,
-    cuts: Sequence[Sequence[Cut]],
-    shares_graph: bool = False,
-    joined: type[JoinedModules] = JoinedModules,
-    turns: Turns | None = None,
-) -> list[Any]:
-    """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
-    flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
-    entrance = Entrance([value for values, _ in flats for value in values])
-    owners: dict[Node, ModuleCall] = {}
-    hooks = ordered_hooks(len(modules))
-    calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
-
-    def forward(i: int) -> None:
-        use_here(flats[i][0])
-        if hooks is None:
-            calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
-        else:
-            with hooks.of(i):
-                calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
-            calls[i].boxes = hooks.boxes(i)
-        calls[i].find_leaves(owners)
-
-    try:
-        run_calls(forward, names, max_concurrency, f"{title}, forward")
-    finally:
-        owners.clear()
-        entrance.close()
-    tied: list[Sequence[Tensor]] = [()] * len(calls)
-    if any(call.results for call in calls):
-        # A module may turn gradients on by itself; then its result has a history under no_grad, too.
-        # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
-        changed = tuple([tensor for call in calls for tensor in call.dirty])
-        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(changed):
-            all_calls = joined(calls, names, max_concurrency, title)
-            all_calls.entrance, all_calls.turns = entrance, turns
-            tied = join(all_calls)
-    return [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]

@@ -36,7 +36,7 @@ from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions
 from moe_autograd.autograd.grouping import group_calls, ungroup
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
-from moe_autograd.autograd.module_calls import JoinedModules, run_module_calls
+from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.autograd.runs import run_calls
