@@ -41,9 +41,16 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from moe_autograd.autograd.borders import Borders, Edges, Graph, is_python
 from moe_autograd.autograd.saved_tensors import drop_in_python, drop_saved_tensors
+from moe_autograd.autograd.split_arguments import (
+    Differentiable,
+    Root,
+    as_sequence,
+    edges_of,
+    pair_roots,
+    refuse_hooks_on_the_way,
+)
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
-Differentiable: TypeAlias = torch.Tensor | GradientEdge
 
 
 def split_backward(
@@ -89,11 +96,11 @@ def split_backward(
         >>> pending.run()
         (tensor([[3., 3.]]), tensor([3.]))
     """
-    inputs = _sequence(inputs)
-    output_edges = _edges_of("outputs", outputs)
-    graph = Graph(output_edges, _edges_of("inputs", inputs), _edges_of("weights", weights))
-    roots = _roots(output_edges, grad_outputs)
-    _refuse_hooks_on_the_way(graph, inputs)
+    inputs = as_sequence(inputs)
+    output_edges = edges_of("outputs", outputs)
+    graph = Graph(output_edges, edges_of("inputs", inputs), edges_of("weights", weights))
+    roots = pair_roots(output_edges, grad_outputs)
+    refuse_hooks_on_the_way(graph, inputs)
     return _first_part(graph, roots)
 
 
@@ -137,17 +144,10 @@ class _Recall(NamedTuple):
     borders: Borders
 
 
-class _Root(NamedTuple):
-    """An edge to start from, and the gradient that flows into it."""
-
-    edge: GradientEdge
-    grad: torch.Tensor
-
-
 class _SecondPart:
     """What is left to do. Whatever it holds, it lets go of as it is used."""
 
-    def __init__(self, graph: Graph, roots: Sequence[_Root]) -> None:
+    def __init__(self, graph: Graph, roots: Sequence[Root]) -> None:
         self.weights = graph.weights
         # A reference to a node in Python does not keep it alive; these do, if there is one below a border.
         self.owners = [root.edge for root in roots] if any(map(is_python, graph.wanted)) else []
@@ -163,7 +163,7 @@ class _SecondPart:
 
     def add_roots(self, gradients: Iterable[tuple[GradientEdge | None, torch.Tensor | None]]) -> None:
         self.roots += [
-            _Root(edge, _fitted(grad, edge)) for edge, grad in gradients if edge and grad is not None
+            Root(edge, _fitted(grad, edge)) for edge, grad in gradients if edge and grad is not None
         ]
 
     def add_recalls(self, recalls: Iterable[_Recall]) -> None:
@@ -211,7 +211,7 @@ def is_wanted_later(node: Node | None) -> bool:
     return graph is not None and node in graph.wanted
 
 
-def _first_part(graph: Graph, roots: Sequence[_Root]) -> tuple[Gradients, PendingWeightGradients]:
+def _first_part(graph: Graph, roots: Sequence[Root]) -> tuple[Gradients, PendingWeightGradients]:
     second = _SecondPart(graph, roots)
     known = [i for i, edge in enumerate(graph.weights) if edge and edge.node in graph.known]
     behind = graph.edges_to_behind()
@@ -272,7 +272,7 @@ def _keep_made(second: _SecondPart, borders: Borders, made: Gradients, _: Gradie
     second.watch(made[i] for i, _ in borders)
 
 
-def _engine_pass(roots: Sequence[_Root], targets: Edges, retain_graph: bool = False) -> Gradients:
+def _engine_pass(roots: Sequence[Root], targets: Edges, retain_graph: bool = False) -> Gradients:
     """Call `torch.autograd.grad`, which wants no `None` among its targets and at least one of each."""
     wanted = [target for target in targets if target]
     if not roots or not wanted:
@@ -303,57 +303,3 @@ def _fitted(grad: torch.Tensor, edge: GradientEdge) -> torch.Tensor:
     if grad.shape != torch.Size(metadata.shape):
         grad = grad.sum_to_size(metadata.shape)
     return grad.to(metadata.dtype)
-
-
-def _edges_of(name: str, given: Differentiable | Iterable[Differentiable]) -> Edges:
-    return [_edge_of(f"{name}[{i}]", one) for i, one in enumerate(_sequence(given))]
-
-
-def _sequence(given: Differentiable | Iterable[Differentiable]) -> tuple[Differentiable, ...]:
-    return (given,) if isinstance(given, torch.Tensor | GradientEdge) else tuple(given)
-
-
-def _edge_of(name: str, one: Differentiable) -> GradientEdge | None:
-    if isinstance(one, GradientEdge):
-        return one
-    if not isinstance(one, torch.Tensor):
-        raise TypeError(
-            f"split_backward: expected {name} to be a tensor or a GradientEdge, got {type(one).__name__}."
-        )
-    return get_gradient_edge(one) if one.requires_grad else None
-
-
-def _roots(outputs: Edges, grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[_Root]:
-    """Pair each output that requires a gradient with the gradient it is given."""
-    if grad_outputs is None:
-        grad_outputs = (None,) * len(outputs)
-    grads = (grad_outputs,) if isinstance(grad_outputs, torch.Tensor) else tuple(grad_outputs)
-    if len(grads) != len(outputs):
-        raise ValueError(
-            f"split_backward: expected {len(outputs)} grad_outputs, one for each output, got {len(grads)}."
-        )
-    return [_Root(edge, _root_grad(i, edge, grads[i])) for i, edge in enumerate(outputs) if edge]
-
-
-def _root_grad(i: int, edge: GradientEdge, grad: torch.Tensor | None) -> torch.Tensor:
-    metadata = edge.node._input_metadata[edge.output_nr]
-    shape = torch.Size(metadata.shape)
-    if grad is None and shape.numel() == 1:
-        return torch.ones(shape, dtype=metadata.dtype, device=metadata.device)
-    if grad is None or grad.shape != shape:
-        got = "None" if grad is None else f"one of shape {tuple(grad.shape)}"
-        raise ValueError(
-            f"split_backward: expected grad_outputs[{i}] of shape {tuple(shape)}, that of its output, got {got}. "
-            "Leave out outputs without a gradient."
-        )
-    return grad
-
-
-def _refuse_hooks_on_the_way(graph: Graph, inputs: Sequence[Differentiable]) -> None:
-    """Complain where weights lie behind an input with hooks: the second part would fire them again."""
-    for i, (one, edge) in enumerate(zip(inputs, graph.inputs, strict=True)):
-        if edge and edge.node in graph.behind and isinstance(one, torch.Tensor) and one._backward_hooks:
-            raise ValueError(
-                f"split_backward: expected no weights behind inputs[{i}], which has hooks, got "
-                f"{len(one._backward_hooks)} hooks and weights behind it. Detach the input, or leave those weights out."
-            )

@@ -1,0 +1,78 @@
+"""What `split_backward` is given: looked at, and said what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from moe_autograd.autograd.borders import Edges, Graph
+
+Differentiable: TypeAlias = torch.Tensor | GradientEdge
+
+
+class Root(NamedTuple):
+    """An edge to start from, and the gradient that flows into it."""
+
+    edge: GradientEdge
+    grad: torch.Tensor
+
+
+def edges_of(name: str, given: Differentiable | Iterable[Differentiable]) -> Edges:
+    """Return where the gradients of `given` go, with `None` for a tensor that requires none."""
+    return [_edge_of(f"{name}[{i}]", one) for i, one in enumerate(as_sequence(given))]
+
+
+def as_sequence(given: Differentiable | Iterable[Differentiable]) -> tuple[Differentiable, ...]:
+    """Return a sequence; a single tensor stands for a sequence of one."""
+    return (given,) if isinstance(given, torch.Tensor | GradientEdge) else tuple(given)
+
+
+def _edge_of(name: str, one: Differentiable) -> GradientEdge | None:
+    if isinstance(one, GradientEdge):
+        return one
+    if not isinstance(one, torch.Tensor):
+        raise TypeError(
+            f"split_backward: expected {name} to be a tensor or a GradientEdge, got {type(one).__name__}."
+        )
+    return get_gradient_edge(one) if one.requires_grad else None
+
+
+def pair_roots(
+    outputs: Edges, grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None
+) -> list[Root]:
+    """Pair each output that requires a gradient with the gradient it is given."""
+    if grad_outputs is None:
+        grad_outputs = (None,) * len(outputs)
+    grads = (grad_outputs,) if isinstance(grad_outputs, torch.Tensor) else tuple(grad_outputs)
+    if len(grads) != len(outputs):
+        raise ValueError(
+            f"split_backward: expected {len(outputs)} grad_outputs, one for each output, got {len(grads)}."
+        )
+    return [Root(edge, _root_grad(i, edge, grads[i])) for i, edge in enumerate(outputs) if edge]
+
+
+def _root_grad(i: int, edge: GradientEdge, grad: torch.Tensor | None) -> torch.Tensor:
+    metadata = edge.node._input_metadata[edge.output_nr]
+    shape = torch.Size(metadata.shape)
+    if grad is None and shape.numel() == 1:
+        return torch.ones(shape, dtype=metadata.dtype, device=metadata.device)
+    if grad is None or grad.shape != shape:
+        got = "None" if grad is None else f"one of shape {tuple(grad.shape)}"
+        raise ValueError(
+            f"split_backward: expected grad_outputs[{i}] of shape {tuple(shape)}, that of its output, got {got}. "
+            "Leave out outputs without a gradient."
+        )
+    return grad
+
+
+def refuse_hooks_on_the_way(graph: Graph, inputs: Sequence[Differentiable]) -> None:
+    """Complain where weights lie behind an input with hooks: the second part would fire them again."""
+    for i, (one, edge) in enumerate(zip(inputs, graph.inputs, strict=True)):
+        if edge and edge.node in graph.behind and isinstance(one, torch.Tensor) and one._backward_hooks:
+            raise ValueError(
+                f"split_backward: expected no weights behind inputs[{i}], which has hooks, got "
+                f"{len(one._backward_hooks)} hooks and weights behind it. Detach the input, or leave those weights out."
+            )
