@@ -1,0 +1,119 @@
+"""What a configuration is made into: modules and their training, and whose mistake it is if it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from experts_server.building import build_module, build_training
+from experts_server.config import ServerConfig
+from experts_server.server import from_config
+from experts_server.settings import load_config
+from moe_autograd.errors import ConfigError
+
+FFN = {"class": "ffn", "args": {"d_model": 8}}
+
+
+def checked(settings: dict[str, Any]) -> ServerConfig:
+    return load_config(flags=settings, environment={})
+
+
+class Broken(torch.nn.Module):
+    """Raises something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("expert", "text"),
+    [
+        ({"class": "fnn"}, "expected one of ffn, swiglu, transformer, identity or module:Class, got 'fnn'"),
+        (
+            {"class": "no.such.module:X"},
+            "got 'no.such.module:X' (ModuleNotFoundError: No module named 'no'). Is",
+        ),
+        ({"class": "torch.nn:NoSuch"}, "expected a class that can be imported, got 'torch.nn:NoSuch'"),
+        ({"class": ":NoSuch"}, "expected a class that can be imported, got ':NoSuch'"),
+        ({"class": "..up:NoSuch"}, "expected a class that can be imported, got '..up:NoSuch'"),
+        ({"class": "tests.server.test_config_building:Broken"}, "ZeroDivisionError: division by zero, "),
+        ({"class": "tests.server.test_config_building:Broken"}, "test_config_building.py:"),
+        (
+            {"class": "tests.server.test_config_building:Broken", "args": {"x": 1}},
+            "expected no arguments, got {'x': 1}",
+        ),
+        (
+            {"class": "ffn", "args": {"width": 3}},
+            "key 'args': expected arguments that it takes (d_model, d_ff, activation, device, dtype), got {'width': 3}",
+        ),
+        ({"class": "ffn", "args": {"d_model": -3}}, "key 'args': expected arguments that it takes"),
+        ({"class": "builtins:dict"}, "expected a torch.nn.Module, got dict from 'builtins:dict'"),
+        ({**FFN, "optimizer": {"name": "Adm"}}, "expected one of ASGD, Adadelta"),
+        (
+            {**FFN, "optimizer": {"args": {"nope": 1}}},
+            "key 'optimizer.args': expected arguments that it takes (betas, eps, weight_decay,",
+        ),
+        ({**FFN, "optimizer": {"schedule": {"name": "x"}}}, "key 'optimizer.schedule.name': expected one of"),
+        ({**FFN, "optimizer": {"name": "lbfgs"}}, "got 'LBFGS', which wants a closure"),
+        (
+            {**FFN, "optimizer": {"schedule": {"name": "ReduceLROnPlateau"}}},
+            "which wants a metric at each step",
+        ),
+        ({**FFN, "optimizer": {"schedule": {"name": "StepLR"}}}, "key 'optimizer.schedule.args': expected"),
+    ],
+)
+def test_what_cannot_be_built_names_expert_key_and_value(expert: dict[str, Any], text: str) -> None:
+    config = checked({"experts": {"e.0": expert}})
+    with pytest.raises(ConfigError) as refused:
+        from_config(config)
+    assert text in str(refused.value)
+    assert "'e.0'" in str(refused.value)
+
+
+def test_an_optimizer_that_is_refused_is_not_offered() -> None:
+    config = checked({"experts": {"e": {**FFN, "optimizer": {"name": "Adm"}}}})
+    with pytest.raises(ConfigError, match="Adam, AdamW") as refused:
+        from_config(config)
+    assert not any(name in str(refused.value) for name in ("LBFGS", "SparseAdam"))
+
+
+@pytest.mark.parametrize("name", ["sgd", "ADAM", "AdamW", "rmsprop", "Adagrad"])
+def test_any_optimizer_of_torch_is_built_by_name(name: str) -> None:
+    config = checked(
+        {"experts": {"e": FFN}, "optimizer": {"name": name, "lr": 0.25, "args": {"weight_decay": 0.5}}}
+    )
+    module = build_module("e", config.experts["e"], 0)
+    training = build_training("e", module, config.optimizer_of(config.experts["e"]), "on_step")
+    assert training is not None
+    assert type(training.optimizer).__name__.lower() == name.lower()
+    assert (training.optimizer.defaults["lr"], training.optimizer.defaults["weight_decay"]) == (0.25, 0.5)
+
+
+def test_a_module_of_the_users_own_is_built_from_module_and_class() -> None:
+    config = checked(
+        {"experts": {"e": {"class": "torch.nn:Linear", "args": {"in_features": 3, "out_features": 2}}}}
+    )
+    assert build_module("e", config.experts["e"], 0).weight.shape == (2, 3)
+
+
+def test_the_same_seed_gives_the_same_weights_other_experts_others_and_leaves_the_callers_stream_alone() -> (
+    None
+):
+    config = checked({"experts": {"ffn.[0:4]": FFN}})
+    torch.manual_seed(5)
+    first, again = (build_module("ffn.0", config.experts["ffn.0"], 1) for _ in range(2))
+    other = build_module("ffn.1", config.experts["ffn.1"], 1)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
+    torch.testing.assert_close(first.state_dict(), again.state_dict(), rtol=0, atol=0)
+    assert not torch.equal(first.up.weight, other.up.weight)
+
+
+def test_an_eval_only_expert_is_not_trained() -> None:
+    config = checked({"experts": {"e": {**FFN, "eval_only": True}}})
+    assert config.optimizer_of(config.experts["e"]) is None
+    assert not build_module("e", config.experts["e"], 0).training
