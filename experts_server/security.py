@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import logging
 import ssl
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +28,7 @@ from moe_autograd.errors import ConfigError, PermissionDeniedError
 
 Permission = Literal["read", "train"]
 MIN_TOKEN_LENGTH = 16
+_LOOK_INTERVAL_S = 1.0
 
 _SCHEME = "Bearer "
 logger = logging.getLogger(__name__)
@@ -35,12 +37,23 @@ logger = logging.getLogger(__name__)
 class Gate:
     """Decides whether a call may proceed.
 
+    The file is looked at once a second, and whenever a token is not known, so that tokens can be added and taken away
+    while the server runs.
+
     Args:
-        tokens: digest -> permission; none: everybody may do everything (who may connect is TLS's business).
+        file: of the tokens; none: everybody may do everything (who may connect is TLS's business).
+
+    Raises:
+        ConfigError: the file cannot be read or has a line that is none.
+
+    Threads: the event loop's.
     """
 
-    def __init__(self, tokens: dict[bytes, Permission] | None = None) -> None:
-        self._tokens = tokens
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._seen = _stamp(file)
+        self._tokens = None if file is None else read_tokens(file)
+        self._look_at = time.monotonic() + _LOOK_INTERVAL_S
 
     def __repr__(self) -> str:
         return "<Gate open>" if self._tokens is None else f"<Gate {len(self._tokens)} tokens>"
@@ -54,7 +67,12 @@ class Gate:
             raise PermissionDeniedError(
                 "server: expected a bearer token in the call's metadata, got none. Pass token=... or --token-file."
             )
+        if time.monotonic() >= self._look_at:
+            self._look()
         granted = self._find(header.removeprefix(_SCHEME))
+        if granted is None:
+            self._look()
+            granted = self._find(header.removeprefix(_SCHEME))
         if granted is None:
             raise PermissionDeniedError(
                 "server: expected a token that it knows, got another. Ask who runs it for one."
@@ -64,6 +82,19 @@ class Gate:
                 "server: expected a token with permission 'train' for this call, got one with 'read'."
             )
 
+    def _look(self) -> None:
+        """Take what is in the file, if that has changed and is a whole one."""
+        self._look_at = time.monotonic() + _LOOK_INTERVAL_S
+        if self._file is None or (stamp := _stamp(self._file)) == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._tokens = read_tokens(self._file)
+        except ConfigError as error:
+            logger.warning("tokens stay as they were: %s", error)
+        else:
+            logger.info("tokens: %d, read again from %s", len(self._tokens), self._file)
+
     def _find(self, token: str) -> Permission | None:
         assert self._tokens is not None
         given = _digest(token)
@@ -72,15 +103,6 @@ class Gate:
             if hmac.compare_digest(digest, given):
                 found = permission
         return found
-
-
-def open_gate(config: SecurityConfig) -> Gate:
-    """Return the gate that `config` asks for.
-
-    Raises:
-        ConfigError: the tokens file cannot be read or has a line that is none.
-    """
-    return Gate() if config.tokens_file is None else Gate(read_tokens(config.tokens_file))
 
 
 def read_tokens(file: Path) -> dict[bytes, Permission]:
@@ -184,6 +206,15 @@ def _read(file: Path, key: str) -> bytes:
             f"config, key 'security.{key}': expected a readable file, got {str(file)!r} ({error.strerror}). "
             "Check the path and its permissions."
         ) from error
+
+
+def _stamp(file: Path | None) -> tuple[int, ...] | None:
+    """Return what differs between a file and another one in its place; None where there is none."""
+    try:
+        found = None if file is None else file.stat()
+    except OSError:
+        return None
+    return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
 def _digest(token: str) -> bytes:

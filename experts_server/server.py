@@ -43,7 +43,7 @@ from experts_server.open_inference import OpenInference
 from experts_server.ports import open_port
 from experts_server.registry import Registry
 from experts_server.saving import Saver
-from experts_server.security import open_gate
+from experts_server.security import Gate
 from experts_server.service import Service
 from experts_server.training import Training
 from moe_autograd.wire.options import SERVER_OPTIONS
@@ -106,7 +106,7 @@ class ExpertServer:
         self.saver = Saver(self.registry, config)
         self.service = Service(
             self.registry,
-            open_gate(config.security),
+            Gate(config.security.tokens_file),
             self.saver.save,
             limits=TensorLimits(limits.max_tensor_bytes, limits.max_pass_bytes),
             max_calls_per_pass=limits.max_calls_per_pass,

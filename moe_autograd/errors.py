@@ -13,6 +13,7 @@ tree; each class also derives from the built-in one that existing handlers catch
         ├── InvalidCallError (ValueError)           the server refused the call: shape, dtype, not finite, ...
         ├── PermissionDeniedError (PermissionError) credentials are missing, wrong, or not enough
         ├── ServerUnavailableError (ConnectionError) no connection, or it broke
+        │   └── UntrustedServerError                the server's certificate is not accepted here
         ├── ServerBusyError                         a queue or a memory budget is full: try again later
         ├── DeadlineExceededError (TimeoutError)    the call's deadline passed
         │   └── StragglerError                      the others had answered, and this call was waited for long enough
@@ -82,6 +83,10 @@ class PermissionDeniedError(RemoteError, PermissionError):
 
 class ServerUnavailableError(RemoteError, ConnectionError):
     """There is no connection to the server, or it broke before the answer."""
+
+
+class UntrustedServerError(ServerUnavailableError):
+    """There is somebody at the address, whose certificate is not accepted here, or who has none."""
 
 
 class ServerBusyError(RemoteError):

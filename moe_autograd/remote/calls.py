@@ -26,7 +26,7 @@ import grpc
 import torch
 
 from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError, StragglerError
-from moe_autograd.remote.channel import Channel, error_of_call
+from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE, Passage
@@ -180,7 +180,7 @@ class _Stream:
             channel.note_failure(broken)
             if reason := self._line.terms.cancellation.reason:
                 self._fail_the_rest(lambda where: StragglerError(f"{where}: {reason}"))
-            self._fail_the_rest(lambda where: _caused(error_of_call(broken, where), broken))
+            self._fail_the_rest(lambda where: _caused(channel.error_of_call(broken, where), broken))
         except CorruptDataError as error:
             damaged: CorruptDataError = error
             self._fail_the_rest(lambda where: _caused(CorruptDataError(f"{where}: {damaged}"), damaged))

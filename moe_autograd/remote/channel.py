@@ -31,7 +31,7 @@ from moe_autograd.remote.closing import closed
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.forking import GATE, Passage
-from moe_autograd.remote.security import TLS
+from moe_autograd.remote.security import Certificates, Token
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
 from moe_autograd.wire.options import CHANNEL_OPTIONS
@@ -45,6 +45,7 @@ PHASES = {
     "SetState": "load_state_dict",
 }
 
+_REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 _PING_TIMEOUTS_MS = (900, 4_000, 16_000)
 _CALM_S = 60.0
 _TELL_TIMEOUT_S = 5.0
@@ -58,9 +59,10 @@ class Channel:
     Args:
         address: `host:port`.
         authority: the name that the server is called by, where that is not its address.
-        token: sent with every RPC; None sends none.
-        tls: None for a plain connection.
-        encodings: of what travels; shared by all channels of a connection.
+        token: sent with every RPC; shared, as what follows is, by all channels of a connection.
+        certificates: None for a plain connection.
+        server_name: that the server's certificate has; None: the host of its address.
+        encodings: of what travels.
 
     Attributes:
         round_trip_s: of the fastest RPC that is one message each way, but for the first, which also had to connect.
@@ -71,25 +73,23 @@ class Channel:
         address: str,
         *,
         authority: str | None = None,
-        token: str | None = None,
-        tls: TLS | None = None,
+        token: Token | None = None,
+        certificates: Certificates | None = None,
+        server_name: str | None = None,
         encodings: Encodings | None = None,
     ) -> None:
         self.address = address
+        self.token = token or Token(None)
         self.encodings = encodings or Encodings(Compression())
         self.round_trip_s = math.inf
         self._has_answered = False
         self._authority = authority or address
         self._is_open = True
-        self._metadata: tuple[tuple[str, str], ...] = (
-            () if token is None else (("authorization", f"Bearer {token}"),)
-        )
-        self._tls = tls
+        self._certificates = certificates
+        self._credentials = None if certificates is None else certificates.now()
+        self._server_name = server_name
         self._lock = threading.Lock()
         self._ping_timeout_ms = _PING_TIMEOUTS_MS[0]
-        self._certificates: tuple[bytes | None, ...] = ()
-        self._credentials: grpc.ChannelCredentials | None = None
-        self._read_certificates()
         self._stubs = self._connect()
         self._slow_at = -math.inf
         self._told: set[Any] = set()  # calls of `tell` under way
@@ -103,26 +103,23 @@ class Channel:
             ("grpc.use_local_subchannel_pool", 1),
         )
         options = (*(option for option in CHANNEL_OPTIONS if option[0] != own[0][0]), *own)
-        if self._tls is None or self._credentials is None:
+        if self._credentials is None:
             authority = ("grpc.default_authority", self._authority)
             return _Stubs(grpc.insecure_channel(self.address, (*options, authority)))
-        options = (*options, *self._tls.options())
+        if self._server_name is not None:
+            options = (*options, ("grpc.ssl_target_name_override", self._server_name))
         return _Stubs(grpc.secure_channel(self.address, self._credentials, options))
 
-    def _read_certificates(self) -> bool:
-        """Take the certificates that are in the files now; return whether they are others than before."""
-        if self._tls is None or (contents := self._tls.contents()) == self._certificates:
-            return False
-        self._credentials, self._certificates = self._tls.credentials(), contents
-        return True
-
     def note_failure(self, error: grpc.RpcError) -> None:
-        """Learn from a broken connection how long this link takes for a ping, and what certificates there are now."""
+        """Learn from what failed: how long this link takes for a ping, what certificates there are now, what token."""
         details = cast(Any, error).details() or ""
+        if cast(Any, error).code() in _REFUSALS:
+            self.token.note_refused()
         with self._lock:
-            with contextlib.suppress(OSError, ValueError):  # in the middle of being replaced: we come again
-                if self._is_open and self._read_certificates():
-                    self._stubs = self._connect()
+            credentials = None if self._certificates is None else self._certificates.now()
+            if self._is_open and credentials is not self._credentials:
+                self._credentials = credentials
+                self._stubs = self._connect()
             now = time.monotonic()
             if "ping timeout" not in details or now - self._slow_at < self._ping_timeout_ms / 1000:
                 return  # or other calls on the same connection have said so already
@@ -177,7 +174,7 @@ class Channel:
         stubs = self._stubs_now()
         with self._our_errors(rpc, deadline):
             began_s, timeout_s = time.perf_counter(), min(deadline.remaining_s, attempt_s)
-            reply = stubs.unary[rpc](seal(request), timeout=timeout_s, metadata=self._metadata)
+            reply = stubs.unary[rpc](seal(request), timeout=timeout_s, metadata=self.token.metadata)
             if self._has_answered:
                 self.round_trip_s = min(self.round_trip_s, time.perf_counter() - began_s)
             self._has_answered = True
@@ -196,7 +193,7 @@ class Channel:
                 call = (
                     self._stubs_now()
                     .unary[rpc]
-                    .future(seal(request), timeout=_TELL_TIMEOUT_S, metadata=self._metadata)
+                    .future(seal(request), timeout=_TELL_TIMEOUT_S, metadata=self.token.metadata)
                 )
             except (ServerUnavailableError, ValueError):  # it is being closed
                 return
@@ -213,7 +210,7 @@ class Channel:
         """
         begin = self._stubs_now().request_stream[rpc].future
         with self._our_errors(rpc, deadline) as passage:
-            call = begin(messages, timeout=deadline.remaining_s, metadata=self._metadata)
+            call = begin(messages, timeout=deadline.remaining_s, metadata=self.token.metadata)
             passage.carry(call, has_thread=True)
             try:
                 reply = call.result()
@@ -235,7 +232,7 @@ class Channel:
             passage: that it is made in.
         """
         stubs = self._stubs_now()
-        timeout_s, metadata = deadline.remaining_s, self._metadata
+        timeout_s, metadata = deadline.remaining_s, self.token.metadata
         with self._beginning():
             if rest is None:
                 stream = stubs.reply_stream[rpc](first, timeout=timeout_s, metadata=metadata)
@@ -258,6 +255,17 @@ class Channel:
             with contextlib.suppress(IndexError):  # another thread took it
                 end(self._left.popleft())
 
+    def error_of_call(self, error: grpc.RpcError, place: str) -> RemoteError:
+        """Return our error for gRPC's; after `note_failure`."""
+        call = cast(Any, error)  # in grpc the exception is also the call that failed
+        if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            late = f"{place}: expected an answer, got none in time. Is the server overloaded?"
+            return DeadlineExceededError(late)
+        ours = error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place)
+        if self._certificates is not None and isinstance(ours, ServerUnavailableError):
+            return type(ours)(f"{ours} {self._certificates.trouble}".rstrip())
+        return ours
+
     def close(self) -> None:
         """Cancel what is under way and disconnect."""
         with self._lock:
@@ -274,7 +282,7 @@ class Channel:
                 yield passage
         except grpc.RpcError as error:
             self.note_failure(error)
-            raise error_of_call(error, f"server at {self.address}, {PHASES[rpc]}, {deadline}") from error
+            raise self.error_of_call(error, f"server at {self.address}, {PHASES[rpc]}, {deadline}") from error
         except CorruptDataError as error:
             place = f"server at {self.address}, {PHASES[rpc]}, {deadline}"
             raise CorruptDataError(f"{place}: {error}") from error
@@ -305,15 +313,6 @@ def end(stream: Any) -> None:
     if hasattr(stream, "_consume_next_event"):
         while stream._state.due:
             stream._consume_next_event()
-
-
-def error_of_call(error: grpc.RpcError, place: str) -> RemoteError:
-    """Return our error for gRPC's."""
-    call = cast(Any, error)  # in grpc the exception is also the call that failed
-    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        late = f"{place}: expected an answer, got none in time. Is the server overloaded?"
-        return DeadlineExceededError(late)
-    return error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place)
 
 
 def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -10,7 +11,7 @@ from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS, check_token
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "token": ((str, NoneType), "a text or None"),
+    "token": ((str, Path, NoneType), "a text, a Path or None"),
     "tls": ((TLS, NoneType), "a TLS or None"),
     "retry": ((RetryPolicy, NoneType), "a RetryPolicy or None"),
     "hedge": ((bool, HedgePolicy), "True, False or a HedgePolicy"),
@@ -32,7 +33,7 @@ def check_arguments(**arguments: Any) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             shown = f"a {type(value).__name__}" if name == "token" else repr(value)
             raise TypeError(f"connect: expected {name} to be {expected}, got {shown}. {advice}")
-    if arguments["token"] is not None:
+    if isinstance(arguments["token"], str):
         check_token(arguments["token"])
     if arguments["max_tensor_bytes"] < 1:
         raise ValueError(

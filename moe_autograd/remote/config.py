@@ -32,7 +32,7 @@ from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.retry import RetryPolicy
-from moe_autograd.remote.security import TLS, check_token
+from moe_autograd.remote.security import TLS, check_token, read_token
 
 Reader = Callable[[Any], Any]  # returns what the value means; raises ValueError saying what was expected
 
@@ -79,10 +79,15 @@ def _readers(folder: Path) -> dict[str, Reader | _Table]:
         "budget_per_success": _at_least_zero,
     }
     hedge: dict[str, Reader] = {"quantile": _fraction, "first_after_s": _positive}
+
+    def token_file(value: Any) -> Path:
+        read_token(path(value))
+        return path(value)
+
     return {
         "addresses": _addresses,
         "token": _token,
-        "token_file": lambda value: _token(_file_text(path(value))),
+        "token_file": token_file,
         "timeout_s": _timeout,
         "allow_missing": _flag,
         "max_tensor_bytes": _positive_count,
@@ -217,14 +222,3 @@ def _tls(**settings: Any) -> TLS:
             "permissions."
         ) from error
     return tls
-
-
-def _file_text(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"expected a readable text file at {str(file)!r} ({reason})") from error
-    if not text:
-        raise ValueError(f"expected a token in {str(file)!r}, which is empty")
-    return text

@@ -36,7 +36,7 @@ from moe_autograd.errors import (
 from moe_autograd.remote.calls import Outcome, Request, Terms, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Encodings
-from moe_autograd.remote.fanout import Cancellation, Fanout
+from moe_autograd.remote.fanout import Cancellation, Fanout, values_or_raise
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.hedging import HedgePolicy, Hedging
 from moe_autograd.remote.operations import Operation, Operations
@@ -144,7 +144,7 @@ class Delivery:
                     _note_lost(group, f"{address}, {rpc.lower()}, {operation.deadline}", lost[address])
                 else:
                     self._send(address, rpc, group, operation)
-            jobs = self._to_repeat(jobs, attempts, lost)
+            jobs = self._to_repeat(jobs, attempts, lost, operation)
             errors = [job.outcome.error for job in jobs if job.outcome.error is not None]
             pause_s = attempts.pause_before_next(errors) if errors else None
             if pause_s is None or operation.cancellation.wait(pause_s):
@@ -156,7 +156,9 @@ class Delivery:
                 return
             lost = self._find_anew(rpc, jobs, operation)
 
-    def _to_repeat(self, jobs: Sequence[Job], attempts: Attempts, lost: Mapping[str, Exception]) -> list[Job]:
+    def _to_repeat(
+        self, jobs: Sequence[Job], attempts: Attempts, lost: Mapping[str, Exception], operation: Operation
+    ) -> list[Job]:
         """Return the jobs that may go better the next time; the others are settled."""
         repeated = []
         for job in jobs:
@@ -168,7 +170,7 @@ class Delivery:
             )
             if is_gone and not job.is_needed():
                 error.add_note("Not waited for: every token has enough other experts.")
-            elif self._is_worth_retrying(job, attempts):
+            elif self._is_worth_retrying(job, attempts, operation):
                 repeated.append(job)
                 continue
             job.request.on_settled(False)
@@ -208,11 +210,16 @@ class Delivery:
             self.finding.placement.note_success(address)
             self._budget.note_success()
 
-    def _is_worth_retrying(self, job: Job, attempts: Attempts) -> bool:
+    def _is_worth_retrying(self, job: Job, attempts: Attempts, operation: Operation) -> bool:
         error = job.outcome.error
+        if isinstance(error, PermissionDeniedError):
+            return self._has_new_token(job.address, operation)
         if isinstance(error, ExpertNotFoundError):  # it may have moved; one look tells
             return self.finding.servers.may_change and attempts.num_retries == 0
         return error is not None and is_worth_retrying(error, was_answered=job.outcome.was_answered)
+
+    def _has_new_token(self, address: str, operation: Operation) -> bool:
+        return self._channel(address).token.is_renewed_since(operation.deadline.started_at)
 
     def _find_anew(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> Mapping[str, Exception]:
         """Choose where jobs go next; return the servers that are lost, and why."""
@@ -269,6 +276,8 @@ class Delivery:
                     may_have_moved = isinstance(error, ExpertNotFoundError) and attempts.num_retries == 0
                     is_worth = may_have_moved or is_worth_retrying(error, was_answered=False)
                     is_worth = is_worth or isinstance(error, DeadlineExceededError)  # of this attempt only
+                    if isinstance(error, PermissionDeniedError):
+                        is_worth = self._has_new_token(address, operation)
                     is_gone = is_lost and (address in lost or attempts.num_retries > 0)
                     is_worth = is_worth and is_patient(own) and not (is_gone and failures is not None)
                     pause_s = attempts.pause_before_next([error]) if is_worth else None
@@ -338,17 +347,3 @@ def _by_address(jobs: Sequence[Job]) -> dict[str, list[Job]]:
     for job in jobs:
         grouped.setdefault(job.address, []).append(job)
     return grouped
-
-
-def values_or_raise(results: Mapping[str, R | Exception]) -> list[R]:
-    """Return what servers returned, or raise what the first that failed raised."""
-    raise_first([result for result in results.values() if isinstance(result, Exception)], "servers")
-    return [result for result in results.values() if not isinstance(result, Exception)]
-
-
-def raise_first(errors: Sequence[Exception], of_what: str) -> None:
-    """Raise the first of the errors, if there is one, with a note on how many others there are."""
-    if errors:
-        if len(errors) > 1:
-            errors[0].add_note(f"{len(errors) - 1} other {of_what} failed too.")
-        raise errors[0]

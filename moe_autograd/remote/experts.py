@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
@@ -26,7 +25,7 @@ from moe_autograd.remote.expert import RemoteExpert
 from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.retry import RetryPolicy
-from moe_autograd.remote.security import TLS
+from moe_autograd.remote.security import TLS, Certificates, Token
 from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import split_by_expert
 from moe_autograd.wire.tensors import TensorLimits
@@ -35,7 +34,7 @@ from moe_autograd.wire.tensors import TensorLimits
 def connect(
     addresses: str | Path | Sequence[str],
     *,
-    token: str | None = None,
+    token: str | Path | None = None,
     tls: TLS | None = None,
     timeout_s: float = 30.0,
     compression: str | Compression = "none",
@@ -51,7 +50,7 @@ def connect(
             servers at all addresses that it resolves to, now and whenever one of them is lost. Or a TOML file, as a
             `Path` or a name that ends in `.toml`: it sets `addresses` and any of the arguments below; see
             `moe_autograd.remote.config`.
-        token: for servers that ask for one.
+        token: for servers that ask for one. The `Path` of a file that holds it is read again when it is refused.
         tls: for servers that are reached encrypted; None for a plain connection.
         timeout_s: of every operation: a pass over all servers, an update, this call. Covers everything: looking
             for the expert, connecting, waiting in the server's queue, computing, transfer, and retries.
@@ -70,10 +69,12 @@ def connect(
     Raises:
         TypeError: an argument is of another type.
         ValueError: or has a value that is none: an address that is not `host:port`, an unknown compression, a token
-            that no header can carry, a file of `tls` that is no certificate (or `OSError`, if it cannot be read).
+            that no header can carry or its file does not hold, a file of `tls` that is no certificate (or `OSError`,
+            if it cannot be read).
         ConfigError: the file cannot be read, or a key or value in it is not allowed or also given as an argument.
-        ServerUnavailableError: a server is not there, or one of both does not accept the other's certificate. This call
-            does not wait for it.
+        ServerUnavailableError: a server is not there, or does not accept the certificate of `tls`. This call does not
+            wait for it.
+        UntrustedServerError: its own is not accepted.
         PermissionDeniedError: it does not accept the token.
         RemoteError: or another of its subclasses.
 
@@ -113,7 +114,13 @@ def connect(
         Encodings(Compression.of(compression)),
         (hedge if isinstance(hedge, HedgePolicy) else HedgePolicy()) if hedge else None,
     )
-    open_channel = functools.partial(_open_channel, token=token, tls=tls, encodings=settings.encodings)
+    open_channel = functools.partial(
+        _open_channel,
+        token=Token(token),
+        certificates=None if tls is None else Certificates(tls),
+        server_name=None if tls is None else tls.server_name,
+        encodings=settings.encodings,
+    )
     connection = Connection(Servers(listed, open_channel), settings)
     try:
         connection.ask(allow_missing=allow_missing)
@@ -135,13 +142,11 @@ def _merged(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     return settings | added
 
 
-def _open_channel(
-    address: str, given: str, *, token: str | None, tls: TLS | None, encodings: Encodings
-) -> Channel:
+def _open_channel(address: str, given: str, *, server_name: str | None, **shared: Any) -> Channel:
     """Open a channel to an address with a number; certificates are in the name that the user gave."""
-    if tls is not None and tls.server_name is None and address != given:
-        tls = dataclasses.replace(tls, server_name=host_of(given).removesuffix("."))
-    return Channel(address, authority=given, token=token, tls=tls, encodings=encodings)
+    if server_name is None and address != given:
+        server_name = host_of(given).removesuffix(".")
+    return Channel(address, authority=given, server_name=server_name, **shared)
 
 
 class RemoteExperts(Mapping[str, RemoteExpert]):

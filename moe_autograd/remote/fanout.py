@@ -10,7 +10,7 @@ each other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -141,3 +141,17 @@ def _result(future: Future[R], address: str) -> R | Exception:
     if not isinstance(error, Exception):
         raise error
     return error
+
+
+def values_or_raise(results: Mapping[str, R | Exception]) -> list[R]:
+    """Return what servers returned, or raise what the first that failed raised."""
+    raise_first([result for result in results.values() if isinstance(result, Exception)], "servers")
+    return [result for result in results.values() if not isinstance(result, Exception)]
+
+
+def raise_first(errors: Sequence[Exception], of_what: str) -> None:
+    """Raise the first of the errors, if there is one, with a note on how many others there are."""
+    if errors:
+        if len(errors) > 1:
+            errors[0].add_note(f"{len(errors) - 1} other {of_what} failed too.")
+        raise errors[0]

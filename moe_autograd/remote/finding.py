@@ -13,7 +13,12 @@ from __future__ import annotations
 
 import math
 
-from moe_autograd.errors import DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError
+from moe_autograd.errors import (
+    DeadlineExceededError,
+    ExpertNotFoundError,
+    PermissionDeniedError,
+    ServerUnavailableError,
+)
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Fanout
@@ -48,9 +53,10 @@ class Finding:
             may_miss: whether others go on without a server that is given: then it is not waited for to the end.
 
         Returns:
-            For each address that the user gave and behind which no server answered, why.
+            For each address that the user gave and behind which no server answered, why. Unless one may miss, also why
+            one that is there is not trusted, or does not trust us: its experts would be missing without a word.
         """
-        return self.servers.missing(self._ask_all(operation, math.inf, may_miss=may_miss))
+        return self.servers.missing(self._ask_all(operation, math.inf, may_miss=may_miss), may_miss=may_miss)
 
     def look_briefly(self, operation: Operation) -> dict[str, Exception]:
         """Look in the middle of an operation; return the addresses that did not answer, each with the reason."""
@@ -88,6 +94,10 @@ class Finding:
                 return _ask(channel, deadline)
             except ServerUnavailableError:  # it may have broken, as grpc's first connection after a fork may
                 if deadline.remaining_s < _LEAST_ATTEMPT_S:
+                    raise
+                return _ask(channel, deadline)
+            except PermissionDeniedError:
+                if not channel.token.is_renewed_since(operation.deadline.started_at):
                     raise
                 return _ask(channel, deadline)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from moe_autograd.wire.certificates import channel_credentials
-from moe_autograd.wire.options import ChannelOption
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,46 @@ class TLS:
         files = (self.ca_file, self.cert_file, self.key_file)
         return tuple(None if file is None else Path(file).read_bytes() for file in files)
 
-    def options(self) -> tuple[ChannelOption, ...]:
-        """Return the channel options that belong to it."""
-        return () if self.server_name is None else (("grpc.ssl_target_name_override", self.server_name),)
+
+class Certificates:
+    """What the files of a `TLS` hold, for all channels of a connection.
+
+    They are replaced before they expire, one after the other: for a moment some are absent, cut short, or do not belong
+    to the others. Then what was read before is used on.
+
+    Args:
+        tls: names the files.
+
+    Attributes:
+        trouble: why the files could not be used when they were last looked at; empty if they could.
+
+    Raises:
+        OSError: a file cannot be read now.
+        ValueError: or is not what it should be.
+
+    Threads: any; one lock.
+    """
+
+    def __init__(self, tls: TLS) -> None:
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._contents = tls.contents()
+        self._credentials = tls.credentials()
+        self.trouble = ""
+
+    def now(self) -> grpc.ChannelCredentials:
+        """Look at the files; return the same object as before unless they hold something else that can be used."""
+        with self._lock:
+            self.trouble = ""
+            try:
+                if (contents := self._tls.contents()) != self._contents:
+                    self._credentials, self._contents = self._tls.credentials(), contents
+            except (OSError, ValueError) as error:
+                self.trouble = f"The certificates in use are those of before: {error}"
+            return self._credentials
+
+    def __repr__(self) -> str:
+        return f"Certificates({self._tls!r})"
 
 
 _MAX_TOKEN_LENGTH = 4096  # grpc refuses headers of more than 8 KiB
@@ -73,3 +113,60 @@ def check_token(token: str) -> None:
                 f"{expected}, got {character!r} at position {position} of {len(token)}. "
                 "If it was read from a file, strip its line end."
             )
+
+
+def read_token(file: Path) -> str:
+    """Return the token that is all that a file holds.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else.
+    """
+    try:
+        token = file.read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"expected a readable text file at {str(file)!r} ({reason})") from error
+    if not token:
+        raise ValueError(f"expected a token in {str(file)!r}, which is empty")
+    check_token(token)
+    return token
+
+
+class Token:
+    """What a client shows to servers, on all channels of a connection. One in a file is read again when it is refused.
+
+    Args:
+        given: the token, or the file that holds it; None: there is none.
+
+    Attributes:
+        metadata: that goes with every RPC.
+
+    Raises:
+        ValueError: the file holds none.
+
+    Threads: any; what changes does so by one assignment.
+    """
+
+    def __init__(self, given: str | Path | None) -> None:
+        self._file = given if isinstance(given, Path) else None
+        self._renewed_at = -math.inf
+        self._show(read_token(given) if isinstance(given, Path) else given)
+
+    def note_refused(self) -> None:
+        """Look whether there is another one in the file by now; while that is being replaced, there is none."""
+        if self._file is not None:
+            with contextlib.suppress(ValueError):
+                before = self.metadata
+                self._show(read_token(self._file))
+                if self.metadata != before:
+                    self._renewed_at = time.monotonic()
+
+    def is_renewed_since(self, moment: float) -> bool:
+        """Whether what was refused at this moment, of the monotonic clock, may be accepted now."""
+        return self._renewed_at >= moment
+
+    def _show(self, token: str | None) -> None:
+        self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+
+    def __repr__(self) -> str:
+        return f"Token({'given' if self._file is None else self._file})"

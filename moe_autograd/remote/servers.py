@@ -21,12 +21,13 @@ import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError, UntrustedServerError
 from moe_autograd.remote.addresses import is_name, resolve
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.wire import experts_pb2 as pb
 
+_REFUSED = (PermissionDeniedError, UntrustedServerError)
 _FIRST_WORD_S = 5.0
 _EXPECTED_BEHIND_NAME = 16
 
@@ -113,16 +114,20 @@ class Servers:
                 first_of.setdefault(replies[address].server_id or address, address)
         return {address: replies[address] for address in first_of.values()}
 
-    def missing(self, errors: Mapping[str, Exception]) -> list[Exception]:
-        """Return, for each address given behind which no server answered, why.
+    def missing(self, errors: Mapping[str, Exception], *, may_miss: bool) -> list[Exception]:
+        """Return, for each address given behind which no server answered, why; see `Finding.look`.
 
         Args:
             errors: of the servers, and of the names, that did not answer.
+            may_miss: whether one that refuses is no error as long as another answers.
         """
         missing = []
         for given in self.given:
             behind = self._behind[given]
-            if all(address in errors for address in behind):
+            refused = [errors[address] for address in behind if isinstance(errors.get(address), _REFUSED)]
+            if refused and not may_miss:
+                missing.append(refused[0])
+            elif all(address in errors for address in behind):
                 missing.append(errors[behind[0]] if behind else errors[given])
         return missing
 

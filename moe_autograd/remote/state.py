@@ -12,7 +12,7 @@ import grpc
 from torch import Tensor
 
 from moe_autograd.errors import CorruptDataError
-from moe_autograd.remote.channel import Channel, error_of_call
+from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE, Passage
@@ -85,7 +85,7 @@ def _fetch(
         if passage.is_interrupted:
             return None
         channel.note_failure(error)
-        raise error_of_call(error, f"{place}, {deadline}") from error
+        raise channel.error_of_call(error, f"{place}, {deadline}") from error
     except CorruptDataError as error:
         raise CorruptDataError(f"{place}, {deadline}: {error}") from error.__cause__ or error
 

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.calls import without_name
 from moe_autograd.remote.channel import PHASES, Channel
-from moe_autograd.remote.delivery import Delivery, raise_first
+from moe_autograd.remote.delivery import Delivery
+from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb

@@ -38,6 +38,7 @@ from moe_autograd.errors import (
     RemoteError,
     ServerBusyError,
     ServerUnavailableError,
+    UntrustedServerError,
 )
 from moe_autograd.wire import experts_pb2 as pb
 
@@ -150,8 +151,18 @@ def error_of_rpc(
 ) -> RemoteError:
     """Return the error that the end of a whole RPC tells of (`call.code()`, `.details()`, `.trailing_metadata()`)."""
     hint = dict(trailing or ()).get(RETRY_AFTER_KEY)
-    text = _in_our_words(details or code.name)
-    return _error(_ERROR_OF_GRPC.get(code, RemoteError), text, _seconds(hint), place)
+    details = details or code.name
+    if (untrusted := _certificate_trouble(details)) is not None:
+        return _error(UntrustedServerError, untrusted, None, place)
+    return _error(_ERROR_OF_GRPC.get(code, RemoteError), _in_our_words(details), _seconds(hint), place)
+
+
+def _certificate_trouble(details: str) -> str | None:
+    failed = _NOT_CONNECTED.fullmatch(details)
+    for pattern, text in _TLS_FAILURES:
+        if failed is not None and (found := re.search(pattern, failed[1])) is not None:
+            return text.format(*found.groups())
+    return None
 
 
 def _in_our_words(details: str) -> str:
@@ -161,9 +172,6 @@ def _in_our_words(details: str) -> str:
     failed = _NOT_CONNECTED.fullmatch(details)
     if failed is None:
         return details
-    for pattern, text in _TLS_FAILURES:
-        if (found := re.search(pattern, failed[1])) is not None:
-            return text.format(*found.groups())
     return (
         f"expected a connection, got {failed[1]!r}. Is the server started, is this its address, do both use TLS or "
         "neither, does it want a certificate of yours?"

@@ -16,8 +16,8 @@ NOBODY = "127.0.0.1:9"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"token": 123}, "expected token to be a text or None, got a int"),
-        ({"token": b"secret"}, "expected token to be a text or None, got a bytes"),
+        ({"token": 123}, "expected token to be a text, a Path or None, got a int"),
+        ({"token": b"secret"}, "expected token to be a text, a Path or None, got a bytes"),
         ({"tls": True}, r"expected tls to be a TLS or None, got True"),
         ({"tls": "ca.pem"}, r"expected tls to be .* got 'ca.pem'\. Pass TLS\(ca_file="),
         ({"retry": 5}, "expected retry to be a RetryPolicy or None, got 5"),

@@ -16,6 +16,7 @@ from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote import TLS, Compression, HedgePolicy, RetryPolicy, connect
 from moe_autograd.remote.config import load_config
+from moe_autograd.remote.security import read_token
 from tests.support.certificates import make_authority, make_certificates
 
 TOKEN = "train-token-0123456789"
@@ -50,7 +51,7 @@ def test_every_key_means_the_argument_of_its_name(tmp_path):
     make_authority(tmp_path / "certificates")
     assert load_config(write(tmp_path, EVERYTHING)) == {
         "addresses": ["experts.example:31415", "[::1]:7"],
-        "token": TOKEN,
+        "token": tmp_path / "token",
         "timeout_s": 7.0,
         "allow_missing": True,
         "max_tensor_bytes": 1000,
@@ -92,7 +93,9 @@ def test_a_file_may_begin_as_windows_has_it(tmp_path):
     (tmp_path / "token").write_text(TOKEN, encoding="utf-8-sig")
     file = tmp_path / "placement.toml"
     file.write_text("addresses = ['a:1']\r\ntoken_file = 'token'\r\n", encoding="utf-8-sig", newline="")
-    assert load_config(file) == {"addresses": ["a:1"], "token": TOKEN}
+    arguments = load_config(file)
+    assert arguments == {"addresses": ["a:1"], "token": tmp_path / "token"}
+    assert read_token(arguments["token"]) == TOKEN
 
 
 def test_tls_and_token_come_from_files_beside_it(tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ import contextlib
 import copy
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.config import SecurityConfig, ServingConfig
-from moe_autograd.errors import ConfigError, GradientsLostError, ServerUnavailableError
+from moe_autograd.errors import (
+    ConfigError,
+    GradientsLostError,
+    PermissionDeniedError,
+    ServerUnavailableError,
+    UntrustedServerError,
+)
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect, servers
 from tests.support.certificates import make_certificates
 from tests.support.hosting import make_modules, sgd
@@ -47,8 +54,8 @@ def name_server(monkeypatch):
     return server
 
 
-def serve(modules: dict[str, nn.Module], listen: str) -> ExpertsServer:
-    return ExpertsServer(modules, optimizer=sgd, listen=listen).start()
+def serve(modules: dict[str, nn.Module], listen: str, config: ServingConfig | None = None) -> ExpertsServer:
+    return ExpertsServer(modules, optimizer=sgd, listen=listen, config=config).start()
 
 
 @pytest.fixture
@@ -56,13 +63,16 @@ def started() -> Iterator[Callable[..., list[ExpertsServer]]]:
     """Start servers of the given modules on one port of 127.0.0.1, 127.0.0.2, ..."""
     with contextlib.ExitStack() as stack:
 
-        def start(*hosted: dict[str, nn.Module]) -> list[ExpertsServer]:
+        def start(
+            *hosted: dict[str, nn.Module], config: Sequence[ServingConfig] | None = None
+        ) -> list[ExpertsServer]:
+            configs = config or [None] * len(hosted)
             while True:
-                servers = [serve(hosted[0], "127.0.0.1:0")]
+                servers = [serve(hosted[0], "127.0.0.1:0", configs[0])]
                 port = servers[0].address.rpartition(":")[2]
                 try:
                     for index, modules in enumerate(hosted[1:], start=2):
-                        servers.append(serve(modules, f"127.0.0.{index}:{port}"))
+                        servers.append(serve(modules, f"127.0.0.{index}:{port}", configs[index - 1]))
                 except ConfigError:  # somebody else has this port there: take another
                     for server in servers:
                         server.stop()
@@ -123,6 +133,57 @@ class TestSeveralServers:
             name_server.hosts = ["127.0.0.1"]
             with pytest.raises(ServerUnavailableError):
                 connect(named(server), tls=tls)
+
+
+class TestCertificatesOfSeveralServers:
+    """Each server behind the name has one of its own, of an authority of its own."""
+
+    @staticmethod
+    def secured(folder: Path, host: str) -> ServingConfig:
+        folder.mkdir()
+        make_certificates(folder, host)
+        return ServingConfig(
+            security=SecurityConfig(tls_cert=folder / "server.pem", tls_key=folder / "server.key")
+        )
+
+    @pytest.mark.parametrize(
+        ("hosts", "server_name"),
+        [(("experts.test", "experts.test"), None), (("shared.test", "shared.test"), "shared.test")],
+        ids=["of the name", "of another name"],
+    )
+    def test_all_are_accepted_that_have_the_name(self, name_server, started, tmp_path, hosts, server_name):
+        configs = [self.secured(tmp_path / str(index), host) for index, host in enumerate(hosts)]
+        ca_files = [tmp_path / str(index) / "ca.pem" for index in range(2)]
+        (tmp_path / "ca.pem").write_text("".join(file.read_text() for file in ca_files))
+        first, _ = started(make_modules(0), make_modules(1), config=configs)
+        name_server.hosts = ["127.0.0.1", "127.0.0.2"]
+        with connect(named(first), tls=TLS(tmp_path / "ca.pem", server_name=server_name)) as experts:
+            assert len(experts) == 2
+            for expert in experts.values():
+                assert expert(torch.ones(1, 4)).shape == (1, 4)
+
+    def test_one_that_has_not_is_named_and_not_left_out(self, name_server, started, tmp_path):
+        configs = [self.secured(tmp_path / str(index), f"host{index}.test") for index in range(2)]
+        ca_files = [tmp_path / str(index) / "ca.pem" for index in range(2)]
+        (tmp_path / "ca.pem").write_text("".join(file.read_text() for file in ca_files))
+        first, second = started(make_modules(0), make_modules(1), config=configs)
+        name_server.hosts = ["127.0.0.1", "127.0.0.2"]
+        tls = TLS(tmp_path / "ca.pem", server_name="host0.test")
+        with pytest.raises(UntrustedServerError, match=f"{second.address}, info.* one of another name"):
+            connect(named(first), tls=tls)
+        with connect(named(first), tls=tls, allow_missing=True) as experts:
+            assert list(experts) == list(experts.info()) == ["ffn.0"]
+
+    def test_one_that_refuses_the_token_is_named_and_not_left_out(self, name_server, started, tmp_path):
+        configs = []
+        for index in range(2):
+            file = tmp_path / str(index)
+            file.write_text(f"train token-number-{index}-of-two\n")
+            configs.append(ServingConfig(security=SecurityConfig(tokens_file=file)))
+        first, second = started(make_modules(0), make_modules(1), config=configs)
+        name_server.hosts = ["127.0.0.1", "127.0.0.2"]
+        with pytest.raises(PermissionDeniedError, match=f"{second.address}, info"):
+            connect(named(first), token="token-number-0-of-two")
 
 
 class TestNoAnswerOfTheNameServer:
@@ -243,6 +304,27 @@ class TestReturnsElsewhere:
                 optimizer.step()
                 assert new.num_updates == {"ffn.0": 1}
 
+    @pytest.mark.parametrize("is_there", [False, True], ids=["absent", "cut short"])
+    def test_it_is_called_while_certificates_are_replaced(self, name_server, started, tmp_path, is_there):
+        make_certificates(tmp_path)
+        files = {name: tmp_path / f"{name}" for name in ("ca.pem", "client.pem", "client.key")}
+        security = SecurityConfig(
+            tls_cert=tmp_path / "server.pem",
+            tls_key=tmp_path / "server.key",
+            client_ca=tmp_path / "signers.pem",
+        )
+        (tmp_path / "signers.pem").write_bytes(files["ca.pem"].read_bytes())
+        (old,) = started(make_modules(0), config=[ServingConfig(security=security)])
+        name_server.hosts = ["127.0.0.1"]
+        tls = TLS(*files.values(), server_name="localhost")
+        with connect(named(old), timeout_s=120.0, retry=PATIENT, tls=tls) as experts:
+            expected = experts["ffn.0"](torch.ones(1, 4))
+            old.stop()
+            for file in files.values():
+                file.write_bytes(file.read_bytes()[:100]) if is_there else file.unlink()
+            with move(make_modules(0), old, name_server, ServingConfig(security=security)):
+                assert torch.equal(experts["ffn.0"](torch.ones(1, 4)), expected)
+
     def test_its_weights_are_found(self, name_server, started):
         modules = make_modules(0)
         (old,) = started(modules)
@@ -255,13 +337,16 @@ class TestReturnsElsewhere:
 
 @contextlib.contextmanager
 def move(
-    modules: dict[str, nn.Module], old: ExpertsServer, name_server: NameServer
+    modules: dict[str, nn.Module],
+    old: ExpertsServer,
+    name_server: NameServer,
+    config: ServingConfig | None = None,
 ) -> Iterator[ExpertsServer]:
     """Start a server of these modules, on the port of one that has stopped and on an address that is free there."""
     port = old.address.rpartition(":")[2]
     for last in range(2, 250):
         try:
-            new = serve(modules, f"127.0.0.{last}:{port}")
+            new = serve(modules, f"127.0.0.{last}:{port}", config)
         except ConfigError:
             continue
         name_server.hosts = [f"127.0.0.{last}"]

@@ -14,6 +14,7 @@ from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
 from tests.support.certificates import make_authority, make_certificates
 from tests.support.proxy import Proxy
+from tests.support.servers import wait_until
 
 TRAIN, READ = "train-token-0123456789", "read-token-0123456789"
 AT_ONCE = RetryPolicy(patience_s=0.0)
@@ -185,10 +186,105 @@ class TestRenewal:
             with pytest.raises(ServerUnavailableError, match="certificate of yours"):
                 connect(server.address, tls=TLS(files.folder / "ca.pem"))
 
+    def test_a_client_says_what_is_wrong_with_files_that_stay_broken(self, files):
+        security = SecurityConfig(
+            tls_cert=files.folder / "server.pem",
+            tls_key=files.folder / "server.key",
+            client_ca=files.folder / "ca.pem",
+        )
+        tls = TLS(files.folder / "ca.pem", files.folder / "client.pem", files.folder / "client.key")
+        patience = RetryPolicy(patience_s=0.2)
+        with (
+            serve(security) as server,
+            Proxy(server.address, is_encrypted=True) as proxy,
+            connect(proxy.address, tls=tls, retry=patience) as experts,
+        ):
+            files(files.new, "client.pem")
+            proxy.cut()
+            assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+            files(files.new, "ca.pem", "server.pem", "server.key")
+            proxy.cut()
+            with pytest.raises(
+                ServerUnavailableError, match=r"certificates in use are those of before: .*client\.pem"
+            ):
+                experts["ffn.0"](torch.ones(1, 4))
+            files(files.new, "client.key")
+            assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+
+    def test_tokens_are_renewed_in_their_files(self, tmp_path):
+        theirs, ours = tmp_path / "tokens", tmp_path / "token"
+        theirs.write_text(f"train {TRAIN}\n")
+        ours.write_text(f"{TRAIN}\n")
+        with (
+            serve(SecurityConfig(tokens_file=theirs)) as server,
+            connect(server.address, token=ours) as experts,
+        ):
+            y = experts["ffn.0"](torch.ones(1, 4))
+            ours.write_text("train-token-of-tomorrow")
+            theirs.write_text("train train-token-of-tomorrow\n")
+            wait_until_refused(server.address, TRAIN)
+            y.sum().backward()
+            RemoteOptimizer(experts).step()
+            ours.write_text("train-token-of-the-day-after")
+            theirs.write_text("train train-token-of-the-day-after\n")
+            wait_until_refused(server.address, "train-token-of-tomorrow")
+            assert experts.info()["ffn.0"].num_updates == 1
+            theirs.write_text("train another-token-0123456789\n")
+            wait_until_refused(server.address, "train-token-of-the-day-after")
+            for content in ("", "train-token-of-the-day-after"):
+                ours.write_text(content)
+                with pytest.raises(PermissionDeniedError, match=r"token that it knows"):
+                    experts["ffn.0"](torch.ones(1, 4))
+
+    def test_while_a_tokens_file_is_replaced_tokens_stay_as_they_were(self, tmp_path):
+        tokens = tmp_path / "tokens"
+        tokens.write_text(f"train {TRAIN}\n")
+        with (
+            serve(SecurityConfig(tokens_file=tokens)) as server,
+            connect(server.address, token=TRAIN) as experts,
+        ):
+            tokens.write_text(f"train {READ}\ntrain sho")
+            with pytest.raises(PermissionDeniedError):
+                connect(server.address, token=READ)
+            assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+            tokens.unlink()
+            with pytest.raises(PermissionDeniedError):
+                connect(server.address, token=READ)
+            tokens.write_text(f"train {READ}\n")
+            wait_until_refused(server.address, TRAIN)
+
+
+def wait_until_refused(address: str, token: str) -> None:
+    """Wait until a server has seen that a token is gone from its file; it looks once a second."""
+
+    def is_refused() -> bool:
+        try:
+            connect(address, token=token).close()
+        except PermissionDeniedError:
+            return True
+        return False
+
+    wait_until(is_refused)
+
 
 def test_a_certificate_without_its_key_is_refused(folder):
     with pytest.raises(ValueError, match="expected cert_file and key_file together"):
         TLS(cert_file=folder / "client.pem")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "readable text file"),
+        ("", "which is empty"),
+        ("two words", "without blanks, got ' ' at position 3"),
+    ],
+)
+def test_a_token_file_that_holds_none_is_refused_before_anything_connects(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "token").write_text(content)
+    with pytest.raises(ValueError, match=expected):
+        connect("127.0.0.1:1", token=tmp_path / "token")
 
 
 def test_files_that_are_no_certificates_are_refused_by_name_before_anything_connects(folder):

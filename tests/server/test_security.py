@@ -118,7 +118,7 @@ def test_a_tokens_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_gate_shows_and_keeps_no_token(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"train {TRAIN}")
-    gate = Gate(read_tokens(file))
+    gate = Gate(file)
     assert TRAIN not in repr(gate) + repr(vars(gate))
 
 

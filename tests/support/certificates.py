@@ -8,8 +8,8 @@ from pathlib import Path
 _NEW = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
 
 
-def make_certificates(folder: Path) -> None:
-    """Write an authority (`ca.pem`) and certificates, signed by it, of a `server` (localhost) and a `client`.
+def make_certificates(folder: Path, host: str = "localhost") -> None:
+    """Write an authority (`ca.pem`) and certificates, signed by it, of a `server` (this host) and a `client`.
 
     And of `expired`, with the name of the server.
     """
@@ -17,7 +17,7 @@ def make_certificates(folder: Path) -> None:
     for name in ("server", "client", "expired"):
         key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
         openssl(*_NEW, "-subj", "/CN=localhost", *key)
-        (folder / f"{name}.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        (folder / f"{name}.ext").write_text(f"subjectAltName=DNS:{host},IP:127.0.0.1\n")
         days = "-1" if name == "expired" else "1"
         signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem", "-days", days)
         authority = ("-CA", folder / "ca.pem", "-CAkey", folder / "ca.key", "-CAcreateserial")
