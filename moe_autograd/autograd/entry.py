@@ -77,7 +77,12 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
     """Flatten the arguments of a call; most calls take tensors alone, and need no pytree."""
     if not kwargs and all(type(value) is Tensor for value in args):
         return list(args), None
-    return tree_flatten((args, kwargs))
+    return tree_flatten((args, kwargs), is_leaf=is_size)
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is a shape, which pytrees would make a plain tuple of."""
+    return type(value) is torch.Size
 
 
 class Entrance:
@@ -143,6 +148,12 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         tensor = self._tensor()
         if retains_grad and tensor is not None:
             tensor.retain_grad()
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what users have put on the caller's tensor."""
+        tensor = self._tensor()
+        assert tensor is not None  # the call holds it
+        return tensor.__dict__
 
     def again(self) -> _AliasHooks:
         """Return the hooks of another alias of the same tensor."""
@@ -235,10 +246,17 @@ def _alias(tensor: Tensor, anchor: Tensor, hooks: _AliasHooks) -> Tensor:
     # parameter that serves there, too.
     with torch.enable_grad():
         alias: Tensor = _Entry.apply(anchor, tensor.detach())  # type: ignore[no-untyped-call]
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # else attributes make the tensor
+        alias.__dict__ = hooks.attributes()
     entry: Any = alias.grad_fn
     entry.hooks = alias._backward_hooks = hooks
     entry._register_hook_dict(alias)  # as `Tensor.register_hook` does for a dictionary of its own
     return alias
+
+
+def is_as_entered(alias: Tensor) -> bool:
+    """Whether an alias has the history that it was made with; a change in place gives it another."""
+    return type(alias.grad_fn) is _ENTRY_NODE
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ class FunctionCall:
         "_returned",
         "_tensor_arguments",
         "_tensor_results",
+        "changed",
         "inputs",
         "results",
     )
@@ -53,7 +54,9 @@ class FunctionCall:
         self._tensor_arguments = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.inputs = tuple([args[i] for i in self._tensor_arguments])
         self._changed_view: Tensor | None = None
+        self.changed: tuple[Tensor, ...] = ()  # in place, and gradients flow through it
         if ctx.dirty_tensors and is_recorded and True in ctx.needs_input_grad:
+            self.changed = tuple([one for one in ctx.dirty_tensors if isinstance(one, Tensor)])
             returned = self._set_view_aside(returned)
         if isinstance(returned, Tensor):
             self._num_results = 1
@@ -105,7 +108,7 @@ class FunctionCall:
         ctx = self._ctx
         ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
         state_of(ctx).saved.clear()
-        self.inputs = self.results = ()
+        self.inputs = self.results = self.changed = ()
 
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
         """Return what `func.apply` returns: what the forward returned, its tensors replaced by the tied ones."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_autograd._streams import use_here
+from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.entry import Entrance, flatten, gate
 from moe_autograd.autograd.hooks import nested_backwards
@@ -141,6 +142,9 @@ def run_module_calls(
 
     try:
         run_calls(forward, names, max_concurrency, f"{title}, forward")
+        if any(call.changed for call in calls):  # Rule 7
+            taken = [[tensor for _, tensor in call.cuts] for call in calls]
+            refuse_shared_changes(title, names, [call.changed for call in calls], taken)
     finally:
         owners.clear()
         entrance.close()

@@ -30,7 +30,8 @@ Rule 5. Besides, the join leads to all leaves through one node, the *gate*: the 
 Rule 6. With `create_graph=True` the inner backward is itself a call whose graph ends at the same cuts, and gets a
         join of its own: gradients of any order are exact, each computed concurrently. Its graph runs on into the
         first one, which the outer engine may still have to walk for itself; so it leaves that graph unfreed.
-Rule 7. An input that the call changed in place becomes a result of the join, and has its history from there on.
+Rule 7. An input that the call changed in place becomes a result of the join, and has its history from there on. Nobody
+        else may take it (`changes`).
 Rule 8. An input that the call returns as it is comes back as itself. A result that shares memory with an input or with
         another result is tied as a view, so that PyTorch refuses to change it in place, and is saved, so that it
         notices when the other is changed: two tensors that are cut apart can no longer tell each other.

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
-from moe_autograd.autograd.entry import refuse_strided_nested
+from moe_autograd.autograd.entry import is_as_entered, is_size, refuse_strided_nested
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -33,6 +33,7 @@ class CallResults:
     dirty: tuple[Tensor, ...] = ()
     _changed_views: Sequence[Tensor] = ()
     _dirty: Sequence[Tensor] = ()
+    changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
 
     def _take_results(self, returned: Any, outer_of: dict[int, Tensor]) -> None:
         """Find the results that the join is to tie (Rule 8); `outer_of` maps an alias's id to its outer tensor."""
@@ -42,13 +43,14 @@ class CallResults:
         if self._is_list:
             values = list(returned)
         elif not isinstance(returned, Tensor):
-            values, self._spec = tree_flatten(returned)
+            values, self._spec = tree_flatten(returned, is_leaf=is_size)
         if forward_ad._current_level >= 0:
             refuse_tangents(value for value in values if isinstance(value, Tensor))
         self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
         inner: list[Tensor] = []
+        is_cut = not torch.is_inference_mode_enabled()  # else there is nothing to tie again
         for i, value in enumerate(values):
-            if not isinstance(value, Tensor) or not value.requires_grad:
+            if not is_cut or not isinstance(value, Tensor) or not value.requires_grad:
                 continue
             if id(value) in outer_of:
                 values[i] = outer_of[id(value)]
@@ -82,6 +84,7 @@ class CallResults:
     def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
         """Rule 7."""
         self._edges += [edge_of(alias) for alias in aliases]
+        self.changed = [t for t, alias in zip(changed, aliases, strict=True) if not is_as_entered(alias)]
         self._changed_views = [tensor for tensor in changed if tensor._is_view()]
         self.dirty = tuple([tensor for tensor in changed if not tensor._is_view()])
         self.results += tuple([t.detach().clone() if t._is_view() else t for t in changed])
@@ -89,7 +92,7 @@ class CallResults:
     def forget_results(self) -> None:
         """See `joined.Call`."""
         self._dirty = self.dirty
-        self.results = self.dirty = self.inputs = self.to_save = ()
+        self.results = self.dirty = self.inputs = self.to_save = self.changed = ()
 
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
         """Return what the module returned, with the tied tensors in their places."""

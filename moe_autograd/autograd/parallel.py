@@ -29,6 +29,7 @@ from moe_autograd._ambient import refuse_transforms
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.alone import apply_alone, run_alone
+from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.closures import Held, look_into
 from moe_autograd.autograd.deferred import DeferringModules
 from moe_autograd.autograd.emulated import check_is_function
@@ -73,14 +74,14 @@ def map_with_parallel_backward(
         TypeError: `func` is not an autograd function, or an element of `args_per_call` not a list or tuple.
         ValueError: `max_concurrency` is less than 1.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
+        RuntimeError: a call has changed in place what another takes (`changes`).
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call,
             after all other calls have come to rest; from a backward likewise.
 
     Autograd: what a call saves is saved by one outer node: saved-tensor hooks see it, an in-place change before the
         backward raises, it is freed when the call's backward is done. Second order works if `func` supports it.
-        Two calls must not change the same tensor in place. A backward through some results runs their calls alone, and
-        no autograd function that only other calls' inputs were computed with. For another backward later, through
-        another result, it takes `retain_graph=True`.
+        A backward through some results runs their calls alone, and no autograd function that only other calls' inputs
+        were computed with. For another backward later, through another result, it takes `retain_graph=True`.
 
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once.
 
@@ -148,6 +149,10 @@ def _map(
             calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
 
     run_calls(forward, names, max_concurrency, f"{title}, forward", is_recorded=False)  # step 1
+    changed = [call.changed for call in calls]
+    if any(changed):
+        taken = [call.inputs for call in calls]
+        refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
     tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
     return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
 
@@ -209,18 +214,22 @@ def parallel_apply(
         TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do. Another
             `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
-        RuntimeError: calls that share a module have changed its buffers side by side (`statistics`).
+        RuntimeError: calls that share a module have changed its buffers side by side (`statistics`); a call has changed
+            in place what another takes, or it takes by another way (`changes`).
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call.
 
     Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
         `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order. A backward through
-        some results is as with `map_with_parallel_backward`; where something is deferred, it goes everywhere.
+        some results is as with `map_with_parallel_backward`; where something is deferred, it goes everywhere. An input
+        that requires a gradient is in its call another tensor, of the same memory and attributes: not a leaf, without a
+        `.grad`, and no longer a `Parameter`.
 
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as
         a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
         the forward (`statistics`). Modules that would rather be called together have a `call_group` (`grouping`): all
-        modules of one group are one call.
+        modules of one group are one call. Forward-mode differentiation that calls start themselves (`torch.func.jvp`,
+        `jacfwd`, `hessian`) is of the whole process in PyTorch, and wrong side by side: `max_concurrency=1`.
 
     Example:
         >>> import torch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tests.support.module_programs_shared  # noqa: F401  # adds its programs to the others
+import tests.support.module_programs_shared
+import tests.support.module_programs_tensors  # noqa: F401  # they add their programs to the others
 from moe_autograd import parallel_apply
 from tests.support.comparison import MapFunction, assert_same_program, one_after_another
 from tests.support.module_programs import PROGRAMS as PROGRAMS

@@ -1,0 +1,106 @@
+"""Changes in place that a map would differentiate wrong, and so refuses.
+
+Natively, whoever takes a tensor after a change sees it, in the value and in the gradient; so does whoever takes a view
+of the tensor, or what it is a view of. Calls that are cut apart see it in the value alone, if at all. So what a call
+changes, and autograd knows of it, is for that call alone, and by one way: once among its arguments, and not in its
+closure besides. Views that do not overlap are different memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Use(NamedTuple):
+    """A tensor that a call takes, and where in its storage it begins and ends."""
+
+    start: int
+    end: int
+    call: int
+    tensor: Tensor
+    is_changed: bool
+
+
+def refuse_shared_changes(
+    caller: str,
+    names: Sequence[str],
+    changed: Sequence[Sequence[Tensor]],
+    taken: Sequence[Sequence[Tensor]],
+    *,
+    sees_own: bool = False,
+) -> None:
+    """Raise if a call has changed memory that another call takes, or the same by another way.
+
+    Args:
+        caller: the map.
+        names: of the calls.
+        changed: for each call the tensors that it has changed in place, with a new history.
+        taken: for each call the tensors that it takes, once for each way.
+        sees_own: whether a call differentiates by itself what it changes, as an autograd function does.
+
+    Raises:
+        RuntimeError: it names the calls and the tensor.
+    """
+    for one, other in _overlapping(_uses(changed, taken)):
+        if sees_own and one.call == other.call:
+            continue
+        use, beside = (one, other) if one.is_changed else (other, one)
+        by = f"{names[beside.call]} takes" if beside.call != use.call else "it takes by another way, too,"
+        raise RuntimeError(
+            f"{caller}: expected nobody to take what a call changes in place, got a tensor of shape "
+            f"{tuple(use.tensor.shape)} changed in place by {names[use.call]}, of which {by} a part or all. Give "
+            "the call a clone, or make the calls in a plain loop."
+        )
+
+
+def _uses(changed: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]]) -> list[list[_Use]]:
+    """Return who takes what, for each piece of memory that somebody has changed."""
+    uses: dict[int, list[_Use]] = {id(_base(tensor)): [] for own in changed for tensor in own}
+    for call, (own_changed, own_taken) in enumerate(zip(changed, taken, strict=True)):
+        changes = {id(tensor) for tensor in own_changed}
+        known = {id(tensor) for tensor in own_taken}
+        for tensor in (*own_taken, *[tensor for tensor in own_changed if id(tensor) not in known]):
+            if (own := uses.get(id(_base(tensor)))) is not None:
+                own.append(_Use(*_extent(tensor), call, tensor, id(tensor) in changes))
+    return list(uses.values())
+
+
+def _overlapping(uses: Sequence[list[_Use]]) -> Iterator[tuple[_Use, _Use]]:
+    """Yield the pairs of which one is a change of the other; a sweep, as calls mostly take slices side by side."""
+    for of_base in uses:
+        open_ones: list[_Use] = []
+        for use in sorted(of_base, key=lambda use: use.start):
+            open_ones = [other for other in open_ones if other.end > use.start]
+            for other in open_ones:
+                if (use.is_changed or other.is_changed) and _overlap(use.tensor, other.tensor):
+                    yield other, use
+            open_ones.append(use)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    if tensor.layout is not torch.strided:
+        return 0, 1
+    if tensor.numel() == 0:
+        return 0, 0
+    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if one is other or one.layout is not torch.strided or one.element_size() != other.element_size():
+        return True
+    size = one.untyped_storage().nbytes() // one.element_size()
+    marks = torch.zeros(size, dtype=torch.bool, device=one.device)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _base(tensor: Tensor) -> Tensor:
+    base = tensor._base
+    return tensor if base is None else base

@@ -1,0 +1,217 @@
+"""What calls change in place while others, or they themselves, take the same memory by another way.
+
+Natively the later use sees the change, in its value and in its gradient. Calls that are cut apart cannot know of each
+other's changes: such a map is refused. None gives a wrong gradient in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from moe_autograd import map_with_parallel_backward, parallel_apply
+from tests.support.comparison import MapFunction, assert_same, natively, one_after_another
+from tests.support.module_programs import finish, leaves
+
+
+def one_changes_what_another_takes(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t: t.mul_(3) * 1, torch.sin], [(y,), (y,)]), y], x)
+
+
+def one_takes_what_a_later_one_changes(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t: t + 1, lambda t: t.mul_(3) * 1], [(y,), (y,)]), y], x)
+
+
+def both_change_the_same(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t: t.mul_(3) * 1, lambda t: t.mul_(5) * 1], [(y,), (y,)]), y], x)
+
+
+def one_changes_a_part_of_what_another_takes(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t: t.mul_(3) * 1, lambda t: t + 1], [(y[0],), (y,)]), y], x)
+
+
+def a_call_takes_a_part_that_it_changes_and_the_whole(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t, whole: t.mul_(3).sum() + whole.sin()] * 1, [(y[0], y)]), y], x)
+
+
+def a_call_takes_the_whole_that_it_changes_and_a_part(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t, part: t.mul_(3).sum() + part.sin()] * 1, [(y, y[0])]), y], x)
+
+
+def a_call_takes_overlapping_parts(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t, part: t.mul_(3).sum() + part.sin()] * 1, [(y[:2], y[1:])]), y], x)
+
+
+def a_call_changes_what_its_closure_holds(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t: t.mul_(3) * y] * 1, [(y,)]), y], x)
+
+
+def a_call_changes_a_part_of_what_its_closure_holds(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t: t.mul_(3) * y] * 1, [(y[0],)]), y], x)
+
+
+REFUSED = [one_changes_what_another_takes, one_takes_what_a_later_one_changes, both_change_the_same]
+REFUSED += [one_changes_a_part_of_what_another_takes, a_call_takes_a_part_that_it_changes_and_the_whole]
+REFUSED += [a_call_takes_the_whole_that_it_changes_and_a_part, a_call_takes_overlapping_parts]
+REFUSED += [a_call_changes_what_its_closure_holds, a_call_changes_a_part_of_what_its_closure_holds]
+
+
+def parts_that_do_not_overlap(apply: MapFunction) -> Any:
+    """Columns of one tensor, as of a projection for queries, keys and values: only their rows' ends meet."""
+    (x,) = leaves(1, 3, 8)
+    y = x * 2
+    calls = [lambda t: t.mul_(3) * 1, lambda t, other: t.mul_(5) * other]
+    return finish([*apply(calls, [(y[:, :3],), (y[:, 3:5], y[:, 5:7])]), y], x)
+
+
+def changes_that_nobody_differentiates(apply: MapFunction) -> Any:
+    """As of a cache: under `no_grad`, and of a tensor that needs no gradient."""
+    (x,), cache = leaves(1), torch.zeros(3, 4, dtype=torch.float64)
+
+    def fill(t: Tensor, cache: Tensor) -> Tensor:
+        with torch.no_grad():
+            cache.copy_(t)
+            t.mul_(2)
+        return t + 1
+
+    y = x * 2
+    return finish([*apply([fill], [(y, cache)]), y, cache], x)
+
+
+def what_is_taken_twice_and_changed_by_nobody(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x * 2
+    return finish([*apply([lambda t, whole: t.clone().mul_(3) + whole] * 2, [(y[0], y)] * 2), y], x)
+
+
+@pytest.mark.parametrize("max_concurrency", [None, 1])
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_a_change_that_others_would_have_to_see_is_refused(
+    program: Callable[[MapFunction], Any], max_concurrency: int | None
+) -> None:
+    program(one_after_another)  # which PyTorch allows
+
+    def apply(*args: Any) -> Any:
+        return parallel_apply(*args, max_concurrency=max_concurrency)
+
+    with pytest.raises(RuntimeError, match=r"parallel_apply: expected .* changed in place .* call 0"):
+        program(apply)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        parts_that_do_not_overlap,
+        changes_that_nobody_differentiates,
+        what_is_taken_twice_and_changed_by_nobody,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_a_change_that_nobody_else_sees_is_differentiated_as_natively(
+    program: Callable[[MapFunction], Any],
+) -> None:
+    assert_same(program(one_after_another), program(parallel_apply), tolerance=1e-12)
+
+
+class MayChange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float | None) -> Tensor:
+        ctx.factor = factor
+        if factor is None:
+            return x + 1
+        ctx.mark_dirty(x)
+        return x.mul_(factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * (ctx.factor or 1), None
+
+
+def part(x: Tensor) -> Tensor:
+    return x[:2]
+
+
+def whole(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [(whole, 3.0), (whole, None)],
+        [(whole, None), (whole, 3.0)],
+        [(whole, 3.0), (whole, 5.0)],
+        [(part, 3.0), (whole, None)],
+        [(whole, None), (part, 3.0)],
+    ],
+)
+@pytest.mark.parametrize("max_concurrency", [None, 1])
+def test_two_calls_of_a_function_take_no_memory_that_one_of_them_changes(
+    calls: list[tuple[Callable[[Tensor], Tensor], float | None]], max_concurrency: int | None
+) -> None:
+    (x,) = leaves(1)
+    y = x * 2
+    with pytest.raises(RuntimeError, match=r"map_with_parallel_backward: expected .* changed in place"):
+        map_with_parallel_backward(
+            MayChange, *[(take(y), factor) for take, factor in calls], max_concurrency=max_concurrency
+        )
+
+
+def test_calls_of_a_function_may_change_parts_that_do_not_overlap() -> None:
+    def program(apply: MapFunction) -> Any:
+        (x,) = leaves(1, 3, 8)
+        y = x * 2
+        return finish([*apply(MayChange, (y[:, :3], 3.0), (y[:, 3:], 5.0), (x, None)), y], x)
+
+    assert_same(program(natively), program(map_with_parallel_backward), tolerance=1e-12)
+
+
+def test_without_gradients_calls_of_a_function_may_change_what_they_like() -> None:
+    x = torch.ones(3)
+    with torch.no_grad():
+        map_with_parallel_backward(MayChange, (x, 2.0), (x, 3.0), max_concurrency=1)
+    assert x.tolist() == [6.0] * 3
+
+
+def test_a_function_may_take_twice_what_it_changes() -> None:
+    """It says itself what its gradients are."""
+
+    class ChangesOneOfTwo(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(3)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad * 3, grad
+
+    def program(apply: MapFunction) -> Any:
+        x, z = leaves(2)
+        y, v = x * 2, z * 2
+        return finish([*apply(ChangesOneOfTwo, (y, y), (v, v)), y], x, z)
+
+    assert_same(program(natively), program(map_with_parallel_backward), tolerance=1e-12)

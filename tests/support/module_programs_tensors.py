@@ -1,0 +1,143 @@
+"""Programs about what tensors are beside numbers: their shapes, classes, attributes, and the mode they were made in."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.support.comparison import MapFunction, facts
+from tests.support.module_programs import NUM_CALLS, finish, leaves, parameters, program, seeded
+
+
+@program
+def shapes_in_and_out(apply: MapFunction) -> Any:
+    def call(x: Tensor, shape: torch.Size) -> Any:
+        return x.reshape(shape), x.shape, {"of": [x.shape]}, isinstance(shape, torch.Size)
+
+    xs = leaves()
+    outputs = apply([call] * NUM_CALLS, [(x, torch.Size([4, 3])) for x in xs])
+    return [output[1:] for output in outputs], finish([output[0] for output in outputs], *xs)
+
+
+@program
+def containers_of_many_kinds(apply: MapFunction) -> Any:
+    def call(given: collections.OrderedDict[str, Any]) -> Any:
+        made: collections.OrderedDict[str, Any] = collections.OrderedDict(z=given["x"] * 2, a=None)
+        made["m"] = collections.defaultdict(list, {"q": [given["d"][0].sin()]})
+        made["d"] = collections.deque([given["x"]], maxlen=3)
+        made["max"] = torch.max(given["x"], dim=1)
+        return made
+
+    xs = leaves()
+    given = [collections.OrderedDict(x=x, d=collections.deque([x * 2])) for x in xs]
+    outputs = apply([call] * NUM_CALLS, [(one,) for one in given])
+    kinds = [(list(made), type(made["m"]), made["d"].maxlen, type(made["max"])) for made in outputs]
+    return kinds, [made["d"][0] is x for made, x in zip(outputs, xs, strict=True)], finish(outputs, *xs)
+
+
+@program
+def packed_sequences(apply: MapFunction) -> Any:
+    modules, xs = seeded(lambda: nn.LSTM(4, 3, batch_first=True)), leaves(NUM_CALLS, 2, 3, 4)
+    packed = [pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True) for x in xs]
+    outputs = apply(modules, [(one,) for one in packed])
+    return finish([(pad_packed_sequence(y)[0], state) for y, state in outputs], *xs, *parameters(modules))
+
+
+@program
+def attributes_of_inputs(apply: MapFunction) -> Any:
+    """Read by the call, and put there by it, whether the input needs a gradient or not."""
+
+    def call(x: Any, y: Any) -> Tensor:
+        x.seen, y.seen = True, True
+        return x * x.scale * y.scale
+
+    inputs: list[Any] = [*leaves(), *leaves(requires_grad=False)]
+    for i, x in enumerate(inputs):
+        x.scale = i + 2
+    pairs = list(zip(inputs[:NUM_CALLS], inputs[NUM_CALLS:], strict=True))
+    said = finish(apply([call] * NUM_CALLS, pairs), *inputs[:NUM_CALLS])
+    return said, [vars(x) for x in inputs]
+
+
+@program
+def what_is_returned_in_inference_mode(apply: MapFunction) -> Any:
+    """An input that needs a gradient still does, as do its views and a module's parameters."""
+    modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+    given = [*xs[:2], *[x * 2 for x in xs[2:]]]
+    calls = [lambda x, m=m: (x, x[1:], x * 2, m.weight, m(x)) for m in modules]
+    with torch.inference_mode():
+        outputs = apply(calls, [(x,) for x in given])
+    same = [(o[0] is x, o[3] is m.weight) for o, x, m in zip(outputs, given, modules, strict=True)]
+    return same, [[facts(t) for t in output] for output in outputs]
+
+
+@program
+def normal_mode_inside_inference_mode(apply: MapFunction) -> Any:
+    def call(x: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return x.clone() * 2
+
+    xs = leaves()
+    with torch.inference_mode():
+        outputs = apply([call] * NUM_CALLS, [(x,) for x in xs])
+    return finish(outputs, *xs)
+
+
+@program
+def grad_modes_inside(apply: MapFunction) -> Any:
+    def call(x: Tensor) -> Any:
+        with torch.no_grad():
+            off = x * 2
+        with torch.enable_grad():
+            on = x * 3
+        with torch.inference_mode():
+            inference = x * 4
+        return off, on, inference, torch.is_grad_enabled()
+
+    xs = leaves()
+    said = finish(apply([call] * NUM_CALLS, [(x,) for x in xs]), *xs)
+    with torch.no_grad():
+        outputs = apply([call] * NUM_CALLS, [(x,) for x in xs])
+    return said, finish(outputs, *xs)
+
+
+@program
+def transforms_inside(apply: MapFunction) -> Any:
+    xs = leaves(4, 3)
+    calls = [
+        torch.func.vmap(lambda row: row.sin() * 2),
+        torch.func.grad(lambda x: (x**3).sum()),
+        torch.func.jacrev(torch.sin),
+        torch.func.functionalize(lambda x: x.clone().mul_(2)),
+    ]
+    try:
+        return finish(apply(calls, [(x,) for x in xs]), *xs)
+    except RuntimeError as error:  # under checkpoint
+        return str(error)
+
+
+@program
+def tensors_of_a_class_of_ones_own(apply: MapFunction) -> Any:
+    xs = leaves()
+    given = [(x * 1).as_subclass(Own) for x in xs]
+    outputs = apply([lambda x: (x * 2, type(x).__name__)] * NUM_CALLS, [(x,) for x in given])
+    kinds = [(type(y).__name__, name) for y, name in outputs]
+    return kinds, finish([y.as_subclass(Tensor) for y, _ in outputs], *xs)
+
+
+class Own(Tensor):
+    pass
+
+
+@program
+def parameters_and_meta_tensors_as_inputs(apply: MapFunction) -> Any:
+    given = [nn.Parameter(x) for x in leaves(requires_grad=False)]
+    said = finish(apply([lambda p: p * 2] * NUM_CALLS, [(p,) for p in given]), *given)
+    shapes = [torch.empty(3, device="meta", requires_grad=True) for _ in range(NUM_CALLS)]
+    outputs = apply([lambda x: x * 2] * NUM_CALLS, [(x,) for x in shapes])
+    grads = torch.autograd.grad([y.sum() for y in outputs], shapes)
+    return said, [(str(grad.device), tuple(grad.shape)) for grad in grads]
