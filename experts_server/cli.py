@@ -158,7 +158,8 @@ def info(address: str, as_json: bool, **connection: Any) -> None:
 def top(address: str, interval_s: float, looks: int | None) -> None:
     """Watch load, latency and updates of each expert.
 
-    METRICS_HOST:PORT is what the server was started with as --metrics-listen, and its log names.
+    METRICS_HOST:PORT is what the server was started with as --metrics-listen, and its log names. While the server is
+    away, top says so, and goes on when it is back.
     """
     watch(address, interval_s, looks)
 

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from experts_server.names import natural_order
 from experts_server.tables import EndOf, console_of_any_width, fit, plain_table
@@ -126,7 +127,11 @@ def _row_of(expert: str, before: Reading, now: Reading, elapsed_s: float) -> _Ro
 
 
 def watch(address: str, interval_s: float, num_looks: int | None) -> None:
-    """Show the table again and again until Ctrl-C, or `num_looks` times; one below the other where nobody looks."""
+    """Show the table again and again until Ctrl-C, or `num_looks` times; one below the other where nobody looks.
+
+    Raises:
+        ServerUnavailableError: nobody answers at the first look, or at the last of `num_looks`.
+    """
     console = console_of_any_width()
     with contextlib.suppress(KeyboardInterrupt):
         tables = _tables(address, interval_s, num_looks, console)
@@ -140,13 +145,24 @@ def watch(address: str, interval_s: float, num_looks: int | None) -> None:
                 live.update(table, refresh=True)
 
 
-def _tables(address: str, interval_s: float, num_looks: int | None, console: Console) -> Iterator[Table]:
-    """Make the first table at once, and the others as time goes by."""
+def _tables(
+    address: str, interval_s: float, num_looks: int | None, console: Console
+) -> Iterator[Table | Text]:
+    """Make the first table at once, and the others as time goes by; while the server is away, a line that says so."""
     before = now = read(address)
+    away: ServerUnavailableError | None = None
     for look in itertools.count():
         max_rows = max(1, console.height - _LINES_BESIDE) if console.is_terminal else None
-        yield fit(table_of(address, before, now, max_rows), console.width)
+        if away is None:
+            yield fit(table_of(address, before, now, max_rows), console.width)
+        else:
+            yield Text(f"experts at {address}, away for {time.monotonic() - now.at:.1f} s: {away}")
         if look == num_looks:
             return
         time.sleep(interval_s)
-        before, now = now, read(address)
+        try:
+            before, now, away = now, read(address), None
+        except ServerUnavailableError as error:  # it may be back at the next look
+            if look + 1 == num_looks:
+                raise
+            away = error

@@ -26,7 +26,7 @@ from experts_server.tables import fit
 from experts_server.top import Reading, Totals, read, table_of
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.servers import ROOT, START_S, WireClient, tokens
+from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 
 D = 8
 NUM_EXPERTS = 40
@@ -68,6 +68,11 @@ class Terminal:
             return False
         self.written += more.decode(errors="replace")
         return bool(more)
+
+    def read_until(self, text: str, since: int = 0) -> None:
+        """Wait until this has been written after so many characters."""
+        while text not in self.written[since:]:
+            assert self.read(), self.written
 
     def lines(self) -> list[str]:
         """Return what was written, without colours and movements."""
@@ -142,6 +147,37 @@ def test_top_in_a_pipe_writes_each_look_below_the_other(server: ExpertsServer) -
         f"experts at {server.metrics_address}"
     ] * 2
     assert shown.output.endswith("\n")
+
+
+def test_top_says_that_its_server_is_away_and_goes_on_when_it_is_back() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        metrics_address = f"127.0.0.1:{taken.getsockname()[1]}"
+    arguments = ("--expert", "ffn", "--d-model", "8", "--metrics-listen", metrics_address)
+    with ServerProcess(*arguments) as first:
+        terminal = Terminal("top", metrics_address, "--interval-s", "0.1", columns=80, lines=24)
+        terminal.read_until("experts at")
+        first.kill()
+        terminal.read_until("away for")
+        away_at = len(terminal.written)
+    with ServerProcess(*arguments):
+        terminal.read_until("calls/s", away_at)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 0, terminal.written
+
+
+def test_a_given_number_of_looks_that_ends_while_the_server_is_away_is_an_error() -> None:
+    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=config) as server:
+        assert server.metrics_address is not None
+        looks = ("--interval-s", "1", "--looks", "3")
+        terminal = Terminal("top", server.metrics_address, *looks, columns=80, lines=24)
+        terminal.read_until("experts at")
+        terminal.process.send_signal(signal.SIGSTOP)
+    terminal.process.send_signal(signal.SIGCONT)
+    assert terminal.end() == 1
+    assert "away for" in terminal.written
+    assert "Error: metrics at" in terminal.written
 
 
 @pytest.mark.parametrize("columns", [60, 40, 20])
