@@ -22,7 +22,7 @@ from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, O
 from experts_server.ports import describe_refusal
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.compression import encoded_bytes, is_applicable
+from moe_autograd.wire.compression import can_hold, encoded_bytes, is_applicable
 
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -99,7 +99,8 @@ class ExpertStats:
                 kind.num_failed += 1
 
     def _note_sent(self, tensor: Tensor, encoding: int) -> None:
-        if encoding == pb.RAW or not is_applicable(tensor.dtype, encoding):
+        is_raw = encoding == pb.RAW or not is_applicable(tensor.dtype, encoding)
+        if is_raw or not can_hold(tensor, encoding):
             self.sent_bytes[pb.RAW] += tensor.nbytes
         else:
             self.sent_bytes[encoding] += encoded_bytes(tensor.dtype, tensor.numel(), encoding)

@@ -69,6 +69,11 @@ def encode(tensor: torch.Tensor, encoding: int) -> torch.Tensor | None:
     return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
 
+def can_hold(tensor: torch.Tensor, encoding: int) -> bool:
+    """Tell whether `encode` of a tensor to which `encoding` is applicable gives bytes: its extremes decide."""
+    return not tensor.numel() or encode(torch.stack(tensor.aminmax()), encoding) is not None
+
+
 def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or all(math.isfinite(bound) for bound in tensor.aminmax())
 

@@ -89,6 +89,35 @@ def test_bytes_that_are_sent_are_counted_as_they_travel_by_encoding() -> None:
     assert shown["experts_sent_bytes_total", "e", "forward"] == 4 * 4 * values
 
 
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        (1.0, ("as_bfloat16", "as_float16", "as_int8_blocks")),
+        (1e5, ("as_bfloat16", "as_int8_blocks")),
+        (3.4e38, ("as_int8_blocks",)),
+    ],
+)
+def test_bytes_of_values_that_an_encoding_cannot_hold_are_counted_as_raw(
+    value: float, encoded: tuple[str, ...]
+) -> None:
+    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    x = tokens(64, D).clamp(-1, 1)
+    x[3, 3] = value
+    expected = {"as_bfloat16": 2 * x.numel(), "as_float16": 2 * x.numel(), "as_int8_blocks": x.numel() + 8}
+    with (
+        ExpertsServer({"e": torch.nn.Identity()}, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        assert server.metrics_address is not None
+        for encoding in (pb.AS_BFLOAT16, pb.AS_FLOAT16, pb.AS_INT8_BLOCKS):
+            assert client.forward("e", x, reply_encoding=encoding).code == "OK"
+        shown = samples(server.metrics_address)
+    sent = {key[1]: value for key, value in shown.items() if key[0] == "experts_sent_encoded_bytes_total"}
+    assert sent == {name: number if name in encoded else 0 for name, number in expected.items()} | {
+        "raw": 4 * x.numel() * (3 - len(encoded))
+    }
+
+
 def test_a_histogram_counts_up_to_each_bound() -> None:
     histogram = Histogram((1, 2))
     for value in (0.5, 1, 1.5, 99):

@@ -119,3 +119,15 @@ def test_a_tensor_with_a_value_that_its_encoding_cannot_hold_travels_as_it_is(en
 
 def test_a_block_of_zeros_stays_zero():
     assert not through(torch.zeros(300), pb.AS_INT8_BLOCKS).any()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "value", [0.0, 65504.0, 65519.0, 65520.0, 3.39e38, 3.3961e38, 3.4e38, 1e39, float("inf"), float("nan")]
+)
+def test_it_is_known_in_advance_what_cannot_be_encoded(encoding, dtype, value):
+    for values in ([], [value], [1.0, -value, 2.0] * 300):
+        tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
+        encoded = compression.encode(tensor, encoding)
+        assert compression.can_hold(tensor, encoding) == (encoded is not None)
