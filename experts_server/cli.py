@@ -13,7 +13,6 @@ import click
 from pydantic import BaseModel
 
 from experts_server import console
-from experts_server.addresses import split_address
 from experts_server.config import OptimizerConfig, ServerConfig
 from experts_server.daemon import run
 from experts_server.logs import start_logging
@@ -22,7 +21,10 @@ from experts_server.security import server_credentials
 from experts_server.server import check_buildable
 from experts_server.settings import load_config
 from experts_server.top import watch
-from moe_autograd.errors import ConfigError, MoeAutogradError
+from moe_autograd.errors import ConfigError, MoeAutogradError, RemoteError
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.addresses import is_host_and_port
+from moe_autograd.wire.options import LONGEST_S
 
 
 def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -34,7 +36,7 @@ def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Cal
     file = click.Path(path_type=Path)
     options = (
         click.option(
-            "--timeout-s", type=click.FloatRange(0, min_open=True), default=timeout_s, show_default=True
+            "--timeout-s", type=float, default=timeout_s, show_default=True, callback=_check_timeout
         ),
         click.option("--key", type=file, help="The key of --cert."),
         click.option("--cert", type=file, help="Your own certificate, for a server with client_ca."),
@@ -50,12 +52,20 @@ def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Cal
     return add
 
 
-def _check_address(ctx: click.Context, parameter: click.Parameter, address: str) -> str:
-    try:
-        split_address(address)
-    except ValueError as error:
-        raise ConfigError(f"address: {error}, got {address!r}.") from error
-    return address
+def _check_address(ctx: click.Context, parameter: click.Parameter, given: str | tuple[str, ...]) -> Any:
+    for address in (given,) if isinstance(given, str) else given:
+        if not is_host_and_port(address):
+            raise ConfigError(
+                f"address: expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:31415, got {address!r}. Take what the "
+                "server's log names."
+            )
+    return given
+
+
+def _check_timeout(ctx: click.Context, parameter: click.Parameter, timeout_s: float) -> float:
+    if not 0 < timeout_s <= LONGEST_S:  # for "nan" a range of click's has room
+        raise click.BadParameter(f"{timeout_s} is not in the range 0<x<={LONGEST_S:.0e}.")
+    return timeout_s
 
 
 def _default(model: type[BaseModel], key: str) -> str:
@@ -139,16 +149,33 @@ def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> N
 
 
 @main.command()
-@click.argument("address", metavar="HOST:PORT", callback=_check_address)
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.argument("addresses", metavar="HOST:PORT...", nargs=-1, required=True, callback=_check_address)
+@click.option(
+    "--json", "as_json", is_flag=True, help="For programs: an object, or a list of them for several."
+)
 @_connection_options(60.0)
-def info(address: str, as_json: bool, **connection: Any) -> None:
-    """Show what the server at HOST:PORT hosts."""
-    reply = console.ask_info(address, **connection)
-    if as_json:
-        click.echo(json.dumps(console.as_plain(address, reply), indent=2))
-    else:
-        console.print_table(address, reply)
+def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
+    """Show what the server at HOST:PORT hosts, or several.
+
+    One that does not answer is told of on stderr, after what the others have said, and makes the status 1.
+    """
+    replies: dict[str, pb.InfoReply] = {}
+    errors: list[RemoteError] = []
+    for address in addresses:
+        try:
+            replies[address] = console.ask_info(address, **connection)
+        except RemoteError as error:
+            errors.append(error)
+    if as_json and (replies or len(addresses) > 1):
+        found = [console.as_plain(address, reply) for address, reply in replies.items()]
+        click.echo(json.dumps(found if len(addresses) > 1 else found[0], indent=2))
+    elif not as_json:
+        for address, reply in replies.items():
+            console.print_table(address, reply)
+    for earlier in errors[:-1]:
+        click.echo(f"Error: {earlier}", err=True)
+    if errors:
+        raise errors[-1]
 
 
 @main.command()

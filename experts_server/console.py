@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from experts_server.names import counted
 from experts_server.tables import console_of_any_width, fit, plain_table
-from moe_autograd.errors import ConfigError, CorruptDataError
+from moe_autograd.errors import ConfigError, CorruptDataError, DeadlineExceededError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.certificates import channel_credentials
@@ -24,6 +24,7 @@ from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import CHANNEL_OPTIONS
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import error_of, error_of_rpc
+from moe_autograd.wire.tokens import read_token
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _connected(
     timeout_s: float,
 ) -> Iterator[_Line]:
     """Connect; within, errors of grpc become ours."""
-    metadata = () if token_file is None else (("authorization", f"Bearer {_read_token(token_file)}"),)
+    metadata = () if token_file is None else (("authorization", f"Bearer {_token(token_file)}"),)
     credentials = _credentials(ca, cert, key)
     if credentials is None:
         channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
@@ -60,6 +61,10 @@ def _connected(
         except grpc.RpcError as error:
             call = cast(Any, error)
             place = f"server at {address}"
+            if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineExceededError(
+                    f"{place}: expected an answer within {timeout_s} s, got none. Is the server overloaded?"
+                ) from error
             raise error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place) from error
 
 
@@ -76,14 +81,13 @@ def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.C
         raise ConfigError(str(error)) from error
 
 
-def _read_token(file: Path) -> str:
-    words = _read(file).decode("utf-8", "replace").split()
-    if len(words) != 1 or not words[0].isascii():
+def _token(file: Path) -> str:
+    try:
+        return read_token(file)
+    except ValueError as error:
         raise ConfigError(
-            f"file {str(file)!r}: expected one token of ASCII characters and nothing else, got {len(words)} words. "
-            "(The server's tokens_file has permissions as well.)"
-        )
-    return words[0]
+            f"--token-file {str(file)!r}: {error} (The server's tokens_file has permissions as well.)"
+        ) from error
 
 
 def ask_info(address: str, **connection: Any) -> pb.InfoReply:

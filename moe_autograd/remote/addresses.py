@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import queue
 import socket
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote.deadline import Deadline
+from moe_autograd.wire.addresses import host_of, is_host_and_port
 
 
 def check_addresses(addresses: Sequence[str]) -> list[str]:
@@ -22,7 +22,7 @@ def check_addresses(addresses: Sequence[str]) -> list[str]:
     ['[::1]:8080', 'experts.example:31415']
     """
     for address in addresses:
-        if not isinstance(address, str) or not _is_host_and_port(address):
+        if not isinstance(address, str) or not is_host_and_port(address):
             raise ValueError(
                 f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed; an IPv6 "
                 "address stands in brackets, such as [::1]:31415, and a TOML file is given as a `Path`."
@@ -30,33 +30,6 @@ def check_addresses(addresses: Sequence[str]) -> list[str]:
     if not addresses:
         raise ValueError("addresses: expected at least one host:port, got none. Name a server.")
     return list(dict.fromkeys(addresses))
-
-
-def _is_host_and_port(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        return False
-    if host.startswith("[") and host.endswith("]"):
-        return ":" in host and not is_name(address)
-    return bool(host) and not set(host) & set(":[]/,@") and not any(map(str.isspace, host))
-
-
-def host_of(address: str) -> str:
-    """Return the host of `host:port`, without brackets."""
-    return address.rpartition(":")[0].strip("[]")
-
-
-def is_name(address: str) -> bool:
-    """Tell whether the host is a name and not a number.
-
-    >>> is_name("localhost:80"), is_name("127.0.0.1:80"), is_name("[::1]:80")
-    (True, False, False)
-    """
-    try:
-        ipaddress.ip_address(host_of(address))
-    except ValueError:
-        return True
-    return False
 
 
 def resolve(addresses: Sequence[str], deadline: Deadline) -> Mapping[str, list[str] | ServerUnavailableError]:

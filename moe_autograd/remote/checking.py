@@ -8,7 +8,8 @@ from typing import Any
 
 from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.retry import RetryPolicy
-from moe_autograd.remote.security import TLS, check_token
+from moe_autograd.remote.security import TLS
+from moe_autograd.wire.tokens import check_token
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "token": ((str, Path, NoneType), "a text, a Path or None"),

@@ -32,7 +32,8 @@ from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.hedging import HedgePolicy
 from moe_autograd.remote.retry import RetryPolicy
-from moe_autograd.remote.security import TLS, check_token, read_token
+from moe_autograd.remote.security import TLS
+from moe_autograd.wire.tokens import check_token, read_token
 
 Reader = Callable[[Any], Any]  # returns what the value means; raises ValueError saying what was expected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-_LONGEST_S = 1e8  # grpc takes a deadline in the year 2262 for one that has passed
+from moe_autograd.wire.options import LONGEST_S
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Deadline:
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        if not (is_number and 0 < self.timeout_s <= _LONGEST_S):
+        if not (is_number and 0 < self.timeout_s <= LONGEST_S):
             raise ValueError(
-                f"timeout_s: expected a positive, finite number of seconds (up to {_LONGEST_S:.0e}), got "
+                f"timeout_s: expected a positive, finite number of seconds (up to {LONGEST_S:.0e}), got "
                 f"{self.timeout_s!r}. "
                 "Nothing here waits for ever; choose the longest time that you would wait."
             )

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_autograd.errors import ConfigError, ExpertNotFoundError
-from moe_autograd.remote.addresses import check_addresses, host_of
+from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.checking import check_arguments
 from moe_autograd.remote.compression import Compression, Encodings
@@ -28,6 +28,7 @@ from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS, Certificates, Token
 from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import split_by_expert
+from moe_autograd.wire.addresses import host_of
 from moe_autograd.wire.tensors import TensorLimits
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from moe_autograd.wire.certificates import channel_credentials
+from moe_autograd.wire.tokens import read_token
 
 
 @dataclass(frozen=True)
@@ -93,43 +94,6 @@ class Certificates:
 
     def __repr__(self) -> str:
         return f"Certificates({self._tls!r})"
-
-
-_MAX_TOKEN_LENGTH = 4096  # grpc refuses headers of more than 8 KiB
-
-
-def check_token(token: str) -> None:
-    """Refuse a token that no header can carry; the token is not shown.
-
-    Raises:
-        ValueError: it is empty or too long, or has other characters than printable ones of ASCII.
-    """
-    expected = f"token: expected 1 to {_MAX_TOKEN_LENGTH} printable characters of ASCII without blanks"
-    if not 0 < len(token) <= _MAX_TOKEN_LENGTH:
-        raise ValueError(f"{expected}, got {len(token)} characters. Take a line of the server's tokens_file.")
-    for position, character in enumerate(token):
-        if not "!" <= character <= "~":
-            raise ValueError(
-                f"{expected}, got {character!r} at position {position} of {len(token)}. "
-                "If it was read from a file, strip its line end."
-            )
-
-
-def read_token(file: Path) -> str:
-    """Return the token that is all that a file holds.
-
-    Raises:
-        ValueError: the file cannot be read, or holds something else.
-    """
-    try:
-        token = file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"expected a readable text file at {str(file)!r} ({reason})") from error
-    if not token:
-        raise ValueError(f"expected a token in {str(file)!r}, which is empty")
-    check_token(token)
-    return token
 
 
 class Token:

@@ -22,10 +22,11 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError, UntrustedServerError
-from moe_autograd.remote.addresses import is_name, resolve
+from moe_autograd.remote.addresses import resolve
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.addresses import is_name
 
 _REFUSED = (PermissionDeniedError, UntrustedServerError)
 _FIRST_WORD_S = 5.0

@@ -9,7 +9,9 @@
 `compression`      what may travel in fewer bytes
 `status`           errors <-> status, in calls and in RPCs
 `options`          channel and server options, message sizes, limits
+`addresses`        what users give to reach a server, looked at before grpc sees it; so are `tokens`
+`certificates`     and these
 =================  ===========================================================================
 
-Imports nothing of ours but `moe_autograd.errors`, and grpc only in `status` and `options`.
+Imports nothing of ours but `moe_autograd.errors`, and grpc only in `status`, `options` and `certificates`.
 """

@@ -10,6 +10,7 @@ PART_BYTES = 1 << 20  # 64 MiB as one message moves at a fifth of the speed, and
 MAX_PARCELS = (
     1 << 16
 )  # in a message: each weighs a kilobyte in Python, and as little as six bytes on the wire
+LONGEST_S = 1e8  # grpc takes a deadline in the year 2262 for one that has passed
 MAX_MESSAGE_BYTES = 4 << 20  # never -1: one hostile message would take all memory
 
 ChannelOption = tuple[str, int | str]

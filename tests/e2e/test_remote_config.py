@@ -16,7 +16,7 @@ from experts_server.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote import TLS, Compression, HedgePolicy, RetryPolicy, connect
 from moe_autograd.remote.config import load_config
-from moe_autograd.remote.security import read_token
+from moe_autograd.wire.tokens import read_token
 from tests.support.certificates import make_authority, make_certificates
 
 TOKEN = "train-token-0123456789"

@@ -25,6 +25,7 @@ from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 
+NO_ADDRESS = "address: expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:31415"
 FLAGS = ("--expert", "ffn", "--num-experts", "3", "--d-model", "8", "--optimizer", "adam", "--lr", "1e-3")
 
 
@@ -149,6 +150,37 @@ def test_info_of_a_server_that_is_not_there_says_so() -> None:
     )
 
 
+def test_info_of_several_servers_shows_those_that_answer_and_names_the_others() -> None:
+    with (
+        socket.socket() as unused,
+        ExpertsServer({"ffn.0": FeedForwardExpert(8)}) as one,
+        ExpertsServer({"ffn.1": FeedForwardExpert(8)}) as two,
+    ):
+        unused.bind(("127.0.0.1", 0))
+        away = f"127.0.0.1:{unused.getsockname()[1]}"
+        all_there = command("info", one.address, two.address, "--json")
+        assert all_there.exit_code == 0
+        assert [server["address"] for server in json.loads(all_there.stdout)] == [one.address, two.address]
+        table = command("info", one.address, away, two.address, away)
+        assert (table.exit_code, "ffn.0" in table.stdout, "ffn.1" in table.stdout) == (1, True, True)
+        assert table.stderr.count(f"Error: server at {away}: expected a connection") == 2
+        as_json = command("info", away, two.address, "--json")
+        assert as_json.exit_code == 1
+        assert [expert["name"] for server in json.loads(as_json.stdout) for expert in server["experts"]] == [
+            "ffn.1"
+        ]
+
+
+def test_an_answer_that_does_not_come_in_time_is_named_as_such() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        shown = command("info", address, "--timeout-s", "0.3")
+    assert shown.exit_code == 1
+    assert f"server at {address}: expected an answer within 0.3 s, got none" in " ".join(shown.output.split())
+
+
 def test_an_address_of_another_machine_is_refused_as_such() -> None:
     config = ServingConfig(listen="192.0.2.1:31415", security=SecurityConfig(insecure=True))
     server = ExpertsServer({"e": FeedForwardExpert(8)}, config=config)
@@ -217,13 +249,30 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
         (("serve", *FLAGS, "--listen", "nowhere.invalid:0"), 1, "expected a loopback address or credentials"),
         (("serve", *FLAGS, "--update", "never"), 2, "'never' is not one of"),
         (("serve", "--expert", "ffn"), 1, "missing 1 required positional argument: 'd_model'"),
-        (("info",), 2, "Missing argument 'HOST:PORT'"),
+        (("info",), 2, "Missing argument 'HOST:PORT...'"),
         (
             ("info", "nowhere"),
             1,
-            "address: expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0, got 'nowhere'",
+            f"{NO_ADDRESS}, got 'nowhere'",
         ),
-        (("info", "127.0.0.1:1", "--timeout-s", "0"), 2, "0 is not in the range x>0"),
+        (("info", "127.0.0.1:1", "127.0.0.1:0"), 1, f"{NO_ADDRESS}, got '127.0.0.1:0'"),
+        *(
+            ((command, address, *rest), 1, f"{NO_ADDRESS}, got {address!r}")
+            for address in (
+                " 127.0.0.1:1",
+                "a b:1",
+                "[foo]:1",
+                "a@b:1",
+                "host:\u0663",
+                "127.0.0.1:0",
+                "http://a:1",
+            )
+            for command, rest in (("info", ()), ("save", ()), ("top", ()), ("export", ("e", "f")))
+        ),
+        *(
+            (("info", "127.0.0.1:1", "--timeout-s", seconds), 2, "is not in the range 0<x<=1e+08")
+            for seconds in ("0", "-1", "nan", "inf", "1e9")
+        ),
         (("info", "127.0.0.1:1", "--ca", __file__), 1, "TLS: expected certificates as PEM, got "),
         (("info", "127.0.0.1:1", "--ca", "/no/such"), 1, "file '/no/such': expected a readable one"),
         (

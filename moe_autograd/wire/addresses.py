@@ -1,0 +1,37 @@
+"""Addresses of servers as users write them: `host:port`, where an IPv6 host stands in brackets."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def is_host_and_port(address: str) -> bool:
+    """Tell whether a server may be there.
+
+    >>> is_host_and_port("[::1]:80"), is_host_and_port("::1:80"), is_host_and_port("experts.example:0")
+    (True, False, False)
+    """
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        return False
+    if host.startswith("[") and host.endswith("]"):
+        return ":" in host and not is_name(address)
+    return bool(host) and not set(host) & set(":[]/,@") and not any(map(str.isspace, host))
+
+
+def host_of(address: str) -> str:
+    """Return the host of `host:port`, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def is_name(address: str) -> bool:
+    """Tell whether the host is a name and not a number.
+
+    >>> is_name("localhost:80"), is_name("127.0.0.1:80"), is_name("[::1]:80")
+    (True, False, False)
+    """
+    try:
+        ipaddress.ip_address(host_of(address))
+    except ValueError:
+        return True
+    return False
