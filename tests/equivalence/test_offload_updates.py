@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,42 @@ def test_an_optimizer_that_replaces_its_state(update: Any) -> None:
             optimizer.zero_grad()
     for i, twin in enumerate(twins):
         torch.testing.assert_close(experts.state_dict(i)["weight"], twin.weight.detach())
+
+
+class Refusing(torch.optim.Adam):
+    """Updates, and raises after its second step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if all(state["step"] == 2 for state in self.state.values()):
+            raise ValueError("refused")
+
+
+@pytest.mark.parametrize("replaces_state", [False, True])
+def test_an_update_that_raises_is_kept_as_far_as_it_came(replaces_state: bool) -> None:
+    """In PyTorch both weights and state stay as they are; here the state was lost when it left memory."""
+
+    class Optimizer(Refusing):
+        def step(self, closure: Any = None) -> Any:
+            if replaces_state:
+                for state in self.state.values():
+                    state["exp_avg"], state["seen"] = state["exp_avg"].clone(), state["step"].clone()
+            return super().step(closure)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return Optimizer(parameters, lr=0.1)
+
+    experts, plain = both(lambda: nn.Linear(4, 4), optimizer=make, max_resident_bytes=600)
+    optimizers = [make(module.parameters()) for module in plain]
+    for step in range(4):
+        for i, module in enumerate(plain):
+            x = torch.randn(3, 4)
+            for one in (module, experts[i]):
+                one(x).square().sum().backward()
+        for update in (*(held.step for held in experts._held), *(one.step for one in optimizers)):
+            with pytest.raises(ValueError, match="refused") if step == 1 else contextlib.nullcontext():
+                update()
+        experts.zero_grad()
+        for one in optimizers:
+            one.zero_grad()
+    assert_same_weights(experts, plain)

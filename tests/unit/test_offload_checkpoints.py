@@ -80,6 +80,23 @@ def test_options_of_the_optimizers_come_back(tmp_path: Path) -> None:
         assert experts.optimizers[0].param_groups[0]["betas"] == (0.9, 0.999)
 
 
+def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
+    def build() -> OffloadedExperts:
+        return OffloadedExperts(
+            [nn.Linear(2, 2)],
+            lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)),
+            max_resident_bytes=1000,
+            store=tmp_path,
+        )
+
+    with build() as experts:
+        experts.optimizers[0].param_groups[0]["lr"].fill_(0.3)
+        experts.checkpoint()
+    with build() as experts:
+        experts.restore()
+        assert torch.equal(experts.optimizers[0].param_groups[0]["lr"], torch.tensor(0.3))
+
+
 def test_going_back_in_the_same_process_forgets_gradients_and_later_state(tmp_path: Path) -> None:
     with build(tmp_path) as experts:
         experts.checkpoint("before any step")

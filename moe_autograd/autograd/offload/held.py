@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,19 +159,25 @@ class HeldExpert:
 
         For an owner that calls the module and steps the optimizer itself; gradients are its own business.
         """
-        parts = [self.weights, *([self.state] if for_update and self.state else [])]
-        has_new_state = False
-        with self.residency.hold(parts):
+        with self._hold([self.weights, *([self.state] if for_update and self.state else [])]):
             before = self._versions()
             try:
                 yield
             finally:
                 if self._versions() != before:
                     self._keep_changes()
-                if for_update:
-                    has_new_state = self._optimizer is not None and not self._optimizer.keep()
-        if has_new_state:
-            self._move_state_into_a_part()
+                if for_update and self._optimizer is not None:
+                    self._optimizer.keep()
+
+    @contextlib.contextmanager
+    def _hold(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Hold parts for an update; what the optimizer makes and its part has no room for gets a new part."""
+        try:
+            with self.residency.hold(parts):
+                yield
+        finally:  # an update that raises has come as far as it has
+            if self._optimizer is not None and self._optimizer.wants_part:
+                self._optimizer.move_into_a_part(beside=[self.weights, self.gradients])
 
     def weight_edges(self) -> dict[str, GradientEdge]:
         """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
@@ -204,14 +210,11 @@ class HeldExpert:
         """Update the weights by the gathered gradients; without any, do nothing, as an optimizer does."""
         if self.optimizer is None or not self.with_gradient:
             return
-        with self.residency.hold(self.parts_to_update()):
-            has_new_state = not self.update()
-        if has_new_state:
-            self._move_state_into_a_part()
+        with self._hold(self.parts_to_update()):
+            self._update()
         self._put_away()
 
-    def update(self) -> bool:
-        """Do the same with all of it held; return whether the optimizer's state is in its part."""
+    def _update(self) -> None:
         assert self._optimizer is not None
         assert self.gradients.buffer is not None
         views = self.gradients.layout.views(self.gradients.buffer)
@@ -220,11 +223,7 @@ class HeldExpert:
         finally:
             self.residency.changed(self.weights)
             self.num_updates += 1
-        return self._optimizer.keep()
-
-    def _move_state_into_a_part(self) -> None:
-        assert self._optimizer is not None
-        self._optimizer.move_into_a_part(beside=[self.weights, self.gradients])
+            self._optimizer.keep()
 
     def _put_away(self) -> None:
         """Let what an update alone needs leave before the rest."""
@@ -236,15 +235,12 @@ class HeldExpert:
 
         So gradients that are gathered inside never go to the store.
         """
-        has_new_state = False
-        with self.residency.hold(self.parts_to_update()):
+        with self._hold(self.parts_to_update()):
             yield
             if self.with_gradient:
-                has_new_state = not self.residency.run_apart(self.update)
+                self.residency.run_apart(self._update)
                 self.with_gradient.clear()
             self.residency.void(self.gradients)
-        if has_new_state:
-            self._move_state_into_a_part()
         self._put_away()
 
     def update_on_backward(self) -> None:

@@ -38,6 +38,7 @@ class HeldOptimizer:
         self.name, self.optimizer = name, optimizer
         self.part: Part | None = None  # until there are tensors
         self._parameters, self._residency = parameters, residency
+        self.wants_part = False  # whether there are tensors that could not be kept
         self._put_aside: dict[str, Tensor] = {}  # while no part has room for them
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
@@ -50,14 +51,16 @@ class HeldOptimizer:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    def keep(self) -> bool:
-        """Leave the tensors in their part, which is held if there is one; return whether that is possible."""
+    def keep(self) -> None:
+        """Leave the tensors in their part, which is held if there is one, unless they do not fit."""
         tensors = self._tensors()
         if self.part is None:
-            return not tensors
+            self.wants_part = bool(tensors)
+            return
         if Layout.of(tensors) != self.part.layout:
             self._put_aside = {name: tensor.clone() for name, tensor in tensors.items()}
-            return False
+            self.wants_part = True
+            return
         assert self.part.buffer is not None
         with torch.no_grad():
             for name, view in self.part.layout.views(self.part.buffer).items():
@@ -65,7 +68,6 @@ class HeldOptimizer:
                     view.copy_(tensors[name])
         self._attach(self.part.buffer)
         self._residency.changed(self.part)
-        return True
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""
@@ -85,7 +87,7 @@ class HeldOptimizer:
         Raises:
             ValueError: together they exceed the limit.
         """
-        tensors, self._put_aside = self._put_aside or self._tensors(), {}
+        tensors, self._put_aside, self.wants_part = self._put_aside or self._tensors(), {}, False
         try:
             self.forget_part()
             part = self._new_part(Layout.of(tensors))
@@ -132,7 +134,10 @@ class HeldOptimizer:
             }
             for name, parameter in self._parameters.items()
         }
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        groups = [
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"}
+            for g in self.optimizer.param_groups
+        ]
         return {"groups": groups, "numbers": numbers}
 
     def restore(
@@ -142,7 +147,7 @@ class HeldOptimizer:
         self.forget_part()
         self.optimizer.state.clear()
         for group, saved in zip(self.optimizer.param_groups, options["groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
+            group.update({k: _as_kind_of(group.get(k), v) for k, v in saved.items()})
         for name, numbers in options["numbers"].items():
             if numbers:
                 self.optimizer.state[self._parameters[name]].update(numbers)
@@ -151,3 +156,10 @@ class HeldOptimizer:
             part = self._new_part(Layout.read(path)[0])
             self._residency.check_fits([*beside, part])
             self._residency.adopt(part, functools.partial(store.link, path))
+
+
+def _as_kind_of(now: Any, saved: Any) -> Any:
+    """Return an option as the optimizer has it, from what JSON made of it."""
+    if isinstance(now, Tensor):  # a learning rate may be one
+        return torch.tensor(saved, dtype=now.dtype, device=now.device)
+    return tuple(saved) if isinstance(now, tuple) else saved

@@ -255,13 +255,15 @@ class Residency:
     def run_apart(self, function: Callable[[], T]) -> T:
         """Call a function on a thread of its own, outside of the caller's modes and random numbers; one at a time.
 
-        The function waits for no room, and has ended when this returns or raises.
+        The function waits for no room, and has ended when this returns or raises. On a GPU it uses the caller's stream.
         """
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def run() -> T:
-            returned = function()
-            self._finish_kernels()
-            return returned
+            with torch.cuda.stream(stream):
+                returned = function()
+                self._finish_kernels()
+                return returned
 
         return self._apart.run(run)
 
