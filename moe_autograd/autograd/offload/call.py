@@ -11,6 +11,7 @@ expert's own part instead of `.grad`, which would have to stay in memory.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -25,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.hooks import at_end_of_backward
+from moe_autograd.autograd.offload.checks import check_reached
 from moe_autograd.autograd.offload.flat import lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
@@ -122,8 +124,10 @@ class OffloadedCall:
                 with saving(self._held, moved):
                     result = call(inputs)
                 outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-                pieces.append(_Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows))
-                results.append(self._own(result))
+                piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows)
+                check_reached(self._held.name, piece.outputs, [*piece.inputs, *piece.weights.values()])
+                pieces.append(piece)
+                results.append(self._own(result, inputs))
             del inputs, result, outputs
             if moved is not None:
                 moved.seal()
@@ -227,14 +231,23 @@ class OffloadedCall:
             [known[0].new_zeros(n, *width) if g is None else g for g, n in zip(grads, sizes, strict=True)]
         )
 
-    def _own(self, result: Any) -> Any:
-        """Detach what the expert returned; copy what lies in the weights' buffer, which will be used again."""
+    def _own(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
+        """Detach what the expert returned; copy what lies in the weights' buffer, which will be used again.
+
+        What shares memory with an input or another result becomes a view. Tensors that are cut apart cannot tell each
+        other of a change in place; with views PyTorch refuses it.
+        """
         flat = self._held.weights.buffer
         assert flat is not None
+        returned = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        num_uses = collections.Counter(_storage_of(tensor) for tensor in (*inputs, *returned))
 
         def own(tensor: Tensor) -> Tensor:
-            is_borrowed = tensor.layout is not torch.strided or lies_in(tensor, flat)
-            return tensor.detach().clone() if is_borrowed else tensor.detach()
+            if tensor.layout is not torch.strided or lies_in(tensor, flat):
+                return tensor.detach().clone()
+            if not tensor.requires_grad or num_uses[_storage_of(tensor)] == 1:
+                return tensor.detach()
+            return tensor.detach().view_as(tensor)
 
         return tree_map_only(Tensor, own, result)
 
@@ -286,6 +299,11 @@ class _NotTwice(Function):
 
 
 _not_twice: Callable[..., Tensor] = _NotTwice.apply
+
+
+def _storage_of(tensor: Tensor) -> object:
+    """Return what is equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:

@@ -1,13 +1,17 @@
-"""What `OffloadedExperts` refuses before it does anything: options, hooks, shared tensors, too little room, forks."""
+"""What `OffloadedExperts` refuses: before it does anything, and of calls whose gradients it would lose."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.offload.parts import Part
 
 
@@ -28,14 +32,25 @@ def check_choices(
         raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
 
 
-def check_hooks(name: str, module: nn.Module) -> None:
+def check_hooks(name: str, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise `ValueError` for hooks that would never run: nothing is accumulated in `.grad`."""
-    for parameter_name, parameter in module.named_parameters():
+    for parameter_name, parameter in parameters.items():
         hooks = parameter._post_accumulate_grad_hooks  # a dict or None
         if hooks:
             raise ValueError(
                 f"OffloadedExperts: expected no post-accumulate-grad hooks, got {len(hooks)} on {parameter_name} of "
                 f"{name}, whose gradients are not in .grad. Remove them; update='on_backward' updates in the backward."
+            )
+
+
+def check_values(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Raise `ValueError` for tensors that have no bytes yet, or have them elsewhere."""
+    for tensor_name, tensor in tensors.items():
+        if is_lazy(tensor) or tensor.is_meta or tensor.device != device:
+            got = "without a shape" if is_lazy(tensor) else f"on {tensor.device}"
+            raise ValueError(
+                f"{name}: expected {tensor_name} with values, on {device}, got one {got}. Call a lazy module once and "
+                "load a meta one before, and pass device= if experts are on several."
             )
 
 
@@ -57,6 +72,44 @@ def check_process(process: int) -> None:
             f"OffloadedExperts: expected process {process}, which built them, got {os.getpid()}, its fork. Build them "
             "in the fork."
         )
+
+
+def check_trained(name: str, trained: Iterable[str], known: Collection[str]) -> None:
+    """Raise `RuntimeError` for parameters that have no place for a gradient."""
+    for parameter_name in trained:
+        if parameter_name not in known:
+            raise RuntimeError(
+                f"{name}: expected {parameter_name} to stay frozen, as it was when it was taken over, got "
+                "requires_grad=True. Freeze after building OffloadedExperts, not before."
+            )
+
+
+def check_reached(
+    name: str, outputs: Iterable[GradientEdge | None], own: Iterable[GradientEdge | None]
+) -> None:
+    """Raise `RuntimeError` if a call's graph leads to leaves that nobody asks for the gradient of.
+
+    Args:
+        name: the expert's.
+        outputs: of the call.
+        own: the inputs and the weights.
+    """
+    known = {edge.node for edge in own if edge}
+    seen: set[Node] = set()
+    to_visit: list[Node | None] = [edge.node for edge in outputs if edge]
+    while to_visit:
+        node = to_visit.pop()
+        if node is None or node in seen or node in known:
+            continue
+        seen.add(node)
+        if type(node) is ACCUMULATE_GRAD:
+            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{name}: expected a call to compute with its inputs and its own weights, got a tensor of shape "
+                f"{tuple(leaf.shape)} that requires a gradient and would get none. Pass it as an argument, register it "
+                "before OffloadedExperts takes the module over, or let it require no gradient."
+            )
+        to_visit += [below for below, _ in node.next_functions]
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which tensor of which expert a tensor is

@@ -167,7 +167,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         updates_on_backward: bool,
     ) -> None:
         name = f"expert-{len(self._shared.held):05}"
-        check_hooks(name, module)
+        check_hooks(name, dict(module.named_parameters()))
         held = HeldExpert(name, module, optimizer, self.residency, updates_on_backward)
         self._held.append(held)
         self._shared.held.append(held)

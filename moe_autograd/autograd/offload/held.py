@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
-from moe_autograd.autograd.offload.checks import check_own, note_owner
+from moe_autograd.autograd.offload.checks import (
+    check_hooks,
+    check_own,
+    check_trained,
+    check_values,
+    note_owner,
+)
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.parts import Part
@@ -59,6 +65,7 @@ class HeldExpert:
         self.num_updates = 0
         self._lock = threading.Lock()
         tensors = self._tensors()
+        check_values(name, tensors, residency.device)
         check_own(name, tensors)
         self.tensors = dict(tensors)  # what comes and goes, whatever the module puts in their place
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
@@ -181,7 +188,10 @@ class HeldExpert:
 
     def weight_edges(self) -> dict[str, GradientEdge]:
         """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
-        return {n: get_gradient_edge(p) for n, p in self.parameters.items() if p.requires_grad}
+        edges = {n: get_gradient_edge(p) for n, p in self.parameters.items() if p.requires_grad}
+        check_hooks(self.name, self.parameters)  # both may have come since
+        check_trained(self.name, edges, self.gradients.layout.fields)
+        return edges
 
     def gather(self, grads: dict[str, Tensor | None]) -> None:
         """Add gradients to those gathered so far; the part is held."""

@@ -56,6 +56,12 @@ class SharedResidency:
         if self._unlock is not None:
             _locks[self.residency] = self._unlock
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "OffloadedExperts: expected to stay where they are, got copied or pickled. `checkpoint()` and "
+            "`state_dict(index)` have the weights."
+        )
+
     def close(self) -> None:
         """End the threads, and let others use the folder."""
         self.residency.close()

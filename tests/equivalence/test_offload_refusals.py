@@ -1,0 +1,198 @@
+"""Where an offloaded expert cannot do what the plain module does, it says so: no gradient is lost in silence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.autograd.offload import OffloadedExperts
+from tests.support.offloading import OPTIMIZERS
+
+sgd = OPTIMIZERS["sgd"]
+WITH_HISTORY = torch.ones(4, requires_grad=True) * 2
+
+
+def offloaded(*modules: nn.Module, **options: Any) -> OffloadedExperts:
+    return OffloadedExperts(modules, sgd, max_resident_bytes=10_000, **options)
+
+
+class Hidden(nn.Module):
+    """Computes with a weight that PyTorch does not know to be its own."""
+
+    def __init__(self, hidden: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.hidden = [hidden]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden[0]
+        return self.own(hidden * x if isinstance(hidden, Tensor) else hidden(x))
+
+
+def add_a_weight(module: nn.Module) -> None:
+    module.scale = nn.Parameter(torch.ones(4))
+    module.register_forward_hook(lambda module, _, y: y * module.scale)
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+@pytest.mark.parametrize(
+    ("module", "change"),
+    [
+        (lambda: Hidden(nn.Linear(4, 4)), None),
+        (lambda: Hidden(WITH_HISTORY), None),
+        (lambda: Hidden(offloaded(nn.Linear(4, 4))[0]), None),
+        (lambda: nn.Linear(4, 4), add_a_weight),
+    ],
+    ids=["a hidden module", "a tensor with history", "an offloaded expert", "a weight that was added"],
+)
+def test_a_weight_that_is_not_the_experts_own_is_refused(
+    module: Callable[[], nn.Module], change: Callable[[nn.Module], None] | None, num_microbatches: int | None
+) -> None:
+    own = module()
+    experts = offloaded(own, num_microbatches=num_microbatches)
+    if change is not None:
+        change(own)
+    with pytest.raises(
+        RuntimeError, match=r"expert-00000: expected a call to compute with its inputs and its own "
+    ):
+        experts[0](torch.ones(2, 4))
+    with torch.no_grad():
+        assert experts[0](torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_what_another_computes_with_is_fine_where_it_needs_no_gradient() -> None:
+    experts = offloaded(Hidden(nn.Linear(4, 4).requires_grad_(False)))
+    experts[0](torch.ones(2, 4)).sum().backward()
+    assert experts.gradients(0)["own.weight"] is not None
+
+
+def test_a_weight_that_was_frozen_and_is_trained_later_is_told_before_anything_is_computed() -> None:
+    module = nn.Linear(4, 4)
+    module.weight.requires_grad_(False)
+    experts = offloaded(module)
+    module.weight.requires_grad_(True)
+    with pytest.raises(
+        RuntimeError, match=r"expert-00000: expected weight to stay frozen, as it was when it was ta"
+    ):
+        experts[0](torch.ones(2, 4))
+    module.weight.requires_grad_(False)
+    module.bias.requires_grad_(False)  # the other way it is fine
+    x = torch.ones(2, 4, requires_grad=True)
+    experts[0](x).sum().backward()
+    assert experts.gradients(0) == {"weight": None, "bias": None}
+    assert x.grad is not None
+
+
+def test_a_hook_that_waits_for_grad_is_refused_though_it_comes_later() -> None:
+    module = nn.Linear(4, 4)
+    experts = offloaded(module)
+    handle = module.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(
+        ValueError, match="expected no post-accumulate-grad hooks, got 1 on weight of expert-00000"
+    ):
+        experts[0](torch.ones(2, 4))
+    handle.remove()
+    experts[0](torch.ones(2, 4)).sum().backward()
+
+
+# ---- results that share memory
+
+
+class Sharing(nn.Module):
+    """Returns what shares memory with its input, or with another of its results."""
+
+    def __init__(self, result: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.result = nn.Parameter(torch.ones(4)), result
+
+    def forward(self, x: Tensor) -> Any:
+        return self.result(x), x * self.weight
+
+
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    return y, y[1:]
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "the input": lambda x: (x,),
+    "a view of it": lambda x: (x[1:],),
+    "two that share": twice,
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_that_share_memory_have_the_gradients_of_the_plain_module(kind: str) -> None:
+    def gradient(module: Any) -> Tensor:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        shared, other = module(x * 1)
+        (sum(y.square().sum() for y in shared) + other.sum()).backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain = Sharing(RESULTS[kind])
+    torch.testing.assert_close(gradient(offloaded(copy.deepcopy(plain))[0]), gradient(plain))
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_a_result_that_shares_memory_cannot_be_changed_in_place(kind: str) -> None:
+    """In a plain module PyTorch would give the others a new history."""
+    (y, *_), _ = offloaded(Sharing(RESULTS[kind]))[0](torch.ones(3, 4, requires_grad=True) * 1)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        y.mul_(2)
+
+
+@pytest.mark.parametrize("kind", ["the input", "a view of it"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_after_a_change_of_an_input_a_result_that_shares_its_memory_cannot_be_used(
+    kind: str, is_alone: bool
+) -> None:
+    class Alone(Sharing):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x)[0][0]
+
+    x = torch.ones(3, 4, requires_grad=True) * 1
+    y = offloaded((Alone if is_alone else Sharing)(RESULTS[kind]))[0](x)
+    x.mul_(2)
+    with pytest.raises(
+        RuntimeError, match="is a view and its base or another view of its base has been modified"
+    ):
+        (y if is_alone else y[0][0]).sum().backward()
+
+
+def test_a_result_of_its_own_may_be_changed_in_place() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    y = offloaded(nn.Linear(4, 4))[0](x * 1)
+    y.mul_(2)
+    y.sum().backward()
+
+
+# ---- what is taken over
+
+
+def test_tensors_without_bytes_or_elsewhere_are_refused_by_name() -> None:
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    for modules in ([empty], [nn.Linear(4, 4), empty]):
+        with pytest.raises(ValueError, match=r"expected weight with values, on (cpu|meta), got one on meta"):
+            offloaded(*modules)
+    with pytest.raises(
+        ValueError, match=r"expert-00000: expected weight with values, .* got one without a shape"
+    ):
+        offloaded(nn.LazyLinear(4))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
+def test_they_cannot_be_copied_or_pickled(way: Callable[[Any], Any]) -> None:
+    experts = offloaded(nn.Linear(4, 4))
+    for one in (experts[0], experts):
+        with pytest.raises(
+            TypeError, match=r"expected to stay where (it is|they are), got copied or pickled"
+        ):
+            way(one)
