@@ -128,6 +128,16 @@ def test_buffers_that_are_replaced() -> None:
     assert_same_weights(experts, plain)
 
 
+def test_sparse_gradients() -> None:
+    experts, plain = both(lambda: nn.Embedding(10, 8, sparse=True), optimizer=OPTIMIZERS["sgd"])
+    for _ in range(2):
+        for modules in (experts, plain):
+            for i, module in enumerate(modules):
+                module(torch.tensor([i, i, 3])).square().sum().backward()
+    for i, module in enumerate(plain):
+        torch.testing.assert_close(experts.gradients(i)["weight"], module.weight.grad.to_dense())
+
+
 def test_gradients_add_up_over_calls_and_backwards() -> None:
     experts, plain = both(ffn)
     x = torch.randn(4, 8)

@@ -156,3 +156,37 @@ def test_a_mixture_of_offloaded_experts_trains_as_one_of_plain_experts(store: st
         torch.testing.assert_close(*losses)
     assert_same_weights(experts, plain)
     experts.close()
+
+
+def with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+
+class Checkpointed(nn.Module):
+    """Runs its inside again in the backward."""
+
+    def __init__(self, is_map: bool) -> None:
+        super().__init__()
+        self.inside, self.is_map = nn.ModuleList([with_statistics(), with_statistics()]), is_map
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_map:
+            return sum(parallel_apply(list(self.inside), [(x,)] * 2, recompute=True))  # type: ignore[return-value]
+        return sum(checkpoint(module, x, use_reentrant=False) for module in self.inside)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("is_map", [False, True])
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_buffers_that_a_backward_changes_are_kept(is_map: bool, update: Any) -> None:
+    experts, plain = both(lambda: Checkpointed(is_map), optimizer=OPTIMIZERS["sgd"], update=update)
+    optimizers = [OPTIMIZERS["sgd"](module.parameters()) for module in plain]
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for modules in (experts, plain):
+            sum(module(x) for module in modules).square().sum().backward()
+        experts.step()
+        experts.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    assert_same_weights(experts, plain)

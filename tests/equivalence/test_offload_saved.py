@@ -198,3 +198,22 @@ def test_a_buffer_that_is_no_longer_the_one_that_was_taken_over_is_told(how: str
         expert(torch.ones(4))
     with pytest.raises(RuntimeError, match="expert-00000"):
         experts[0](torch.ones(8))
+
+
+class Force(nn.Module):
+    """The gradient of an energy: a backward inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(200, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(self.linear(x).tanh().sum(), x, create_graph=True)[0]
+
+
+@MICROBATCHES
+def test_a_backward_inside_the_forward(num_microbatches: int | None) -> None:
+    torch.manual_seed(0)
+    assert_same_gradient(Force(), torch.randn(4, 200), num_microbatches=num_microbatches)

@@ -196,7 +196,8 @@ class OffloadedCall:
         if not roots or not wanted:
             return [None] * len(piece.inputs)
         edges, root_grads = [edge for edge, _ in roots], [grad for _, grad in roots]
-        made = torch.autograd.grad(edges, wanted, root_grads, retain_graph=keep_graph, allow_unused=True)
+        with self._held.noticing_changes():  # a checkpoint inside runs the module again
+            made = torch.autograd.grad(edges, wanted, root_grads, retain_graph=keep_graph, allow_unused=True)
         if weights:
             self._held.gather(dict(zip(weights, made[-len(weights) :], strict=True)))
         rest = iter(made)
@@ -216,7 +217,10 @@ class OffloadedCall:
     def _cut(self, tensors: Sequence[Tensor], rows: tuple[int, int]) -> list[Tensor]:
         if self._is_whole(rows):
             return list(tensors)
-        return [tensor[slice(*rows)] if self._has_rows(tensor.shape) else tensor for tensor in tensors]
+        with (
+            torch.enable_grad()
+        ):  # without it, slices would say that they require a gradient, and lead nowhere
+            return [tensor[slice(*rows)] if self._has_rows(tensor.shape) else tensor for tensor in tensors]
 
     def _assembled(self, i: int, grads: list[Tensor | None]) -> Tensor | None:
         """Put together what the micro-batches found for one tensor: its rows, or a sum."""

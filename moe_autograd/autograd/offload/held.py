@@ -106,10 +106,16 @@ class HeldExpert:
                 tensor.data = _nothing_of_shape(tensor.data)
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, whose weights are held; notice if it changed them (batch norm's statistics)."""
+        """Call the module, whose weights are held."""
+        with self.noticing_changes():
+            return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def noticing_changes(self) -> Iterator[None]:
+        """Run the module inside, or its backward; notice if that changes what is held (batch norm's statistics)."""
         before = self._versions()
         try:
-            return self.module(*args, **kwargs)
+            yield
         finally:  # a second run ends early, by an exception
             if self._versions() != before:
                 self._keep_changes()
@@ -167,12 +173,10 @@ class HeldExpert:
         For an owner that calls the module and steps the optimizer itself; gradients are its own business.
         """
         with self._hold([self.weights, *([self.state] if for_update and self.state else [])]):
-            before = self._versions()
             try:
-                yield
+                with self.noticing_changes():
+                    yield
             finally:
-                if self._versions() != before:
-                    self._keep_changes()
                 if for_update and self._optimizer is not None:
                     self._optimizer.keep()
 
@@ -204,7 +208,7 @@ class HeldExpert:
                 if name in self.with_gradient:
                     views[name] += grad
                 else:
-                    views[name].copy_(grad)
+                    views[name].copy_(grad.to_dense() if grad.is_sparse else grad)
                     self.with_gradient.add(name)
             self.residency.changed(self.gradients)
 

@@ -126,10 +126,13 @@ class MovedActivations:
 
     def find(self, name: str, version: int) -> Tensor:
         """Return a tensor, as it was at this version; the part is held."""
-        assert self.part is not None
-        assert self.part.buffer is not None
-        found = self.part.layout.views(self.part.buffer)[name]
-        _check_version("a tensor", tuple(found.shape), self._versions[name], version)
+        if self.part is None:  # a backward inside the forward
+            found = self._tensors[name]
+            now = found._version
+        else:
+            assert self.part.buffer is not None
+            found, now = self.part.layout.views(self.part.buffer)[name], self._versions[name]
+        _check_version("a tensor", tuple(found.shape), now, version)
         return found
 
 
