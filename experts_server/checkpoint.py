@@ -72,7 +72,7 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Release the lock."""
-        self._lock.close()
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
-from typing import TextIO
 
+from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.errors import CheckpointError, ConfigError
 
 
-def take_folder(key: str, folder: Path, name: str, error: type[ConfigError | CheckpointError]) -> TextIO:
-    """Make `folder` if it is not there, and lock the file called `name` in it; the lock goes with the file returned.
+def take_folder(key: str, folder: Path, name: str, error: type[ConfigError | CheckpointError]) -> FolderLock:
+    """Make `folder` if it is not there, and lock the file called `name` in it.
 
     Args:
         key: of the configuration, for the error.
@@ -23,18 +22,14 @@ def take_folder(key: str, folder: Path, name: str, error: type[ConfigError | Che
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / name).open("a")
+        return FolderLock(folder / name)
+    except BlockingIOError as cause:
+        raise error(
+            f"{key} {str(folder)!r}: expected it to be free, got one that another server uses. "
+            "Stop that one, or choose another folder."
+        ) from cause
     except OSError as cause:
         raise error(
             f"{key} {str(folder)!r}: expected a folder to write to, got {cause.strerror!r}. "
             "Choose another, or correct its permissions."
         ) from cause
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as cause:
-        lock.close()
-        raise error(
-            f"{key} {str(folder)!r}: expected it to be free, got one that another server uses. "
-            "Stop that one, or choose another folder."
-        ) from cause
-    return lock

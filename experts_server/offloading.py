@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import nn
 
 from experts_server.locks import take_folder
+from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
@@ -42,12 +42,12 @@ class OffloadMemory:
 
     def __init__(self, max_resident_bytes: int, store: str | Path) -> None:
         self.max_resident_bytes = max_resident_bytes
-        self._lock: TextIO | None = None
+        self._lock: FolderLock | None = None
         kept: Store = RamStore()
         if store != "ram":  # what is written there is the experts: another server's must not come over it
             folder = Path(store)
             self._lock = take_folder("offload.store", folder, f"{STORE}.lock", ConfigError)
-            kept = FolderStore(folder / STORE)
+            kept = FolderStore(folder / STORE, self._lock)
         self.residency = Residency(max_resident_bytes, kept, torch.device("cpu"))
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class OffloadMemory:
         """End the threads that read and write, and release the folder."""
         self.residency.close()
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
 
 
 class Lodger:

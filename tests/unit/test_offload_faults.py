@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from experts_server.checkpoint import CheckpointFolder
+from experts_server.offloading import OffloadMemory
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.stores import FolderStore
@@ -297,15 +300,24 @@ def test_a_forked_child_is_told_that_experts_are_its_parents(tmp_path: Path, wha
 
 
 @forks
-def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
-    experts = build(tmp_path)
-    ready, go_on = os.pipe()
+@pytest.mark.parametrize(
+    "open_folder",
+    [build, functools.partial(OffloadMemory, 1000), CheckpointFolder],
+    ids=["experts", "a server's experts", "a server's checkpoints"],
+)
+def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path, open_folder: Callable[[Path], Any]) -> None:
+    owner = open_folder(tmp_path)
+    (has_ended, end), (has_begun, begin) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        os.close(go_on)
-        os.read(ready, 1)  # until the parent closes its end
+        os.close(end)
+        os.write(begin, b"1")
+        os.read(has_ended, 1)  # until the parent closes its end
         os._exit(0)
-    experts.close()
-    build(tmp_path).close()
-    os.close(go_on)
+    os.read(has_begun, 1)
+    with pytest.raises(Exception, match=r"expected (a folder that nobody uses|it to be free), got one"):
+        open_folder(tmp_path)  # it is the parent's still
+    owner.close()
+    open_folder(tmp_path).close()
+    os.close(end)
     os.waitpid(child, 0)

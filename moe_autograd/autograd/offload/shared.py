@@ -6,8 +6,6 @@ residency any more. So a layer may outlive the one that it was built beside, and
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,10 @@ from typing import Any
 import torch
 
 from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
+from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store, lock_folder, unlock_folder
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
 from moe_autograd.errors import CheckpointError
 
 
@@ -38,23 +37,12 @@ class SharedResidency:
     def __init__(self, limit_bytes: int, store: str | Path | Store, device: torch.device) -> None:
         self.held: list[HeldExpert] = []  # of all layers
         self._folder = Path(store) if isinstance(store, str | Path) and store != "ram" else None
-        lock = None
         if self._folder is not None:
             path = self._folder / "resident-store"
-            lock = lock_folder(path)
-            try:
-                store = FolderStore(path)
-            except BaseException:
-                os.close(lock)
-                raise
+            store = FolderStore(path, _locked(path))
         elif isinstance(store, str | Path):
             store = RamStore()
         self.residency = Residency(limit_bytes, store, device)
-        self._unlock = (
-            None if lock is None else weakref.finalize(self.residency, unlock_folder, lock, os.getpid())
-        )
-        if self._unlock is not None:
-            _locks[self.residency] = self._unlock
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -65,8 +53,8 @@ class SharedResidency:
     def close(self) -> None:
         """End the threads, and let others use the folder."""
         self.residency.close()
-        if self._unlock is not None:
-            self._unlock()
+        if isinstance(self.residency.store, FolderStore) and self.residency.store.lock is not None:
+            self.residency.store.lock.release()
 
     def give_up(self, taken: Sequence[HeldExpert]) -> None:
         """Forget experts of a layer that was refused after all; the last ones that came."""
@@ -108,16 +96,13 @@ class SharedResidency:
         return self._folder, self.residency.store
 
 
-_locks: weakref.WeakKeyDictionary[Residency, weakref.finalize[[int, int], Residency]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _let_go_of_locks() -> None:
-    """In a forked child: else its parent's folders stay locked as long as the child lives."""
-    for unlock in _locks.values():
-        unlock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_of_locks)
+def _locked(folder: Path) -> FolderLock:
+    """Take the lock of the store at `folder`; a server's `OffloadMemory` takes the same."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return FolderLock(folder.with_name(f"{folder.name}.lock"))
+    except BlockingIOError as error:
+        raise RuntimeError(
+            f"{folder}: expected a folder that nobody uses, got one in use: two would read each other's weights. "
+            "Close the other experts (close()), or choose another folder."
+        ) from error

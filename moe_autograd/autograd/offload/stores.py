@@ -9,7 +9,6 @@ checkpoint as well.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch
 
 from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.folder_locks import FolderLock
 
 
 class Store(Protocol):
@@ -59,13 +59,22 @@ class FolderStore:
     """Files in the layout of safetensors, written over and over; they mean nothing to another process.
 
     A file that has a second name, in a checkpoint, is never written over: a new one takes its place.
+
+    Args:
+        folder: made if it is not there; what it has is removed.
+        lock: what keeps others away, as long as this store is there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.iterdir():
-            stale.unlink()
+    def __init__(self, folder: Path, lock: FolderLock | None = None) -> None:
+        self._folder, self.lock = folder, lock
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.iterdir():
+                stale.unlink()
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
 
     def path(self, name: str) -> Path:
         """Return where it lies."""
@@ -112,36 +121,6 @@ class FolderStore:
     def remove(self, name: str) -> None:
         """See `Store`."""
         self.path(name).unlink(missing_ok=True)
-
-
-def lock_folder(path: Path) -> int:
-    """Return a file descriptor that locks the store at `path` until it is closed, or its process ends.
-
-    A server's `OffloadMemory` locks the same file.
-
-    Raises:
-        RuntimeError: somebody else uses it, in this process or another.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if not isinstance(error, BlockingIOError):
-            raise
-        raise RuntimeError(
-            f"{path}: expected a folder that nobody uses, got one in use: two would read each other's weights. "
-            "Close the other experts (close()), or choose another folder."
-        ) from error
-    return fd
-
-
-def unlock_folder(fd: int, process: int) -> None:
-    """End what `lock_folder` began in this process; a fork of it only lets go of its share, which may be late."""
-    if os.getpid() == process:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
 
 
 def _is_ours_alone(path: Path, num_bytes: int) -> bool:
