@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_lat
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.inputs import check_inputs, check_tensors, under_autocast
 from moe_autograd.remote.placement import HostedExpert
+from moe_autograd.remote.state import places_of
 
 if TYPE_CHECKING:
     from moe_autograd.remote.connection import Connection
@@ -137,6 +139,14 @@ class RemoteExpert(nn.Module):
             self._connection.send_states({self.name: own})
         except InvalidCallError as error:
             error_msgs.append(str(error))
+
+    @property
+    def _hosted_places(self) -> SimpleNamespace:
+        return places_of(entry.key for entry in self.hosted.layout.entries)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Let `torch.distributed.checkpoint.state_dict` find what it has keys of: it looks for attributes."""
+        return dict.fromkeys(vars(self._hosted_places), "_hosted_places")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExpert:
         """Return another module for the same hosted expert: the connection is shared."""

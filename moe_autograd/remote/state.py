@@ -7,6 +7,7 @@ another state would be saved, and be missed when it is loaded. What the values a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 
 import grpc
 from torch import Tensor
@@ -161,6 +162,19 @@ def send_states(
         for key, tensor in state.items():
             writer.add(pb.StateEntry(expert=name, key=key), [tensor])
     return channel.upload("SetState", iter(writer.next_message, None), pb.UpdateReply, deadline)
+
+
+def places_of(keys: Iterable[str]) -> SimpleNamespace:
+    """Return an object with an attribute for each module and tensor that these keys name, and so on within it.
+
+    >>> places_of(["gate.weight", "gate.bias", "scale"]).gate.bias
+    namespace()
+    """
+    inner: dict[str, list[str]] = {}
+    for key in keys:
+        name, _, rest = key.partition(".")
+        inner.setdefault(name, []).extend([rest] if rest else [])
+    return SimpleNamespace(**{name: places_of(rest) for name, rest in inner.items()})
 
 
 def split_by_expert(state_dict: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, State]:
