@@ -70,6 +70,12 @@ class Lookout:
         is_dozing = crew.next_look_s < self._dozes_until_s
         return self._wakes_at_s > crew.next_look_s + (LONGEST_PAUSE_S if is_dozing else 0.0)
 
+    def _due_s(self, crew: Crew, now_s: float) -> float:
+        """Return when to look at `crew`: half awake, the lookout keeps its own time until somebody has grown."""
+        if crew.has_grown or now_s > self._dozes_until_s:
+            return crew.next_look_s
+        return max(crew.next_look_s, now_s + LONGEST_PAUSE_S)
+
     def forget(self, crew: Crew) -> None:
         """Keep no reference to `crew`, which is at rest or abandoned."""
         with self._lock:
@@ -83,7 +89,7 @@ class Lookout:
                 now_s = time.perf_counter()
                 was_idle = not self._crews and now_s > self._dozes_until_s
                 idle_until_s = now_s + (IDLE_S if was_idle else LONGEST_PAUSE_S)
-                due_s = min((crew.next_look_s for crew in self._crews), default=idle_until_s)
+                due_s = min((self._due_s(crew, now_s) for crew in self._crews), default=idle_until_s)
                 self._wakes_at_s = due_s
             has_rung = self._bell.acquire(timeout=max(0.0, due_s - time.perf_counter()))
             with self._lock:

@@ -40,7 +40,8 @@ class EmulatedAutogradContext(FunctionCtx):
     """Stand in for the `ctx` that PyTorch gives to a function's `forward` and `backward`.
 
     It is a `FunctionCtx`: `save_for_backward`, `mark_dirty`, `mark_non_differentiable` and `set_materialize_grads`
-    are PyTorch's own methods, which leave their arguments in attributes; free attributes are kept as they are.
+    are PyTorch's own methods, which leave their arguments in attributes; free attributes are kept as they are, but for
+    names that begin with `_emulated_`.
 
     Args:
         needs_input_grad: for each argument of the forward, whether it is a tensor that requires a gradient.
@@ -56,11 +57,15 @@ class EmulatedAutogradContext(FunctionCtx):
     non_differentiable: tuple[Tensor, ...] = ()
     materialize_grads: bool = True
 
-    __state: _State  # under a mangled name: the others belong to the function
+    # What the library keeps here has a prefix, since other names belong to the function. What was saved has one entry
+    # for each backward that runs, put and taken by one operation each: several threads may use a graph at once.
+    _emulated_saved: Sequence[Sequence[Tensor | None]] = ((),)
+    _emulated_argument_shapes: Sequence[torch.Size | None] = ()  # None: not a tensor
+    _emulated_kept: tuple[Any, ...] = ()  # SavedTensor objects of an isolated call
+    _emulated_result_options: Sequence[Options | None] = ()  # of an isolated call
 
     def __init__(self, needs_input_grad: tuple[bool, ...] = ()) -> None:
         self.needs_input_grad = needs_input_grad
-        self.__state = _State()
 
     @property
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
@@ -69,37 +74,26 @@ class EmulatedAutogradContext(FunctionCtx):
         Raises:
             RuntimeError: in PyTorch's words, after the tensors were freed, or when one was changed in place.
         """
-        return self.__state.saved_tensors()
-
-    @staticmethod
-    def _state_of(ctx: EmulatedAutogradContext) -> _State:
-        return ctx.__state
-
-
-class _State:
-    """What the library keeps on a context."""
-
-    __slots__ = ("argument_shapes", "kept", "result_options", "saved")
-
-    def __init__(self) -> None:
-        # One entry for each backward that runs, by one operation each: several threads may use a graph at once.
-        self.saved: list[Sequence[Tensor | None]] = [()]
-        self.kept: tuple[Any, ...] = ()  # SavedTensor objects of an isolated call
-        self.argument_shapes: Sequence[torch.Size | None] = ()  # None: not a tensor
-        self.result_options: Sequence[Options | None] = ()  # of an isolated call
-
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        if self.kept:
-            return tuple(None if kept is None else kept.unpack() for kept in self.kept)
+        if self._emulated_kept:
+            return tuple(None if kept is None else kept.unpack() for kept in self._emulated_kept)
         try:
-            return tuple(self.saved[-1])
+            return tuple(self._emulated_saved[-1])
         except IndexError:
             raise RuntimeError(BACKWARD_TWICE) from None
 
 
-state_of = (
-    EmulatedAutogradContext._state_of
-)  # bound here: a function may give its context an attribute of that name
+def arguments_of(func: type[Function], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what the forward of `func.apply(*args)` takes: with `setup_context`, defaults are arguments as well."""
+    if func.setup_context is _NO_SETUP_CONTEXT:
+        return args
+    bound = _signature(func.forward).bind(*args)
+    bound.apply_defaults()
+    return bound.args
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def call_forward(
@@ -109,40 +103,26 @@ def call_forward(
 
     Args:
         func: the function.
-        args: what `func.apply` takes.
+        args: what its forward takes (`arguments_of`).
         detach: give the forward detached tensors; the context still says what the caller's require.
 
     Returns:
         The context, and what the forward returned.
     """
-    has_setup_context = func.setup_context is not _NO_SETUP_CONTEXT
-    if has_setup_context:
-        args = _with_defaults(func, args)
     needs_input_grad, shapes = [], []
     for argument in args:
         is_tensor = isinstance(argument, Tensor)
         needs_input_grad.append(is_tensor and argument.requires_grad)
         shapes.append(argument.shape if is_tensor else None)
     ctx = EmulatedAutogradContext(tuple(needs_input_grad))
-    state_of(ctx).argument_shapes = shapes
+    ctx._emulated_argument_shapes = shapes
     if detach:
         args = tuple(map(_detached, args))
-    if not has_setup_context:
+    if func.setup_context is _NO_SETUP_CONTEXT:
         return ctx, func.forward(ctx, *args)
     returned = func.forward(*args)
     func.setup_context(ctx, args, returned)
     return ctx, returned
-
-
-@functools.lru_cache(maxsize=256)
-def _signature(forward: Any) -> inspect.Signature:
-    return inspect.signature(forward)
-
-
-def _with_defaults(func: type[Function], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    bound = _signature(func.forward).bind(*args)
-    bound.apply_defaults()
-    return bound.args
 
 
 def call_backward(
@@ -196,7 +176,7 @@ def _backward_of(func: type[Function]) -> Any:
 def _checked(
     func: type[Function], ctx: EmulatedAutogradContext, grads: tuple[Any, ...]
 ) -> tuple[Tensor | None, ...]:
-    shapes = state_of(ctx).argument_shapes
+    shapes = ctx._emulated_argument_shapes
     if len(grads) != len(shapes):
         grads = _trimmed(func, grads, len(shapes))
     for position, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
@@ -273,12 +253,12 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
     """
     check_is_function("run_isolated_forward", func)
     with torch.no_grad():
-        ctx, returned = call_forward(func, args, detach=True)
+        ctx, returned = call_forward(func, arguments_of(func, args), detach=True)
         results = returned if isinstance(returned, tuple) else (returned,)
-        state_of(ctx).result_options = [
+        ctx._emulated_result_options = [
             (r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results
         ]
-        state_of(ctx).kept = tuple(map(_kept, ctx.to_save))
+        ctx._emulated_kept = tuple(map(_kept, ctx.to_save))
         ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
         detached = tuple(map(_detached, results))
         return ctx, detached if isinstance(returned, tuple) else detached[0]
@@ -307,18 +287,18 @@ def run_isolated_backward(
     Threads: any, also another one than the forward's; one at a time for each context.
     """
     check_is_function("run_isolated_backward", func)
-    if len(grad_outputs) != len(state_of(ctx).result_options):
+    if len(grad_outputs) != len(ctx._emulated_result_options):
         raise ValueError(
-            f"run_isolated_backward: expected {len(state_of(ctx).result_options)} gradients, one for each output of "
+            f"run_isolated_backward: expected {len(ctx._emulated_result_options)} gradients, one for each output of "
             f"{func.__name__}, got {len(grad_outputs)}. Pass None for outputs without a gradient."
         )
     with torch.no_grad():
         if ctx.materialize_grads:
-            grad_outputs = tuple(materialize(grad_outputs, state_of(ctx).result_options))
+            grad_outputs = tuple(materialize(grad_outputs, ctx._emulated_result_options))
         grads = call_backward(func, ctx, grad_outputs)
         return tuple(
             grad if grad is None or shape is None else grad.sum_to_size(shape)
-            for grad, shape in zip(grads, state_of(ctx).argument_shapes, strict=True)
+            for grad, shape in zip(grads, ctx._emulated_argument_shapes, strict=True)
         )
 
 

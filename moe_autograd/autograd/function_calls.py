@@ -19,7 +19,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
-from moe_autograd.autograd.emulated import call_backward, call_forward, materialize, options_of, state_of
+from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
 from moe_autograd.autograd.joined import Joined, Tensors, split
 from moe_autograd.autograd.split_backward import is_in_first_part
 
@@ -40,6 +40,7 @@ class FunctionCall:
         "_num_results",
         "_options",
         "_returned",
+        "_saved_now",
         "_tensor_arguments",
         "_tensor_results",
         "changed",
@@ -47,12 +48,18 @@ class FunctionCall:
         "results",
     )
 
+    _saved_now: list[Sequence[Tensor | None]]  # what the context sees; one for each backward that runs
+
     def __init__(self, func: type[Function], args: tuple[Any, ...], *, is_recorded: bool) -> None:
         self._func = func
+        args = arguments_of(func, args)
         ctx, returned = call_forward(func, args)
         self._ctx, self._returned = ctx, returned
-        self._tensor_arguments = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        self.inputs = tuple([args[i] for i in self._tensor_arguments])
+        self._tensor_arguments: list[int] | None = None  # where they are, if not everywhere
+        self.inputs = args
+        if None in ctx._emulated_argument_shapes:
+            self._tensor_arguments = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+            self.inputs = tuple([args[i] for i in self._tensor_arguments])
         self._changed_view: Tensor | None = None
         self.changed: tuple[Tensor, ...] = ()  # in place, and gradients flow through it
         if ctx.dirty_tensors and is_recorded and True in ctx.needs_input_grad:
@@ -107,7 +114,7 @@ class FunctionCall:
         """See `joined.Call`; free attributes of the context are the function's own business, as in PyTorch."""
         ctx = self._ctx
         ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
-        state_of(ctx).saved.clear()
+        ctx._emulated_saved = self._saved_now = []
         self.inputs = self.results = self.changed = ()
 
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
@@ -132,13 +139,12 @@ class FunctionCall:
             grad_outputs = self._with_others(grad_outputs)
             if ctx.materialize_grads:
                 grad_outputs = materialize(grad_outputs, self._options)
-        state = state_of(ctx)
-        state.saved.append(saved)
+        self._saved_now.append(saved)
         try:
             grads = call_backward(self._func, ctx, grad_outputs)
         finally:
-            state.saved.pop()
-        if len(grads) == len(self._tensor_arguments):
+            self._saved_now.pop()
+        if self._tensor_arguments is None:
             return grads
         return [grads[i] for i in self._tensor_arguments]
 

@@ -28,6 +28,28 @@ def program(function: Callable[[MapFunction], Any]) -> Callable[[MapFunction], A
 
 
 @program
+def a_default_argument_that_requires_a_gradient(apply: MapFunction) -> Any:
+    (scale, *xs) = leaves(3, 4)
+
+    class Scales(Function):
+        @staticmethod
+        def forward(x: Tensor, factor: Tensor = scale) -> Tensor:
+            return x * factor
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, factor = ctx.saved_tensors
+            return grad * factor, grad * x
+
+    loss_of(apply(Scales, *[(x,) for x in xs])).backward()
+    return scale.grad, [x.grad for x in xs]
+
+
+@program
 def slices_of_one_tensor_changed_in_place(apply: MapFunction) -> Any:
     (x,) = leaves(1, 6)
     base = x * 1
@@ -185,9 +207,9 @@ def a_function_with_an_apply_of_its_own(apply: MapFunction) -> Any:
 
 @program
 def attributes_of_whatever_name(apply: MapFunction) -> Any:
-    """The context's attributes belong to the function, whatever it calls them."""
+    """The context's attributes belong to the function, whatever it calls them; the library's have a prefix."""
     own = vars(EmulatedAutogradContext)
-    names = [name for name in own if not name.startswith("__") and not callable(own[name])]
+    names = [name for name in own if not name.startswith(("__", "_emulated_")) and not callable(own[name])]
     names = [name for name in names if not isinstance(own[name], property)]
     taken = {
         "to_save",
