@@ -165,7 +165,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
 
     def _wait_for_callers_tensors(self, hook: Hook) -> None:
         """Let a hook of `register_multi_grad_hook(mode="all")` count the gradients of these, and not of aliases."""
-        nodes = _waited_for(hook)
+        nodes = waited_for(hook)
         for i, node in enumerate(nodes):
             if self._is_sibling(node):
                 tensor = node.hooks._tensor()
@@ -213,7 +213,7 @@ class _MovedHook:
         return self._hook(grad) if self._key in self._hooks else None
 
 
-def _waited_for(hook: Any) -> list[Any]:
+def waited_for(hook: Any) -> list[Any]:
     """Return the nodes that a hook of `register_multi_grad_hook(mode="all")` waits for, in its own list."""
     while isinstance(hook, _MovedHook):
         hook = hook._hook

@@ -9,8 +9,9 @@ call by the engine's number for it, which the first node to run notes down. `Ten
 which cannot be wrapped: what it adds is taken back.
 
 They also sleep where there is no gradient. The engine walks the leaves of every call that is tied to the same node,
-also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors. A hook that runs
-after a gradient was accumulated is not told whether there was one: it sleeps if `.grad` is as it was before.
+also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors. But one that waits
+for several gradients asks the engine how many will come, which counts such leaves: it is told that there is none. A
+hook that runs after a gradient was accumulated is not told whether there was one: it sleeps if `.grad` is as it was.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from moe_autograd.autograd.entry import waited_for
 
 Ends = frozenset[int]  # the tensors where an inner backward ends: the `id`s of their dictionaries of hooks
 
@@ -45,12 +48,13 @@ class _Sleeper:
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None], end: int) -> None:
         self._hook, self._end = hook, end
+        self._is_counting = bool(waited_for(hook))
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        if grad is None:
+        if grad is None and not self._is_counting:
             return None
         ends = _inner.backwards.get(torch._C._current_graph_task_id(), _inner.of_all)
-        return None if self._end in ends else self._hook(grad)
+        return None if self._end in ends else self._hook(grad)  # type: ignore[arg-type]  # some take `None`
 
 
 class _Before:

@@ -173,6 +173,20 @@ def test_a_backward_inside_one_call_runs_no_hook_on_another_calls_input() -> Non
     assert_same_modules_program(program)
 
 
+@pytest.mark.parametrize("used", [[1, 3], [0], [0, 1, 2, 3]], ids=str)
+def test_a_hook_on_several_tensors_runs_though_some_get_no_gradient(used: list[int]) -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+        seen: list[list[Tensor | None]] = []
+        torch.autograd.graph.register_multi_grad_hook([*xs, *parameters(modules)], seen.append)
+        for _ in range(2):
+            outputs = apply(modules, [(x,) for x in xs])
+            loss_of([outputs[i] for i in used]).backward()
+        return [[None if grad is None else grad.clone() for grad in grads] for grads in seen]
+
+    assert len(assert_same_modules_program(program)) == 2
+
+
 def test_a_hook_on_an_input_counts_in_the_backwards_that_its_call_starts() -> None:
     def program(apply: MapFunction) -> Any:
         def call(x: Tensor) -> Tensor:
