@@ -192,7 +192,8 @@ class HostedExpert:
         for call in calls:
             if not call.is_finite:
                 check_finite(self.name, call.inputs, "input")
-        return [self._forward_alone(calls[0])] if len(calls) == 1 else self._forward_joined(calls)
+        answers = [self._forward_alone(calls[0])] if len(calls) == 1 else self._forward_joined(calls)
+        return answers if self._lodger is None else [self._lodger.own(answer) for answer in answers]
 
     def _forward_alone(self, call: ForwardCall) -> Outputs:
         if not call.keep_graph:

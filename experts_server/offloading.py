@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from experts_server.calls import Outputs
 from experts_server.locks import take_folder
 from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -102,6 +103,11 @@ class Lodger:
         """
         with self._held.in_memory(for_update=for_update):
             yield
+
+    def own(self, outputs: Outputs) -> Outputs:
+        """Return what may leave while it is no longer in memory: a copy of its weights, where it returns any."""
+        own = [t.clone() if self._held.is_borrowed(t) else t for t in outputs.tensors]
+        return Outputs(tuple(own), outputs.is_sequence)
 
     def prefetch(self) -> None:
         """Start to read it, if there is room; returns at once."""

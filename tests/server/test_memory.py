@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
+from experts_server.budget import Budget
+from experts_server.calls import ForwardCall
 from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
+from experts_server.hosted import HostedExpert, SharedMemory
+from experts_server.kept import KeptForwards
+from experts_server.offloading import OffloadMemory
 from moe_autograd import parallel_apply
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import RemoteOptimizer, connect
@@ -193,3 +198,35 @@ def test_a_module_that_changes_its_input_is_refused_and_not_recomputed_from_it()
         answer = client.forward("e", tokens(3, D))
         assert answer.code == "EXPERT_FAILED"
         assert "change in place" in answer.text
+
+
+class Telling(nn.Module):
+    """Returns a weight of its own, and a buffer, beside what it computes."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((D,), scale))
+        self.register_buffer("count", torch.full((D,), scale))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x * self.weight, self.weight, self.count[1:]
+
+
+@pytest.mark.parametrize("keep_graph", [False, True])
+def test_a_weight_that_an_offloaded_expert_returns_is_sent_though_another_takes_its_memory(
+    keep_graph: bool,
+) -> None:
+    offload = OffloadMemory(3 * D * 4, "ram")  # the weights of one
+    memory = SharedMemory(
+        KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""), offload=offload
+    )
+    saving = MemoryConfig(recompute=True, offload=True)
+    experts = [HostedExpert(f"e.{i}", Telling(float(i)), None, memory, saving=saving) for i in range(2)]
+    answers = []
+    for i, expert in enumerate(experts):
+        call = ForwardCall(b"", lambda *_: None, i, (torch.ones(3, D),), keep_graph=keep_graph)
+        with expert.in_memory(for_update=False):
+            answers += expert.forward([call])
+    for i, answer in enumerate(answers):
+        assert [tensor.flatten()[0].item() for tensor in answer.tensors] == [i, i, i]
+    offload.close()

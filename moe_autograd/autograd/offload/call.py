@@ -27,7 +27,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.checks import check_reached
-from moe_autograd.autograd.offload.flat import lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
@@ -241,13 +240,11 @@ class OffloadedCall:
         What shares memory with an input or another result becomes a view. Tensors that are cut apart cannot tell each
         other of a change in place; with views PyTorch refuses it.
         """
-        flat = self._held.weights.buffer
-        assert flat is not None
         returned = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         num_uses = collections.Counter(_storage_of(tensor) for tensor in (*inputs, *returned))
 
         def own(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided or lies_in(tensor, flat):
+            if self._held.is_borrowed(tensor):
                 return tensor.detach().clone()
             if not tensor.requires_grad or num_uses[_storage_of(tensor)] == 1:
                 return tensor.detach()

@@ -28,7 +28,7 @@ from moe_autograd.autograd.offload.checks import (
     check_values,
     note_owner,
 )
-from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -119,6 +119,11 @@ class HeldExpert:
         finally:  # a second run ends early, by an exception
             if self._versions() != before:
                 self._keep_changes()
+
+    def is_borrowed(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies, or may lie, in the weights' buffer, which is held now and will be used again."""
+        assert self.weights.buffer is not None
+        return tensor.layout is not torch.strided or lies_in(tensor, self.weights.buffer)
 
     def check_weights(self, num_updates: int) -> None:
         """Raise `RuntimeError` unless the weights are still those after so many updates."""
