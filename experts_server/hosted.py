@@ -16,7 +16,8 @@ Rules:
    gets its own rows' outputs, input gradients and weight gradients. What is refused, is refused alone.
 
 Here is the order of things; how the module is called is in `calling`, how gradients are had in `differentiating`, how
-several calls are computed as one in `joining`, what becomes of gradients in `training`.
+several calls are computed as one in `joining`, what is taken in and how often in `intake`, what becomes of gradients in
+`training`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from experts_server.checks import check_finite, check_grad_outputs, check_inputs
 from experts_server.config import SAVING_NOTHING, MemoryConfig
 from experts_server.differentiating import Differentiator
 from experts_server.gradients import Gradients
+from experts_server.intake import Intake
 from experts_server.joining import Joiner
 from experts_server.kept import KeptForward, KeptForwards, OwnForwards
 from experts_server.later import LaterGradients, Left
@@ -92,9 +94,10 @@ class HostedExpert:
         self.trainer = None if training is None else self._make_trainer(training, memory)
         self._updates_at_once = training is not None and training.update == "on_backward"
         self._saving = saving
-        self._later: LaterGradients | None = None
+        later = None
         if saving.split_backward and self.trainer is not None:
-            self._later = LaterGradients(name, self.trainer, self.ledger)
+            later = LaterGradients(name, self.trainer, self.ledger)
+        self._intake = Intake(self.trainer, self.ledger, later)
         self._lodger: Lodger | None = None
         if saving.offload and memory.offload is not None:
             self._lodger = Lodger(name, module, training.optimizer if training else None, memory.offload)
@@ -110,7 +113,7 @@ class HostedExpert:
     @property
     def num_updates(self) -> int:
         """How many updates it has had."""
-        return 0 if self.trainer is None else self.trainer.num_updates
+        return self._intake.num_updates
 
     def _make_trainer(self, training: Training, memory: SharedMemory) -> Trainer:
         return Trainer(
@@ -150,13 +153,13 @@ class HostedExpert:
     @property
     def has_left(self) -> bool:
         """Whether a backward has its answer, and `finish` is to come before anything else."""
-        return self._later is not None and not self._later.is_empty
+        return self._intake.has_left
 
     def finish(self) -> None:
         """Do what was left for after the answers."""
-        if self._later is not None:
+        if self._intake.has_left:
             with self.caller.random.drawing():
-                self._later.finish()
+                self._intake.finish()
 
     def check(self, call: ForwardCall | BackwardCall) -> None:
         """Raise `InvalidCallError` if this call cannot be right; nothing has changed then.
@@ -172,8 +175,8 @@ class HostedExpert:
             given = call.inputs
         elif isinstance(call, BackwardCall) and not (self._updates_at_once and call.wants_weight_grads):
             given = call.grad_outputs
-        is_simple = len(given) == 1 and self.caller.is_on_cpu and self._lodger is None and self._later is None
-        return is_simple and is_small(self.module, given[0])
+        is_at_once = self._lodger is None and not self._intake.is_in_parts
+        return len(given) == 1 and self.caller.is_on_cpu and is_at_once and is_small(self.module, given[0])
 
     # ---- joining
 
@@ -232,18 +235,18 @@ class HostedExpert:
 
     def backward(self, call: BackwardCall) -> Reply:
         """Return the gradients of the inputs; take in those of the weights where the call wants it."""
-        known = self._known_answer(call)
+        known = self._intake.known_answer(call)
         if known is not None:
             return known
         kept = self._kept_for(call)
         try:
-            parameters = self._trained_by([call])
-            if self._later is not None and not call.keep_graph and parameters:
+            parameters = self._intake.trained_by([call])
+            if self._intake.is_in_parts and not call.keep_graph and parameters:
                 with contextlib.ExitStack() as hold:
                     hold.enter_context(self.in_memory(for_update=False))
                     answer, weigh = self._differentiator.in_parts(call, kept, parameters)
                     left = Left(call, kept.num_rows, answer, weigh, hold.pop_all())
-                return self._answer_first(left, self._later)
+                return self._answer_first(left)
             input_grads, weight_grads = self._differentiator.at_once(call, kept, parameters)
             return self._settle(call, kept, input_grads, weight_grads)
         except BaseException:
@@ -260,7 +263,7 @@ class HostedExpert:
         kept: dict[int, KeptForward] = {}
         for index, call in enumerate(calls):
             try:
-                known = self._known_answer(call)
+                known = self._intake.known_answer(call)
                 if known is None:
                     kept[index] = self._kept_for(call)
                 else:
@@ -268,16 +271,16 @@ class HostedExpert:
             except RemoteError as refusal:
                 answers[index] = refusal
         those = [calls[index] for index in kept]
-        found = self._differentiator.joined(those, list(kept.values()), self._trained_by(those))
+        found = self._differentiator.joined(those, list(kept.values()), self._intake.trained_by(those))
         for index, (input_grad, weigh) in zip(kept, found, strict=True):
             call, wants = calls[index], calls[index].wants_input_grads[:1] == (True,)
             try:
                 share = (input_grad if wants and kept[index].inputs[0].requires_grad else None,)
-                if (known := self._known_answer(call)) is not None:  # a copy beside it was the first
+                if (known := self._intake.known_answer(call)) is not None:  # a copy beside it was the first
                     answers[index] = known
-                elif self._later is not None and self._takes_in(call):
+                elif self._intake.is_in_parts and self._intake.wants(call):
                     left = Left(call, kept[index].num_rows, share, weigh, contextlib.ExitStack())
-                    answers[index] = self._answer_first(left, self._later)
+                    answers[index] = self._answer_first(left)
                 else:
                     answers[index] = self._settle(call, kept[index], share, weigh())
             except BaseException as error:
@@ -286,27 +289,6 @@ class HostedExpert:
                     raise
                 answers[index] = error
         return [answers[index] for index in range(len(calls))]
-
-    def _trained_by(self, calls: Sequence[BackwardCall]) -> Sequence[nn.Parameter]:
-        """Return the parameters, if one of these calls gives them gradients; else none."""
-        if self.trainer is not None and any(self._takes_in(call) for call in calls):
-            return self.trainer.parameters
-        return ()
-
-    def _takes_in(self, call: BackwardCall) -> bool:
-        """Whether the gradients of the weights are wanted, and have not been taken in before."""
-        if not call.wants_weight_grads or self.trainer is None:
-            return False
-        return self.ledger.find(call.client_id, call.sequence, call.settled_below) is None
-
-    def _known_answer(self, call: BackwardCall) -> Reply | None:
-        """Return the answer to a call that has been applied before, if it was kept."""
-        if not call.wants_weight_grads or self.trainer is None:
-            return None
-        applied = self.ledger.find(call.client_id, call.sequence, call.settled_below)
-        if applied is not None:
-            return applied.reply
-        return None if self._later is None else self._later.answer_to(call)
 
     def _kept_for(self, call: BackwardCall) -> KeptForward:
         """Return the forward that `call` is the backward of; the call's gradients fit it."""
@@ -318,9 +300,7 @@ class HostedExpert:
         self, call: BackwardCall, kept: KeptForward, input_grads: Reply, weight_grads: Gradients
     ) -> Reply:
         """Take in what is not taken in yet, together with the ledger's line (rule 3); return the answer."""
-        if self.trainer is not None and self._takes_in(call):
-            self.trainer.take_in(call.client_id, weight_grads, kept.num_rows)
-            self.ledger.record(call.client_id, call.sequence, self.num_updates, input_grads)
+        self._intake.take_in(call, weight_grads, kept.num_rows, input_grads)
         if not call.keep_graph:
             self.kept.remove(call.client_id, call.call_id)
         return input_grads
@@ -340,8 +320,8 @@ class HostedExpert:
         leaves = self.caller.leaves(call.inputs, call.wants_input_grads)
         return KeptForward(leaves, None, None, call.evaluate, None)
 
-    def _answer_first(self, left: Left, later: LaterGradients) -> Reply:
-        later.leave(left)
+    def _answer_first(self, left: Left) -> Reply:
+        self._intake.leave(left)
         if not left.call.keep_graph:
             self.kept.remove(left.call.client_id, left.call.call_id)
         return left.answer
@@ -350,17 +330,4 @@ class HostedExpert:
 
     def update(self, call: UpdateCall) -> int:
         """Step, or forget gathered gradients; return the number of updates after it."""
-        applied = self.ledger.find(call.client_id, call.sequence, call.settled_below)
-        if applied is not None:
-            return applied.num_updates
-        if self.trainer is not None:
-            if call.kind == "zero_grad":
-                self.trainer.zero_grad(call.client_id)
-                if self._later is not None:
-                    self._later.forget(call.client_id)
-            else:
-                if self._later is not None:
-                    self._later.check(call.client_id)
-                self.trainer.step(call.client_id, call.gathered)
-        self.ledger.record(call.client_id, call.sequence, self.num_updates)
-        return self.num_updates
+        return self._intake.update(call)
