@@ -107,11 +107,8 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
     parts = [module]
     for part in parts:  # grows
         attributes = part.__dict__
-        parameters, buffers, children = (
-            attributes["_parameters"],
-            attributes["_buffers"],
-            attributes["_modules"],
-        )
+        own = attributes if "_modules" in attributes else _of_script(part)
+        parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
         for name in sorted(attributes.keys() - _OF_TORCH):
             held: Any = attributes.get(name)
             kind = type(held)
@@ -128,6 +125,11 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
         if children:
             parts += [child for child in children.values() if child is not None]
     return found
+
+
+def _of_script(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a traced module, whose parts are those of another, keeps elsewhere."""
+    return {name: getattr(module, name) for name in ("_parameters", "_buffers", "_modules")}
 
 
 def _within(container: Any) -> list[Tensor]:

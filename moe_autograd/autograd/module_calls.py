@@ -32,9 +32,10 @@ Rule 6. With `create_graph=True` the inner backward is itself a call whose graph
         first one, which the outer engine may still have to walk for itself; so it leaves that graph unfreed.
 Rule 7. An input that the call changed in place becomes a result of the join, and has its history from there on. Nobody
         else may take it (`changes`).
-Rule 8. An input that the call returns as it is comes back as itself. A result that shares memory with an input or with
-        another result is tied as a view, so that PyTorch refuses to change it in place, and is saved, so that it
-        notices when the other is changed: two tensors that are cut apart can no longer tell each other.
+Rule 8. An input, a leaf or a tensor of a closure that the call returns as it is comes back as itself. A result that
+        shares memory with one of them, or with another result, is tied as a view, so that PyTorch refuses to change
+        it in place, and is saved, so that it notices when the other is changed: two tensors that are cut apart can no
+        longer tell each other.
 Rule 9. A tensor with history that leaves a call by another way than its result (an attribute, a list, an object that
         `torch.utils._pytree` does not know) leads to the entry, not to the outer graph. Its backward says so.
 """
@@ -108,7 +109,11 @@ class ModuleCall(CallResults):
 
         returned = module(*inner_args, **inner_kwargs)
 
-        self._take_results(returned, {id(aliases[id(tensor)]): tensor for tensor in entered})
+        outer_of = {id(aliases[id(tensor)]): tensor for tensor in entered}
+        for edge, tensor in cuts:
+            if tensor.grad_fn is edge.node:  # else the call has changed it, and what it is now is the call's
+                outer_of[id(tensor)] = tensor
+        self._take_results(returned, outer_of)
         if versions != [tensor._version for tensor in entered]:
             changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
             self._take_changed(changed, [aliases[id(tensor)] for tensor in changed])

@@ -26,6 +26,12 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """Return what `tensor` is a view of, or itself."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
 class CallResults:
     """The part of a call that is about its results; see `joined.Call`."""
 
@@ -36,7 +42,12 @@ class CallResults:
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
 
     def _take_results(self, returned: Any, outer_of: dict[int, Tensor]) -> None:
-        """Find the results that the join is to tie (Rule 8); `outer_of` maps an alias's id to its outer tensor."""
+        """Find the results that the join is to tie (Rule 8).
+
+        Args:
+            returned: by the module.
+            outer_of: what comes back as itself, by the `id` of the tensor that the module knows it as.
+        """
         values: list[Any] = [returned]
         self._spec: TreeSpec | None = None
         self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
@@ -52,8 +63,8 @@ class CallResults:
         for i, value in enumerate(values):
             if not is_cut or not isinstance(value, Tensor) or not value.requires_grad:
                 continue
-            if id(value) in outer_of:
-                values[i] = outer_of[id(value)]
+            if value.grad_fn is None or id(value) in outer_of:
+                values[i] = outer_of.get(id(value), value)
                 continue
             if id(value) not in self._places:
                 refuse_strided_nested(value)
@@ -69,12 +80,13 @@ class CallResults:
             self.results: tuple[Tensor, ...] = (inner[0].detach(),)
             self.to_save: tuple[Tensor | None, ...] = ()
             return
-        owners = [id(value._base) if value._is_view() else id(value) for value in inner]
-        num_owned = collections.Counter(owners)
+        owners = [base_of(value) for value in inner]
+        num_owned = collections.Counter(map(id, owners))
+        outer = {id(base_of(tensor)) for tensor in outer_of.values()}.union(outer_of)
         results, shared = [], []
         for value, owner in zip(inner, owners, strict=True):
             result = value.detach()
-            if owner in outer_of or num_owned[owner] > 1:
+            if owner.grad_fn is None or id(owner) in outer or num_owned[id(owner)] > 1:
                 result = result.view_as(result)
                 shared.append(result)
             results.append(result)

@@ -83,7 +83,8 @@ class _LateSleeper:
     def __call__(self, tensor: Tensor) -> None:
         before, self.before = self.before, None
         if before is None or not before.is_still(tensor.grad):
-            self._hook(tensor)
+            return self._hook(tensor)  # PyTorch refuses what is not `None`
+        return None
 
 
 def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:

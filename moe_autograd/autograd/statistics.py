@@ -108,7 +108,7 @@ class Turns:
             RuntimeError: they have; it names the buffer, and one of the calls.
         """
         for call, module, name, buffer, version in self._watched:
-            is_same = module._buffers.get(name) is buffer
+            is_same = getattr(module, name, None) is buffer
             if not is_same or (not buffer.is_inference() and buffer._version != version):
                 raise RuntimeError(
                     f"parallel_apply: expected calls that share a {type(module).__qualname__} to leave its buffers "

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
-from tests.support.comparison import MapFunction, assert_same, natively, one_after_another
+from tests.support.comparison import MapFunction, Raised, assert_same, attempt, natively, one_after_another
 from tests.support.module_programs import finish, leaves
 
 
@@ -83,7 +83,7 @@ def parts_that_do_not_overlap(apply: MapFunction) -> Any:
     """Columns of one tensor, as of a projection for queries, keys and values: only their rows' ends meet."""
     (x,) = leaves(1, 3, 8)
     y = x * 2
-    calls = [lambda t: t.mul_(3) * 1, lambda t, other: t.mul_(5) * other]
+    calls = [lambda t: t.mul_(3) * 1, lambda t, other: t.mul_(5) + other]
     return finish([*apply(calls, [(y[:, :3],), (y[:, 3:5], y[:, 5:7])]), y], x)
 
 
@@ -134,6 +134,44 @@ def test_a_change_that_nobody_else_sees_is_differentiated_as_natively(
     program: Callable[[MapFunction], Any],
 ) -> None:
     assert_same(program(one_after_another), program(parallel_apply), tolerance=1e-12)
+
+
+def views_of_what_a_closure_holds(
+    apply: MapFunction, view: Callable[[Tensor], Tensor], is_part: bool, changes_result: bool
+) -> Any:
+    (x,) = leaves(1)
+    whole = x * 2
+    held = whole[:2] if is_part else whole
+    (y, _) = apply([lambda t: view(held), torch.sin], [(x,), (x,)])
+    (y if changes_result else whole).mul_(3)
+    return finish([y, held, whole], x)
+
+
+@pytest.mark.parametrize("changes_result", [True, False])
+@pytest.mark.parametrize("is_part", [True, False])
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:], lambda t: t.view(-1)])
+def test_a_result_that_shares_memory_with_a_closure_and_is_changed_is_differentiated_right_or_refused(
+    view: Callable[[Tensor], Tensor], is_part: bool, changes_result: bool
+) -> None:
+    native = views_of_what_a_closure_holds(one_after_another, view, is_part, changes_result)
+    mapped = attempt(views_of_what_a_closure_holds, parallel_apply, view, is_part, changes_result)
+    if isinstance(mapped, Raised):
+        assert mapped.type is RuntimeError
+        assert "inplace" in mapped.text
+    else:
+        assert_same(native, mapped, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:]])
+def test_a_parameter_that_a_call_returns_is_not_changed_behind_its_back(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    (weight,) = leaves(1)
+    before = weight.detach().clone()
+    (y, _) = parallel_apply([lambda t: view(weight), torch.sin], [(weight,)] * 2)
+    with pytest.raises(RuntimeError, match=r"leaf Variable|modified inplace"):
+        y.mul_(3)
+    assert torch.equal(weight, before)
 
 
 class MayChange(Function):

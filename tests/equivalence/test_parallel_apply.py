@@ -22,7 +22,7 @@ from tests.support.comparison import (
     loss_of,
     one_after_another,
 )
-from tests.support.module_programs import leaves, parameters, seeded
+from tests.support.module_programs import finish, leaves, parameters, seeded
 from tests.support.module_programs_shared import ESCAPES, hidden_from_every_look, hooks_on_a_tensor
 
 
@@ -218,3 +218,22 @@ def test_nested_tensors_are_taken_where_pytorchs_functions_take_them_and_else_re
 
 def test_no_modules_give_an_empty_list() -> None:
     assert parallel_apply([], []) == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # they are deprecated
+def test_scripted_traced_and_rewritten_modules_are_called_as_others() -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), leaves()
+        scripted, rewritten = torch.jit.script(modules[0]), torch.fx.symbolic_trace(modules[2])
+        traced = torch.jit.trace(modules[1], torch.ones(3, 4, dtype=torch.float64), check_trace=False)
+        outputs = apply([scripted, traced, rewritten, modules[3]], [(x,) for x in xs])
+        return finish(outputs, *xs, *parameters(modules)), [list(m.buffers()) for m in modules]
+
+    assert_same_modules_program(program)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_calls_that_share_a_scripted_batch_norm_side_by_side_are_told() -> None:
+    module = torch.jit.script(nn.BatchNorm1d(4))
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        parallel_apply([module] * 2, [(torch.randn(3, 4),)] * 2)

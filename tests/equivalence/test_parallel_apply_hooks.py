@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_autograd import parallel_apply
 from tests.support.comparing_modules import assert_same_modules_program
 from tests.support.comparison import (
     MapFunction,
@@ -68,6 +69,14 @@ def test_hooks_on_what_only_calls_without_a_gradient_use_do_not_run() -> None:
         return [x.grad for x in [*xs, *parameters(modules)]]
 
     assert not isinstance(assert_same_modules_program(program), Raised)
+
+
+@pytest.mark.parametrize("apply", [one_after_another, parallel_apply])
+def test_a_hook_after_an_accumulation_that_returns_something_is_refused(apply: MapFunction) -> None:
+    (weight,) = leaves(1)
+    weight.register_post_accumulate_grad_hook(lambda tensor: (tensor,))  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="hook returned"):
+        sum(y.sum() for y in apply([lambda x: x * 2] * 2, [(weight,)] * 2)).backward()
 
 
 def test_hooks_registered_inside_a_module_run_once() -> None:

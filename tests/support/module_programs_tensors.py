@@ -64,6 +64,26 @@ def attributes_of_inputs(apply: MapFunction) -> Any:
 
 
 @program
+def leaves_and_tensors_of_a_closure_returned_as_they_are(apply: MapFunction) -> Any:
+    """They are the very objects: a leaf gets its gradient, and what changes one of them changes the other."""
+    (module,), (x, weight, scale) = seeded(lambda: nn.Linear(4, 4), 1), leaves(3)
+    hidden = weight * 2
+    part = (scale * 2)[1:]
+
+    def call(x: Tensor) -> Any:
+        made = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        return module.weight, weight, hidden, part, made, x @ module.weight * made
+
+    (returned,) = apply([call], [(x,)])
+    held = [module.weight, weight, hidden, part]
+    same = [one is other for one, other in zip(returned, held, strict=False)]
+    returned[2].mul_(3)
+    returned[3].mul_(5)
+    said = finish([*returned, hidden, part], x, weight, scale, *parameters([module]))
+    return same, said, returned[4].is_leaf, returned[4].grad
+
+
+@program
 def what_is_returned_in_inference_mode(apply: MapFunction) -> Any:
     """An input that needs a gradient still does, as do its views and a module's parameters."""
     modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
