@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from experts_server.config import LimitsConfig, ServingConfig
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
@@ -145,3 +147,26 @@ def test_a_step_of_a_layer_is_one_request_a_pass_and_server(monkeypatch: pytest.
         made.clear()
         layer(tokens(3, 7)).square().sum().backward()
     assert made == ["Forward", "Backward"]
+
+
+def test_a_backward_sends_gradients_alone_while_the_server_has_the_forward() -> None:
+    """Without it, the gradients come a second time, and the inputs with them."""
+    num_tokens, wide = 64, 256
+    num_bytes = num_tokens * wide * 4
+    for kept_bytes, num_times in ((1 << 30, 1), (1, 3)):
+        config = ServingConfig(
+            metrics_listen="127.0.0.1:0", limits=LimitsConfig(kept_forward_bytes=kept_bytes)
+        )
+        modules = {"wide": nn.Linear(wide, wide)}
+        with (
+            ExpertsServer(modules, optimizer=make_sgd, config=config) as server,
+            connect(server.address) as experts,
+        ):
+            y = experts["wide"](torch.randn(num_tokens, wide, requires_grad=True))
+            y.sum().backward()
+            with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=30) as reply:
+                shown = reply.read().decode()
+        received = re.findall(
+            r'^experts_received_bytes_total\{.*"backward".*\} (\S+)$', shown, flags=re.MULTILINE
+        )
+        assert [float(count) for count in received] == [num_times * num_bytes]

@@ -169,8 +169,11 @@ class TestBadCalls:
         with pytest.raises(InvalidCallError, match=r"backward, after .* expected finite values"):
             y.backward(torch.full((1, 4), float("inf")))
 
-    def test_an_expert_that_raises_is_named_with_its_error(self, experts):
-        with pytest.raises(ExpertFailedError, match=r"expert 'failing' at .*ArithmeticError: an even sum"):
+    def test_an_expert_that_raises_is_named_with_its_error_and_the_deadline_that_every_call_has(
+        self, experts
+    ):
+        expected = r"expert 'failing' at .*\(deadline 30\.0 s\).*ArithmeticError: an even sum"
+        with pytest.raises(ExpertFailedError, match=expected):
             experts["failing"](torch.zeros(1, 4))
 
     def test_an_expert_that_raises_in_its_backward_is_named_with_its_error(self, experts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -237,3 +238,13 @@ def test_calls_that_share_a_scripted_batch_norm_side_by_side_are_told() -> None:
     module = torch.jit.script(nn.BatchNorm1d(4))
     with pytest.raises(RuntimeError, match="num_batches_tracked"):
         parallel_apply([module] * 2, [(torch.randn(3, 4),)] * 2)
+
+
+def test_the_arguments_are_those_of_torchs_parallel_apply() -> None:
+    """Up to `devices`: calls run where their tensors are."""
+    ours, torchs = (
+        [*inspect.signature(apply).parameters.values()]
+        for apply in (parallel_apply, torch.nn.parallel.parallel_apply)
+    )
+    positional = [p for p in ours if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in torchs][:3]
