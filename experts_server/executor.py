@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVarTuple
 
 from moe_autograd._intraop import num_cores, set_team_size
 
@@ -37,6 +37,9 @@ IDLE_S = 10.0  # a worker that nobody needs for so long ends, and its memory can
 DOZE_S = 0.1  # the watcher goes on looking for so long, so that the next turns need not wake it
 
 
+Args = TypeVarTuple("Args")
+
+
 class Turn(Protocol):
     """Something that a worker can do; it reports its own failures."""
 
@@ -48,10 +51,10 @@ class Turn(Protocol):
         """Do it."""
 
 
-def take(run: Callable[[], None]) -> None:
+def take(run: Callable[[*Args], None], *args: *Args) -> None:
     """Take a turn; never raises."""
     try:
-        run()
+        run(*args)
     except BaseException:  # a turn reports its own failures: this is a bug of ours
         logger.critical("a turn raised", exc_info=True)
 

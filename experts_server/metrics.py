@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from torch import Tensor
 
 from experts_server.addresses import joined_address
-from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, Outputs
+from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.ports import describe_refusal
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire import experts_pb2 as pb
@@ -27,6 +27,7 @@ from moe_autograd.wire.compression import can_hold, encoded_bytes, is_applicable
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 KINDS = ("forward", "backward", "update")
+_KIND_OF: dict[type[Call], str] = {ForwardCall: "forward", BackwardCall: "backward", UpdateCall: "update"}
 ENCODINGS: dict[int, str] = {number: name.lower() for name, number in pb.Encoding.items()}
 
 
@@ -78,9 +79,10 @@ class ExpertStats:
         self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
     ) -> None:
         """Take note of a batch; a look at the expert, such as a checkpoint's, is none."""
-        if isinstance(batch[0], InspectCall):
+        name = _KIND_OF.get(type(batch[0]))
+        if name is None:
             return
-        kind = self.kinds[_kind_of(batch[0])]
+        kind = self.kinds[name]
         kind.batch_calls.add(len(batch))
         kind.compute_s.add(compute_s)
         kind.num_calls += len(batch)
@@ -93,27 +95,20 @@ class ExpertStats:
             if isinstance(result, tuple):
                 for tensor in result:
                     if tensor is not None:
-                        kind.bytes_out += tensor.nbytes
-                        self._note_sent(tensor, call.reply_encoding)
+                        num_bytes, encoding = tensor.nbytes, call.reply_encoding
+                        kind.bytes_out += num_bytes
+                        if encoding != pb.RAW:
+                            encoding, num_bytes = _as_sent(tensor, encoding)
+                        self.sent_bytes[encoding] += num_bytes
             elif isinstance(result, BaseException):
                 kind.num_failed += 1
 
-    def _note_sent(self, tensor: Tensor, encoding: int) -> None:
-        is_raw = encoding == pb.RAW or not is_applicable(tensor.dtype, encoding)
-        if is_raw or not can_hold(tensor, encoding):
-            self.sent_bytes[pb.RAW] += tensor.nbytes
-        else:
-            self.sent_bytes[encoding] += encoded_bytes(tensor.dtype, tensor.numel(), encoding)
 
-
-def _kind_of(call: Call) -> str:
-    return (
-        "forward"
-        if isinstance(call, ForwardCall)
-        else "backward"
-        if isinstance(call, BackwardCall)
-        else "update"
-    )
+def _as_sent(tensor: Tensor, encoding: pb.Encoding) -> tuple[pb.Encoding, int]:
+    """Return the encoding that a tensor travels in where `encoding` is asked for, and its bytes then."""
+    if not is_applicable(tensor.dtype, encoding) or not can_hold(tensor, encoding):
+        return pb.RAW, tensor.nbytes
+    return encoding, encoded_bytes(tensor.dtype, tensor.numel(), encoding)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -88,7 +87,7 @@ class Registry(Mapping[str, ExpertQueue]):
         with team_of_one():
             while small:
                 queue, call = small.popleft()
-                take(functools.partial(queue.run_alone, call))
+                take(queue.run_alone, call)
                 if time.monotonic() > until:
                     break
         if small:

@@ -127,8 +127,9 @@ class Connection:
     ) -> list[Outcome]:
         """Make the forwards; note in each call where it was made and what it gave."""
         jobs = []
+        encoding = self._delivery.settings.encodings.encoding("Forward")
         for call, args in zip(calls, inputs, strict=True):
-            request = self._forward_request(call, args)
+            request = self._forward_request(call, args, encoding)
             job = Job(request, "", index=call.index)
             jobs.append(job)
             try:
@@ -167,9 +168,10 @@ class Connection:
             if part.wants_weight_grads or any(part.wants_input_grads):
                 wanted.append(part)
         jobs = []
+        encoding = self._delivery.settings.encodings.encoding("Backward")
         with self.numbering.sequences(len(wanted)) as (sequences, settled_below):
             for part, sequence in zip(wanted, sequences, strict=True):
-                request = self._backward_request(part, sequence, settled_below, keep_graph)
+                request = self._backward_request(part, sequence, settled_below, keep_graph, encoding)
                 jobs.append(Job(request, part.call.address, index=part.call.index))
             has_come_back = False  # Ctrl-C may end it anywhere
             try:
@@ -196,8 +198,7 @@ class Connection:
         ]
         self._updates.note_backwards(gathered)
 
-    def _forward_request(self, call: Call, inputs: Sequence[Tensor]) -> Request:
-        encoding = self._delivery.settings.encodings.encoding("Forward")
+    def _forward_request(self, call: Call, inputs: Sequence[Tensor], encoding: pb.Encoding) -> Request:
         head = ForwardHead(
             self.numbering.client_id,
             call.call_id,
@@ -215,9 +216,9 @@ class Connection:
         sequence: int,
         settled_below: int,
         keep_graph: bool,
+        encoding: pb.Encoding,
     ) -> Request:
         call = part.call
-        encoding = self._delivery.settings.encodings.encoding("Backward")
         head = BackwardHead(
             self.numbering.client_id,
             sequence,

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import Failures
+from moe_autograd.autograd.joined import has_any, split
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.inputs import check_inputs, check_tensors, under_autocast
@@ -208,9 +209,9 @@ class BackwardPart:
     """
 
     call: Call
-    inputs: list[Tensor]
-    grad_outputs: list[Tensor | None]
-    wants_input_grads: list[bool]
+    inputs: Sequence[Tensor]
+    grad_outputs: Sequence[Tensor | None]
+    wants_input_grads: Sequence[bool]
     wants_weight_grads: bool = False
 
 
@@ -236,13 +237,13 @@ def call_experts(
     anchor = connection.anchor.view_as(connection.anchor) if needs_grad else None
     apply: Any = _RemoteCalls.apply
     flat = apply(connection, calls, failures, anchor, *(x for args in inputs for x in args))
-    rows = _split(flat, [call.num_outputs for call in calls])
+    rows = split(flat, [call.num_outputs for call in calls])
     if needs_grad:
         connection.prepare_backward([call for call in calls if call.keep_graph], flat)
     return [_result(call, row) for call, row in zip(calls, rows, strict=True)]
 
 
-def _result(call: Call, row: list[Tensor]) -> Tensor | tuple[Tensor, ...] | None:
+def _result(call: Call, row: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...] | None:
     if call.is_sequence:
         return tuple(row)
     return row[0] if row else None  # it failed, and failures are left out
@@ -251,7 +252,7 @@ def _result(call: Call, row: list[Tensor]) -> Tensor | tuple[Tensor, ...] | None
 def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:
     hosted = connection.hosted[expert.name]
     check_inputs(hosted, inputs)
-    is_trained = expert.is_trained
+    is_trained = hosted.is_trained and not expert._is_frozen
     keep_graph = torch.is_grad_enabled() and (is_trained or any(x.requires_grad for x in inputs))
     call_id = connection.numbering.next_call_id()
     return Call(index, expert.name, call_id, len(inputs), not expert.training, keep_graph, is_trained)
@@ -269,7 +270,7 @@ class _RemoteCalls(torch.autograd.Function):
         anchor: Tensor | None,
         *flat_inputs: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        inputs = _split(flat_inputs, [call.num_inputs for call in calls])
+        inputs = split(flat_inputs, [call.num_inputs for call in calls])
         outcomes = connection.run_forward(calls, inputs, failures)
         ctx.connection, ctx.calls, ctx.failures = connection, calls, failures
         ctx.set_materialize_grads(False)
@@ -283,19 +284,20 @@ class _RemoteCalls(torch.autograd.Function):
     def backward(ctx: Any, *flat_grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         calls: list[Call] = ctx.calls
         (anchor_node, _), *edges = ctx.next_functions
-        saved = iter(ctx.saved_tensors)  # raises if the graph is gone, or if one was changed in place
-        wants_all = is_in_first_part()  # what is left out there, nobody asks for again
-        wanted = _split(
-            [wants_all or _is_wanted(node) for node, _ in edges], [call.num_inputs for call in calls]
-        )
-        given = _split(flat_grad_outputs, [call.num_outputs for call in calls])
+        num_inputs = [call.num_inputs for call in calls]
+        # What the first part of a split backward leaves out, nobody asks for again.
+        wants = [True] * len(edges) if is_in_first_part() else _which_are_wanted([node for node, _ in edges])
+        wanted = split(wants, num_inputs)
+        given = split(flat_grad_outputs, [call.num_outputs for call in calls])
+        kept = [call.num_inputs if call.keep_graph else 0 for call in calls]
+        inputs = split(ctx.saved_tensors, kept)  # raises if the graph is gone, or if one was changed in place
         parts = [
-            BackwardPart(call, [next(saved) for _ in range(call.num_inputs)], grads, wants)
-            for call, grads, wants in zip(calls, given, wanted, strict=True)
-            if call.keep_graph
+            BackwardPart(*each)
+            for each in zip(calls, inputs, given, wanted, strict=True)
+            if each[0].keep_graph
         ]
         grads_of = ctx.connection.run_backward(
-            [part for part in parts if any(grad is not None for grad in part.grad_outputs)],  # rule 3
+            [part for part in parts if has_any(part.grad_outputs)],  # rule 3
             ctx.failures,
             wants_weight_grads=_is_wanted(anchor_node) or is_wanted_later(anchor_node),
             keep_graph=torch._C._autograd._get_current_graph_task_keep_graph(),
@@ -307,9 +309,11 @@ class _RemoteCalls(torch.autograd.Function):
         return (None, None, None, None, *grads)
 
 
-def _split(flat: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    rest = iter(flat)
-    return [[next(rest) for _ in range(size)] for size in sizes]
+def _which_are_wanted(nodes: Sequence[Any]) -> list[bool]:
+    try:  # in one go: mostly none is asked for by name
+        return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+    except RuntimeError:
+        return [_is_wanted(node) for node in nodes]
 
 
 def _is_wanted(node: Any) -> bool:

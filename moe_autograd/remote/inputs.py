@@ -58,7 +58,10 @@ class InputSpec:
         if x.dim() != num_dims and not (self.may_have_more and x.dim() > num_dims):
             return False
         last = x.shape[x.dim() - num_dims :]
-        return all(expected in (None, size) for expected, size in zip(self.shape, last, strict=True))
+        for expected, size in zip(self.shape, last, strict=True):  # once for each call
+            if expected is not None and expected != size:
+                return False
+        return True
 
     def __str__(self) -> str:
         """Show the shape as our errors do: `(num_tokens, 64)`."""

@@ -51,12 +51,11 @@ class Run:
         self.number = number
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._likeness = _likeness(head)
-        self._dtype, self._row_shape = tensor.dtype, tensor.shape[1:]
-        self._heads: list[PlainHead] = []
-        self._tensors: list[torch.Tensor] = []
-        self._num_rows: list[int] = []
-        self._append(head, tensor, tensor.shape[0], tensor.nbytes)
+        self._dtype, self._shape, self._tensor_bytes = tensor.dtype, tensor.shape, tensor.nbytes
+        self._heads: list[PlainHead] = [head]
+        self._tensors: list[torch.Tensor] = [plain(tensor)]
+        self._num_rows: list[int] = [tensor.shape[0]]
+        self.num_bytes = self._tensor_bytes
 
     def __len__(self) -> int:
         return len(self._heads)
@@ -65,27 +64,27 @@ class Run:
         """Add a parcel if it is alike and there is room; return whether it was."""
         if tensor.dtype is not self._dtype or tensor.layout is not torch.strided:
             return False
-        shape, num_bytes = tensor.shape, tensor.nbytes
+        shape = tensor.shape
+        if shape != self._shape:  # that of the last one, mostly
+            if not shape or shape[1:] != self._shape[1:] or not 0 < tensor.nbytes <= _LARGEST_BYTES:
+                return False
+            self._shape, self._tensor_bytes = shape, tensor.nbytes
+        num_bytes = self.num_bytes + self._tensor_bytes
         if (
-            shape[1:] != self._row_shape
-            or not shape
-            or not 0 < num_bytes <= min(_LARGEST_BYTES, self._max_bytes - self.num_bytes)
+            num_bytes > self._max_bytes
             or len(self._heads) >= MAX_IN_RUN
-            or _likeness(head) != self._likeness
+            or not _are_alike(head, self._heads[0])
         ):
             return False
-        self._append(head, tensor, shape[0], num_bytes)
-        return True
-
-    def _append(self, head: PlainHead, tensor: torch.Tensor, num_rows: int, num_bytes: int) -> None:
         self._heads.append(head)
         self._tensors.append(plain(tensor))
-        self._num_rows.append(num_rows)
-        self.num_bytes += num_bytes
+        self._num_rows.append(shape[0])
+        self.num_bytes = num_bytes
+        return True
 
     def header(self) -> bytes:
         """Return the serialized header of its rows together."""
-        return raw_header(self._dtype, torch.Size([sum(self._num_rows), *self._row_shape]))
+        return raw_header(self._dtype, torch.Size([sum(self._num_rows), *self._shape[1:]]))
 
     def head(self) -> pb.Run | WrittenHead:
         """Return what is announced; of a parcel that stayed alone, its own head."""
@@ -144,31 +143,31 @@ def heads_of(number: int, run: pb.Run) -> Sequence[PlainHead]:
     )
 
 
-def _likeness(head: PlainHead) -> tuple[Any, ...]:
-    """Return what is equal for the heads of parcels that can be in one run."""
-    if isinstance(head, ForwardHead):
+def _are_alike(one: PlainHead, other: PlainHead) -> bool:
+    """Whether parcels with these heads can be in one run."""
+    if isinstance(one, ResultHead):
+        return isinstance(other, ResultHead) and one.is_sequence == other.is_sequence
+    if isinstance(one, ForwardHead):
         return (
-            ForwardHead,
-            head.client_id,
-            head.keep_graph,
-            head.input_requires_grad,
-            head.evaluate,
-            head.reply_encoding,
+            isinstance(other, ForwardHead)
+            and one.client_id == other.client_id
+            and one.keep_graph == other.keep_graph
+            and one.input_requires_grad == other.input_requires_grad
+            and one.evaluate == other.evaluate
+            and one.reply_encoding == other.reply_encoding
         )
-    if isinstance(head, BackwardHead):
-        return (
-            BackwardHead,
-            head.client_id,
-            head.settled_below,
-            head.wants_weight_grads,
-            head.wants_input_grads,
-            head.keep_graph,
-            head.num_grad_outputs,
-            head.has_inputs,
-            head.evaluate,
-            head.reply_encoding,
-        )
-    return (ResultHead, head.is_sequence)
+    return (
+        isinstance(other, BackwardHead)
+        and one.client_id == other.client_id
+        and one.settled_below == other.settled_below
+        and one.wants_weight_grads == other.wants_weight_grads
+        and one.wants_input_grads == other.wants_input_grads
+        and one.keep_graph == other.keep_graph
+        and one.num_grad_outputs == other.num_grad_outputs
+        and one.has_inputs == other.has_inputs
+        and one.evaluate == other.evaluate
+        and one.reply_encoding == other.reply_encoding
+    )
 
 
 def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:
