@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from moe_autograd._random import running
 
@@ -74,15 +74,24 @@ def _zeros_for_leaves(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
-    """Flatten the arguments of a call; most calls take tensors alone, and need no pytree."""
+    """Flatten the arguments of a call; most calls take tensors alone, and need no pytree.
+
+    A container in which nothing requires a gradient is not taken apart: what a call puts into it reaches its caller.
+    """
     if not kwargs and all(type(value) is Tensor for value in args):
         return list(args), None
-    return tree_flatten((args, kwargs), is_leaf=is_size)
+    return tree_flatten((args, kwargs), is_leaf=stays_as_it_is)
 
 
-def is_size(value: object) -> bool:
-    """Whether a value is a shape, which pytrees would make a plain tuple of."""
-    return type(value) is torch.Size
+def stays_as_it_is(value: object) -> bool:
+    """Whether nothing in a value requires a gradient."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    if kind is dict or kind is tuple or kind is list:
+        values: Any = value.values() if kind is dict else value  # type: ignore[attr-defined]
+        return all(map(stays_as_it_is, values))
+    return all(not isinstance(leaf, Tensor) or not leaf.requires_grad for leaf in tree_leaves(value))
 
 
 class Entrance:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
-from moe_autograd._streams import use_here
+from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.entry import Entrance, flatten, gate
@@ -130,8 +131,11 @@ def run_module_calls(
     hooks = ordered_hooks(len(modules))
     calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
 
+    has_streams = accelerator_in_use() is not None
+
     def forward(i: int) -> None:
-        use_here(flats[i][0])
+        if has_streams:
+            use_here(tree_leaves(flats[i][0]))
         if hooks is None:
             calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
         else:

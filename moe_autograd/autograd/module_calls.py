@@ -37,7 +37,8 @@ Rule 8. An input, a leaf or a tensor of a closure that the call returns as it is
         it in place, and is saved, so that it notices when the other is changed: two tensors that are cut apart can no
         longer tell each other.
 Rule 9. A tensor with history that leaves a call by another way than its result (an attribute, a list, an object that
-        `torch.utils._pytree` does not know) leads to the entry, not to the outer graph. Its backward says so.
+        `torch.utils._pytree` does not know) leads to the entry, not to the outer graph. Its backward says so. One that
+        is put into a container which the call takes, and which is a copy, as there are aliases in it, is refused.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors
-from moe_autograd.autograd.module_results import CallResults, edge_of
+from moe_autograd.autograd.module_results import CallResults, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.runs import is_tracing
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
@@ -114,6 +115,11 @@ class ModuleCall(CallResults):
             if tensor.grad_fn is edge.node:  # else the call has changed it, and what it is now is the call's
                 outer_of[id(tensor)] = tensor
         self._take_results(returned, outer_of)
+        if spec is not None:
+            known = {*map(id, inner), *outer_of, *self._places}
+            refuse_lost(
+                tree_leaves((inner_args, inner_kwargs), is_leaf=lambda value: id(value) in known), known
+            )
         if versions != [tensor._version for tensor in entered]:
             changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
             self._take_changed(changed, [aliases[id(tensor)] for tensor in changed])

@@ -7,17 +7,17 @@ changed get their history.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
-from moe_autograd.autograd.entry import is_as_entered, is_size, refuse_strided_nested
+from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -30,6 +30,17 @@ def base_of(tensor: Tensor) -> Tensor:
     """Return what `tensor` is a view of, or itself."""
     base = tensor._base
     return tensor if base is None else base
+
+
+def refuse_lost(values: Iterable[Any], known: Collection[int]) -> None:
+    """Rule 9: raise if one of `values`, which copied containers hold after a call, has no `id` that is known."""
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad and id(value) not in known:
+            raise RuntimeError(
+                "parallel_apply: expected tensors with history to leave a call as its result, got one of shape "
+                f"{tuple(value.shape)} put into a list or dict among its inputs. That is a copy, since a tensor in it "
+                "requires a gradient. Return it."
+            )
 
 
 class CallResults:
@@ -54,9 +65,9 @@ class CallResults:
         if self._is_list:
             values = list(returned)
         elif not isinstance(returned, Tensor):
-            values, self._spec = tree_flatten(returned, is_leaf=is_size)
+            values, self._spec = tree_flatten(returned, is_leaf=stays_as_it_is)
         if forward_ad._current_level >= 0:
-            refuse_tangents(value for value in values if isinstance(value, Tensor))
+            refuse_tangents(value for value in tree_leaves(returned) if isinstance(value, Tensor))
         self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
         inner: list[Tensor] = []
         is_cut = not torch.is_inference_mode_enabled()  # else there is nothing to tie again

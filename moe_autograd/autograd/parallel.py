@@ -222,7 +222,8 @@ def parallel_apply(
         `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order. A backward through
         some results is as with `map_with_parallel_backward`; where something is deferred, it goes everywhere. An input
         that requires a gradient is in its call another tensor, of the same memory and attributes: not a leaf, without a
-        `.grad`, and no longer a `Parameter`.
+        `.grad`, and no longer a `Parameter`. A list or dict that holds one is a copy: to put a result into it raises,
+        unless the call returns it too; any other is the caller's own.
 
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as

@@ -25,6 +25,7 @@ from tests.support.comparison import (
 )
 from tests.support.module_programs import finish, leaves, parameters, seeded
 from tests.support.module_programs_shared import ESCAPES, hidden_from_every_look, hooks_on_a_tensor
+from tests.support.module_programs_tensors import CONTAINERS
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
@@ -81,7 +82,7 @@ def test_a_hook_on_a_tensor_that_no_look_finds_runs_once_a_call() -> None:
     assert_same(native[1][0], sum(mapped[1]), tolerance=ORDER)
 
 
-@pytest.mark.parametrize("program", ESCAPES, ids=name_of)
+@pytest.mark.parametrize("program", ESCAPES + CONTAINERS, ids=name_of)
 def test_what_passes_behind_the_maps_back_is_differentiated_right_or_refused(
     program: Callable[[MapFunction], Any],
 ) -> None:

@@ -161,3 +161,55 @@ def parameters_and_meta_tensors_as_inputs(apply: MapFunction) -> Any:
     outputs = apply([lambda x: x * 2] * NUM_CALLS, [(x,) for x in shapes])
     grads = torch.autograd.grad([y.sum() for y in outputs], shapes)
     return said, [(str(grad.device), tuple(grad.shape)) for grad in grads]
+
+
+@program
+def containers_that_calls_put_something_into(apply: MapFunction) -> Any:
+    """The caller's own, given to all calls or to each its own; and what is returned is the very object."""
+
+    def call(x: Tensor, seen: list[float], *, own: dict[str, Any]) -> Any:
+        seen.append(x.detach().sum().item())
+        own["inner"]["double"] = own["number"] * 2
+        return x * own["number"], own
+
+    xs, seen = leaves(), list[float]()
+    owns = [{"number": i, "inner": {}} for i in range(NUM_CALLS)]
+    outputs = apply([call] * NUM_CALLS, [(x, seen) for x in xs], [{"own": own} for own in owns])
+    same = [own is given for (_, own), given in zip(outputs, owns, strict=True)]
+    seen.sort()
+    return same, finish([y for y, _ in outputs], *xs), owns
+
+
+def losses_put_into_a_list_of_the_callers(apply: MapFunction) -> Any:
+    def call(x: Tensor, losses: list[Tensor]) -> Tensor:
+        losses.append(x.exp().sum())
+        return x * 2
+
+    xs, losses = leaves(), list[Tensor]()
+    outputs = apply([call] * NUM_CALLS, [(x, losses) for x in xs])
+    return len(losses), finish([*outputs, sum(losses)], *xs)
+
+
+def losses_put_into_a_list_that_holds_some(apply: MapFunction) -> Any:
+    def call(x: Tensor, losses: list[Tensor]) -> Tensor:
+        losses.append(x.exp().sum())
+        return x * 2
+
+    xs = leaves()
+    losses = [(xs[0] * 3).sum()]
+    outputs = apply([call] * NUM_CALLS, [(x, losses) for x in xs])
+    return len(losses), finish([*outputs, sum(losses)], *xs)
+
+
+def results_put_into_a_dict_among_the_inputs(apply: MapFunction) -> Any:
+    def call(features: dict[str, Tensor]) -> None:
+        features["x"] = features["x"] * 2
+
+    xs = leaves()
+    given = [{"x": x} for x in xs]
+    apply([call] * NUM_CALLS, [(features,) for features in given])
+    return finish([features["x"] for features in given], *xs)
+
+
+CONTAINERS = [losses_put_into_a_list_of_the_callers, losses_put_into_a_list_that_holds_some]
+CONTAINERS += [results_put_into_a_dict_among_the_inputs]
