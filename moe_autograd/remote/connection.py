@@ -86,6 +86,16 @@ class Connection:
     def __repr__(self) -> str:
         return f"Connection({len(self.hosted)} experts at {', '.join(self.addresses)})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Connection:
+        """Return the same: copies of what holds it share it."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r}: expected to stay in its process, got pickled. Connect again where you need it; "
+            "`experts.state_dict()` has the weights."
+        )
+
     # ---- passes
 
     def call_together(

@@ -160,12 +160,6 @@ class RemoteExpert(nn.Module):
     def __copy__(self) -> RemoteExpert:
         return copy.deepcopy(self)
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"expert {self.name!r}: expected to stay in its process, got pickled. "
-            "Connect again where you need it; `experts.state_dict()` has the weights."
-        )
-
 
 @dataclass(slots=True)
 class Call:

@@ -331,9 +331,16 @@ class TestModule:
         assert twin[0].call_group is remote["linear"].call_group
         assert copy.copy(remote["linear"]).name == "linear"
 
-    def test_it_cannot_be_pickled(self, remote):
-        with pytest.raises(TypeError, match="expected to stay in its process"):
-            pickle.dumps(remote["linear"])
+    def test_so_does_a_copy_of_all_experts_and_of_their_optimizer(self, remote):
+        twins, optimizer = copy.deepcopy((remote, RemoteOptimizer(remote)))
+        assert twins["linear"].call_group is remote["linear"].call_group
+        assert repr(optimizer) == repr(RemoteOptimizer(remote))
+        assert list(twins) == list(remote)
+
+    def test_none_of_them_can_be_pickled(self, remote):
+        for holder in (remote["linear"], nn.Sequential(remote["linear"]), remote, RemoteOptimizer(remote)):
+            with pytest.raises(TypeError, match=r"experts at .*expected to stay in its process, got pickled"):
+                pickle.dumps(holder)
 
     def test_repr_shows_name_kind_and_address(self, remote, server):
         assert repr(remote["linear"]) == f"RemoteExpert('linear', kind='Linear', address='{server.address}')"
