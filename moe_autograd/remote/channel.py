@@ -251,7 +251,10 @@ class Channel:
 
     def _take_ends(self) -> None:
         """Take the ends of streams that were left, but the last: whoever has answered a later one has ended these."""
-        while len(self._left) > 1:
+        self._end_left(1)
+
+    def _end_left(self, num_kept: int) -> None:
+        while len(self._left) > num_kept:
             with contextlib.suppress(IndexError):  # another thread took it
                 end(self._left.popleft())
 
@@ -271,6 +274,7 @@ class Channel:
         with self._lock:
             self._is_open = False
             self._stubs.channel.close()
+        self._end_left(0)  # each would keep its connection
 
     def __repr__(self) -> str:
         return f"Channel({self.address!r})"

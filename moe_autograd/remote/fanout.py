@@ -4,17 +4,19 @@ The calling thread serves the first itself; each other one gets a thread of a sm
 the caller goes on, except on Ctrl-C: then what is under way is cancelled and the caller goes on at once.
 
 Mutable state: the pool, made when first needed, under `_lock`. A pool's threads wait for servers only, never for
-each other.
+each other. The calling thread waits for them at a queue, since Ctrl-C can leave the lock of a future locked.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from moe_autograd.remote.closing import closed
+from moe_autograd.remote.interrupts import interrupts_held_back
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,19 +25,24 @@ _PASSES_AT_ONCE = 8
 
 
 class Cancellation:
-    """What one operation has under way, so that it can be cancelled from another thread."""
+    """What one operation has under way, so that it can be cancelled from another thread.
+
+    `_bell` is a lock that is held until then: an interrupt that comes in an event leaves it locked for ever.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cancels: set[Callable[[], object]] = set()
-        self._event = threading.Event()
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._is_cancelled = False
         self.reason = ""
 
     def add(self, cancel: Callable[[], object]) -> None:
         """Have `cancel` called if the operation is cancelled; at once if it has been."""
         with self._lock:
             self._cancels.add(cancel)
-        if self._event.is_set():
+        if self._is_cancelled:
             cancel()
 
     def remove(self, cancel: Callable[[], object]) -> None:
@@ -46,15 +53,19 @@ class Cancellation:
     def cancel(self, reason: str = "") -> None:
         """Cancel all that is under way, and whatever may be added; `reason` says why, if the user is to know."""
         self.reason = self.reason or reason
-        self._event.set()
         with self._lock:
+            if not self._is_cancelled:
+                self._is_cancelled = True
+                self._bell.release()
             cancels = tuple(self._cancels)
         for cancel in cancels:
             cancel()
 
     def wait(self, pause_s: float) -> bool:
         """Pause; return at once with True if the operation is cancelled."""
-        return self._event.wait(pause_s)
+        if not self._is_cancelled and pause_s > 0 and self._bell.acquire(timeout=pause_s):
+            self._bell.release()  # for others that wait
+        return self._is_cancelled
 
 
 class Fanout:
@@ -85,10 +96,15 @@ class Fanout:
             return {}
         first, *others = work
         futures: dict[str, Future[R]] = {}
+        ended: queue.SimpleQueue[Future[R]] = queue.SimpleQueue()
         try:
             for address in others:
-                futures[address] = self._submit(do, address, work[address])
+                with interrupts_held_back():
+                    futures[address] = self._submit(do, address, work[address])
+                    futures[address].add_done_callback(ended.put)
             results: dict[str, R | Exception] = {first: _attempt(do, first, work[first])}
+            for _ in others:
+                ended.get()
             for address, future in futures.items():
                 outcome = _result(future, address)
                 results[address] = outcome
@@ -131,7 +147,7 @@ def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
 
 
 def _result(future: Future[R], address: str) -> R | Exception:
-    """Wait for what a thread returned or raised."""
+    """Return what a thread returned or raised."""
     try:
         error = future.exception()
     except CancelledError as cancelled:  # by `close`, before a thread took it

@@ -17,7 +17,7 @@ A stream is cancelled once: the second time forks wait for it, else a long one w
 A fork does not wait longer than `_PATIENCE_S`: an update can be long, and a busy machine took 2 s to end short calls.
 A child that was forked all the same is told so when it begins an RPC: whether it would get an answer, nobody knows.
 
-Mutable state: all of the gate's, under `_changed`; a child begins with a gate of its own.
+Mutable state: all of the gate's, under `_lock`; a child begins with a gate of its own.
 
 Threads: any.
 """
@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,8 +81,11 @@ class Gate:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._changed = threading.Condition()
-        self._under_way: set[Passage] = set()
+        self._lock = threading.Lock()  # a condition's own, or an event, may stay locked after Ctrl-C
+        self._changed = threading.Condition(self._lock)
+        self._under_way: weakref.WeakSet[Passage] = (
+            weakref.WeakSet()
+        )  # Ctrl-C may come before one is taken out
         self._num_forks = 0
 
     @contextmanager
@@ -94,26 +98,27 @@ class Gate:
         Raises:
             RuntimeError: grpc does not work in this process.
         """
-        passage = self._begin(Passage(may_interrupt=may_interrupt))
+        passage = Passage(may_interrupt=may_interrupt)
         try:
+            self._begin(passage)
             yield passage
         finally:
             if not passage.has_left_to(functools.partial(self._end, passage)):
                 self._end(passage)
 
-    def _begin(self, passage: Passage) -> Passage:
+    def _begin(self, passage: Passage) -> None:
         if self._num_torn:
             raise RuntimeError(
                 f"process {os.getpid()}: expected to be forked between RPCs, got forked with {self._num_torn} under "
                 f"way that did not end within {_PATIENCE_S} s. grpc does not work in it: fork later, or spawn."
             )
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_forks)
+        with self._lock:
+            while self._num_forks:
+                self._changed.wait()
             self._under_way.add(passage)
-        return passage
 
     def _end(self, passage: Passage) -> None:
-        with self._changed:
+        with self._lock:
             self._under_way.discard(passage)
             if self._num_forks:
                 self._changed.notify_all()
@@ -122,17 +127,17 @@ class Gate:
 
     def close(self) -> None:
         """Prepare a fork."""
-        with self._changed:
+        with self._lock:
             self._num_forks += 1
             under_way = tuple(self._under_way)
         for passage in under_way:
             passage.interrupt()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._under_way, _PATIENCE_S)
 
     def open(self) -> None:
         """Go on after a fork."""
-        with self._changed:
+        with self._lock:
             self._num_forks -= 1
             self._changed.notify_all()
 

@@ -40,6 +40,7 @@ from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.closing import closed
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.retry import RetryBudget
 from moe_autograd.wire.heads import BackwardHead, ForwardHead
 
@@ -152,7 +153,8 @@ class Hedging:
         leg = _Leg(address, tuple(indices), Cancellation())
         race.enter(leg)
         try:
-            self._threads.submit(self._run, race, leg, terms)
+            with interrupts_held_back():
+                self._threads.submit(self._run, race, leg, terms)
         except RuntimeError as error:
             raise closed(address) from error
 
@@ -233,14 +235,15 @@ class _Race:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # a condition's own may stay locked after Ctrl-C
+        self._changed = threading.Condition(self._lock)
         self._legs: list[_Leg] = []
         self._num_running = 0
         self._winners: dict[int, tuple[str, Outcome]] = {}
         self._failure: Exception | None = None
 
     def enter(self, leg: _Leg) -> None:
-        with self._changed:
+        with self._lock:
             self._legs.append(leg)
             self._num_running += 1
 
@@ -254,7 +257,7 @@ class _Race:
         ]
 
     def _answer(self, leg: _Leg, place: int, index: int, is_answered: bool) -> None:
-        with self._changed:
+        with self._lock:
             if index in self._winners:
                 return
             self._winners[index] = leg.address, leg.outcomes[place]
@@ -262,19 +265,19 @@ class _Race:
         self._requests[index].on_settled(is_answered)
 
     def leave(self, leg: _Leg, failure: Exception | None) -> None:
-        with self._changed:
+        with self._lock:
             self._num_running -= 1
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def wait_until_over(self, timeout_s: float) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(self._is_over, timeout_s)
 
     def open_calls(self, elsewhere: Sequence[str | None]) -> dict[str, list[int]]:
         """Return the calls without an answer, by the other server that may give one."""
         grouped: dict[str, list[int]] = {}
-        with self._changed:
+        with self._lock:
             if not self._is_over():
                 for index, other in enumerate(elsewhere):
                     if other is not None and index not in self._winners:
@@ -283,7 +286,7 @@ class _Race:
 
     def cancel(self) -> None:
         """Cancel what is still under way."""
-        with self._changed:
+        with self._lock:
             legs = tuple(self._legs)
         for leg in legs:
             leg.cancellation.cancel()
@@ -295,7 +298,7 @@ class _Race:
             address: whom the first request went to.
             deadline: of the operation; where it has passed, requests may be under way that have not noticed yet.
         """
-        with self._changed:
+        with self._lock:
             found = dict(self._winners)
             if len(found) < len(self._requests):
                 for leg in self._legs:
@@ -310,7 +313,7 @@ class _Race:
 
     def lost_by(self, leg: _Leg) -> list[tuple[Request, int]]:
         """Return the calls of `leg` that another one answered first, with the number of their outputs."""
-        with self._changed:
+        with self._lock:
             won = [(index, self._winners[index]) for index in leg.indices if index in self._winners]
         return [
             (self._requests[index], len(outcome.tensors))

@@ -32,12 +32,13 @@ class Numbering:
     @contextmanager
     def sequences(self, count: int) -> Iterator[tuple[range, int]]:
         """Open `count` numbers for the time of the block; yields them and the `settled_below` to send along."""
-        with self._lock:
-            numbers = range(self._next_sequence, self._next_sequence + count)
-            self._next_sequence += count
-            self._open.update(numbers)
-            settled_below = min(self._open, default=self._next_sequence)
+        numbers = range(0)
         try:
+            with self._lock:
+                numbers = range(self._next_sequence, self._next_sequence + count)
+                self._next_sequence += count
+                self._open.update(numbers)
+                settled_below = min(self._open, default=self._next_sequence)
             yield numbers, settled_below
         finally:
             with self._lock:
