@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import print_table, stopwatch, take_turns
+from benchmarks.remote_fanout.bare import asking
 from benchmarks.remote_fanout.plot import Cost, draw
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
@@ -92,8 +93,29 @@ def measure(num_servers: int, experts_each: int, latency_ms: float, rounds: int)
         )
 
 
+def compare_with_bare(rounds: int) -> list[list[object]]:
+    """Return rows for a pass over 8 servers that take 50 ms, and for bare gRPC with as many bytes, in turns."""
+    num_servers, experts_each, latency_ms = 8, 16, 50.0
+    with (
+        serving(num_servers, experts_each, latency_ms) as (addresses, _),
+        connect(addresses) as experts,
+        asking(num_servers, latency_ms, experts_each * 4 * 64 * 4) as ask_bare,
+    ):
+        modules = list(experts.values())
+        inputs = [(torch.randn(4, 64),) for _ in modules]
+
+        def ask_ours() -> None:
+            with torch.no_grad():
+                parallel_apply(modules, inputs)
+
+        ways = {"a forward without gradients": ask_ours, "bare gRPC, the same bytes": ask_bare}
+        passes = {name: (lambda ask=ask: {"pass": stopwatch(ask)}) for name, ask in ways.items()}
+        times = take_turns(passes, rounds=3 * rounds, warmup=3)
+        return [[name, times[name]["pass"].median_ms] for name in ways]
+
+
 def main(rounds: int) -> None:
-    """Print the table, and draw how cost grows."""
+    """Print the tables, and draw how cost grows."""
     delayed = measure(8, 16, 50.0, rounds)
     growing = [measure(2, each, 0.0, rounds) for each in (4, 32, 256, 2048)]
     heads = ("servers", "experts", "delay, ms", "forward, ms", "backward, ms", "client, MB", "servers, MB")
@@ -102,6 +124,8 @@ def main(rounds: int) -> None:
         (*heads, "a call and pass, us"),
         [[*row, cost.call_us] for row, cost in zip(rows, (delayed, *growing), strict=True)],
     )
+    print()
+    print_table(("8 servers that take 50 ms", "a pass, ms"), compare_with_bare(rounds))
     draw(growing, PLOT)
 
 

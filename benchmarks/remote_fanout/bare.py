@@ -1,0 +1,61 @@
+"""The peer of the fan-out: bare gRPC servers that take as long, and a client that asks all at the same time.
+
+What goes to a server is one ready-made message of as many bytes, and comes back as it is: no tensor, no expert, no
+graph. So what this takes beyond the delay is what the machine needs for so many processes and their connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from moe_autograd.wire.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+
+
+def serve(latency_ms: float) -> None:
+    """Be a server that sends each message back after a while, until the input is closed."""
+
+    async def echo(requests, context):
+        async for message in requests:
+            await asyncio.sleep(latency_ms / 1000)
+            yield message
+
+    async def main() -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        print(f"127.0.0.1:{port}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        await server.stop(0)
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def asking(num_servers: int, latency_ms: float, num_bytes: int) -> Iterator[Callable[[], object]]:
+    """Run servers; yields what asks all of them at the same time, with so many bytes each."""
+    with contextlib.ExitStack() as stack:
+        ask = []
+        for _ in range(num_servers):
+            command = [sys.executable, "-m", "benchmarks.remote_fanout.bare", str(latency_ms)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.stdin.close)
+            channel = grpc.insecure_channel(process.stdout.readline().strip(), CHANNEL_OPTIONS)
+            stack.enter_context(channel)
+            ask.append(channel.unary_stream("/Bare/Echo"))
+        pool = stack.enter_context(ThreadPoolExecutor(num_servers))
+        message = bytes(num_bytes)
+        yield lambda: list(pool.map(lambda one: list(one(message, timeout=60)), ask))
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]))
