@@ -2,7 +2,8 @@
 
 Sixty-four experts on one server are sixty-four modules, but one message there and back is twelve times cheaper than
 sixty-four. A module says so by an attribute `call_group`: all modules of a map with the same group become one call
-of the map, and the group decides how to make it. A module without the attribute, or with `None`, is its own call.
+of the map, and the group decides how to make it. A module without the attribute, or with `None`, is its own call; so
+is one whose calls something of a user's is to see.
 
 A callable that may fail in its backward, and can be done without, has a method `leaves_out(error) -> bool`: if it
 returns `True`, nothing flows through that call, and the other calls' backwards count.
@@ -19,7 +20,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
+import torch
+from torch import nn
+
 from moe_autograd._random import running
+from moe_autograd.autograd.in_turn import is_watched
 from moe_autograd.autograd.runs import CallName
 
 
@@ -122,6 +127,33 @@ class Unit:
         return self.call(*self.args, **self.kwargs)
 
 
+def group_of(module: Any) -> Any:
+    """Return the group that makes a module's calls; `None`: the module itself is called.
+
+    A group calls no module, so hooks on it would not run. What has a module's attributes and stands for it, as
+    `torch.compile` returns, is none of the group's.
+    """
+    if not hasattr(type(module), "call_group") and "call_group" not in getattr(module, "__dict__", ()):
+        return None
+    group: CallGroup | None = module.call_group
+    return None if group is not None and isinstance(module, nn.Module) and is_watched(module) else group
+
+
+def call_alone(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let a module's group make one call of it.
+
+    The compiler is kept out: it would trace what a group does with threads, files and servers.
+    """
+    return (_call_uncompiled if torch.compiler.is_compiling() else _call)(module, args, kwargs)
+
+
+def _call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module.call_group.call_together([module], [args], [kwargs])[0]
+
+
+_call_uncompiled = torch._disable_dynamo(_call)
+
+
 def group_calls(
     modules: Sequence[Callable[..., Any]],
     args: Sequence[tuple[Any, ...]],
@@ -138,7 +170,7 @@ def group_calls(
     """
     groups: dict[int, tuple[CallGroup | None, list[int]]] = {}
     for i, module in enumerate(modules):
-        group: CallGroup | None = getattr(module, "call_group", None)
+        group = group_of(module)
         key = -1 - i if group is None else id(group)
         groups.setdefault(key, (group, []))[1].append(i)
     return [

@@ -94,6 +94,12 @@ def is_small(module: Callable[..., Any], x: Any) -> bool:
     return work is not None and work <= MOST_SMALL
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether something of a user's sees the module's calls: hooks, or a `forward` put into the instance."""
+    own = module.__dict__
+    return any(_HOOKS_OF_ALL) or "forward" in own or any(own[hooks] for hooks in _HOOKS)
+
+
 def limits() -> tuple[int, float]:
     """Return how much work a small call is at most, and a large one at least."""
     num_threads = torch.get_num_threads()

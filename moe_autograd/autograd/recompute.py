@@ -22,6 +22,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from moe_autograd.autograd.entry import entered_again
+from moe_autograd.autograd.grouping import group_of
 from moe_autograd.autograd.sleeping_hooks import let_new_hooks_sleep
 
 
@@ -91,5 +92,5 @@ def as_recompute(option: bool | Recompute) -> Recompute | None:
 
 def recomputed_in_group(module: Any, how: Recompute) -> Any:
     """Return the version of a group's module that is recomputed; itself, if it has none or is of no group."""
-    make = getattr(module, "recomputed", None) if getattr(module, "call_group", None) is not None else None
+    make = None if group_of(module) is None else getattr(module, "recomputed", None)
     return module if make is None else make(how)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_autograd.autograd.grouping import CallFailure, LenientCallGroup
+from moe_autograd.autograd.grouping import CallFailure, LenientCallGroup, group_of
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.errors import StragglerError
@@ -61,7 +61,7 @@ class Attendance:
         groups: dict[int, _Group] = {}
         calls: list[Callable[..., Any]] = []
         for position, expert in enumerate(self._experts):
-            group: Any = getattr(expert, "call_group", None)
+            group = group_of(expert)
             if _is_lenient(expert):
                 calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), expert, position))
             elif group is None:
@@ -121,7 +121,7 @@ class Attendance:
 
 
 def _is_lenient(expert: nn.Module) -> bool:
-    return getattr(getattr(expert, "call_group", None), "can_leave_out", False)
+    return getattr(group_of(expert), "can_leave_out", False)
 
 
 def name_of(expert: nn.Module, expert_index: int) -> str:

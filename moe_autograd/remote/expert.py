@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_autograd.autograd.grouping import Failures
+from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
@@ -103,7 +103,7 @@ class RemoteExpert(nn.Module):
             InvalidCallError: the expert does not take such inputs.
             RemoteError: or another of its subclasses.
         """
-        return self._connection.call_together([self], [inputs], [{}])[0]
+        return call_alone(self, inputs, {})
 
     def extra_repr(self) -> str:
         """Show the name and where it is."""

@@ -18,13 +18,14 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_autograd._random import running, take_places
+from moe_autograd.autograd.grouping import call_alone
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
 from moe_autograd.autograd.offload.checks import check_choices, check_hooks
@@ -53,7 +54,7 @@ class OffloadedExpert(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the expert; see `OffloadedExperts`."""
-        return self._owner.call_together([self], [args], [kwargs])[0]
+        return call_alone(self, args, kwargs)
 
     def train(self, mode: bool = True) -> OffloadedExpert:
         """See `torch.nn.Module.train`."""
@@ -220,7 +221,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         `parallel_apply` and `MixtureOfExperts` call this for all experts of a layer; calling an expert is the same
         for one.
         """
-        experts = [_checked(module) for module in modules]
+        experts = cast(Sequence[OffloadedExpert], modules)
         called = [expert._held for expert in experts]
         if len(called) > 1:
             self._forget_wishes_beside(called)
@@ -343,8 +344,3 @@ def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
 def _device_of(module: nn.Module) -> torch.device:
     tensors = (*module.parameters(), *module.buffers())
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _checked(module: nn.Module) -> OffloadedExpert:
-    assert isinstance(module, OffloadedExpert)
-    return module
