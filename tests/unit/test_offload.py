@@ -101,6 +101,20 @@ def test_a_graph_outlives_the_experts_that_made_it() -> None:
     torch.testing.assert_close(x.grad, torch.full((1, 2), 2.0))
 
 
+@pytest.mark.parametrize("num_microbatches", [None, 1])
+def test_a_graph_does_not_hold_the_memory_that_the_weights_lay_in(num_microbatches: int | None) -> None:
+    experts = OffloadedExperts(
+        [nn.Linear(8, 8), nn.Linear(16, 16)], sgd, max_resident_bytes=2200, num_microbatches=num_microbatches
+    )
+    y = experts[0](torch.ones(1, 8, requires_grad=True))
+    buffer = weakref.ref(experts._held[0].weights.buffer)
+    experts.residency.flush()
+    with experts.residency.hold(experts._held[1].parts_to_update()):
+        assert experts._held[0].weights.buffer is None
+    assert buffer() is None
+    y.sum().backward()
+
+
 def test_an_expert_without_parameters_is_called_and_not_trained() -> None:
     experts = OffloadedExperts([nn.Identity(), nn.Linear(2, 2)], sgd, max_resident_bytes=1000)
     x = torch.ones(1, 2, requires_grad=True)

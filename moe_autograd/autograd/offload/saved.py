@@ -149,10 +149,12 @@ class _Moved(NamedTuple):
 def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
     """Inside, what autograd saves is saved by the rules above. The expert's weights are held."""
     by_caller: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    flat = held.weights.buffer
-    assert flat is not None
 
     def pack(tensor: Tensor) -> _Saved:
+        flat = (
+            held.weights.buffer
+        )  # not from outside: the graph holds this function, and with it what it refers to
+        assert flat is not None
         if lies_in(tensor, flat):
             return _InWeights(held, tensor, tensor.data_ptr() - flat.data_ptr())
         if tensor.layout is not torch.strided:
