@@ -22,7 +22,7 @@ from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, is_wanted, split
 from moe_autograd.autograd.module_calls import ModuleCall
-from moe_autograd.autograd.ordered_hooks import alive, ordered_hooks
+from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
@@ -81,8 +81,7 @@ class JoinedModules(Joined):
         for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
             if has_any(grads):
-                for box in alive(call.boxes):
-                    box.unpack_ahead()
+                unpack_ahead(call.boxes)
         if self.turns is not None:
             reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
             for i, turn in self.turns.of(reached).items():

@@ -101,9 +101,9 @@ class OrderedHooks:
                 boxes, self._waiting[turn] = self._waiting[turn], []
                 for box in boxes:
                     box.pack()
-                self._boxes[turn] += [
-                    weakref.ref(box) for box in boxes
-                ]  # a call that ended early has the list
+                # A call that ended early has the list of references. The other one goes with each node, as `put` does.
+                self._boxes[turn] += [weakref.ref(box) for box in boxes]
+                boxes.clear()
 
     def boxes(self, index: int) -> Sequence[weakref.ref[Box]]:
         """Return what call `index` has saved; a box dies with the node that saved it."""
@@ -120,9 +120,11 @@ class OrderedHooks:
             return self._unpack(packed)
 
 
-def alive(boxes: Sequence[weakref.ref[Box]]) -> Iterator[Box]:
-    """Return the boxes that a graph still holds."""
-    return (box for reference in boxes if (box := reference()) is not None)
+def unpack_ahead(boxes: Sequence[weakref.ref[Box]]) -> None:
+    """Get back what is in those boxes that a graph still holds (Rule 2)."""
+    for reference in boxes:
+        if (box := reference()) is not None:
+            box.unpack_ahead()
 
 
 def ordered_hooks(num_calls: int) -> OrderedHooks | None:

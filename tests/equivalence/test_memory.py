@@ -53,6 +53,30 @@ class Watch:
         return sum(ref() is not None for ref in self._refs)
 
 
+def test_what_hooks_packed_goes_with_each_node_of_a_calls_backward() -> None:
+    def alive_in_the_middle(call_all: Callable[..., Any]) -> tuple[list[int], int]:
+        watch, alive = Watch(), []
+
+        def call(x: Tensor) -> Tensor:
+            y = x.sin()
+            y.register_hook(lambda _: alive.append(watch.alive))
+            return y.exp().cos().sinh()
+
+        class Packed(list[Tensor]):
+            pass
+
+        with saved_tensors_hooks(lambda tensor: watch(Packed([tensor])), lambda packed: packed[0]):
+            (y,) = call_all([call], [(torch.ones(3, requires_grad=True),)])
+        y.sum().backward()
+        return alive, watch.alive
+
+    assert (
+        alive_in_the_middle(parallel_apply)
+        == alive_in_the_middle(lambda calls, xs: [calls[0](*xs[0])])
+        == ([1], 0)
+    )
+
+
 class Keeps(Function):
     """Saves an intermediate, an input and its result, and keeps its context in view."""
 
