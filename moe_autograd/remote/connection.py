@@ -21,11 +21,12 @@ from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, RemoteErr
 from moe_autograd.remote.calls import Outcome, Request
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
-from moe_autograd.remote.delivery import Delivery, Job, Settings
+from moe_autograd.remote.delivery import Delivery, Settings
 from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.finding import Finding
+from moe_autograd.remote.jobs import Job
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert

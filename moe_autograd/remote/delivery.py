@@ -18,10 +18,8 @@ Threads: any number of operations at once.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from moe_autograd.autograd.grouping import Failures
@@ -33,12 +31,13 @@ from moe_autograd.errors import (
     RemoteError,
     ServerUnavailableError,
 )
-from moe_autograd.remote.calls import Outcome, Request, Terms, exchange
+from moe_autograd.remote.calls import Outcome, Terms, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Encodings
-from moe_autograd.remote.fanout import Cancellation, Fanout, values_or_raise
+from moe_autograd.remote.fanout import Fanout, values_or_raise
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.hedging import HedgePolicy, Hedging
+from moe_autograd.remote.jobs import Job, attended, by_address, error_of_lost, note_lost
 from moe_autograd.remote.operations import Operation, Operations
 from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
 from moe_autograd.wire import experts_pb2 as pb
@@ -65,28 +64,6 @@ class Settings:
     retry: RetryPolicy
     encodings: Encodings
     hedge: HedgePolicy | None = None
-
-
-_NOT_YET = Outcome()  # shared: what becomes of a job takes its place
-
-
-@dataclass(slots=True)
-class Job:
-    """A call on its way.
-
-    Args:
-        request: what is sent.
-        address: where it goes, or went.
-        outcome: what has become of it.
-        index: of the call in its pass.
-        is_needed: whether its server is waited for if that is lost.
-    """
-
-    request: Request
-    address: str
-    outcome: Outcome = field(default_factory=lambda: _NOT_YET)
-    index: int = 0
-    is_needed: Callable[[], bool] = lambda: True
 
 
 class Delivery:
@@ -124,14 +101,14 @@ class Delivery:
         """
         with (
             self.operations.begin() as operation,
-            _attended(rpc, jobs, failures, operation.cancellation),
+            attended(rpc, jobs, failures, operation.cancellation),
         ):
             to_send = [job for job in jobs if job.outcome.error is None]
 
             def at(_: str, own: list[Job]) -> None:
                 self._deliver_from(rpc, own, operation)
 
-            values_or_raise(self._fanout.at_each(_by_address(to_send), at, operation.cancellation))
+            values_or_raise(self._fanout.at_each(by_address(to_send), at, operation.cancellation))
 
     def _deliver_from(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
         attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
@@ -139,9 +116,9 @@ class Delivery:
         if self.finding.placement.is_lost(jobs[0].address):
             lost = self._find_anew(rpc, jobs, operation)
         while True:
-            for address, group in _by_address(jobs).items():
+            for address, group in by_address(jobs).items():
                 if address in lost:
-                    _note_lost(group, f"{address}, {rpc.lower()}, {operation.deadline}", lost[address])
+                    note_lost(group, f"{address}, {rpc.lower()}, {operation.deadline}", lost[address])
                 else:
                     self._send(address, rpc, group, operation)
             jobs = self._to_repeat(jobs, attempts, lost, operation)
@@ -211,15 +188,19 @@ class Delivery:
             self._budget.note_success()
 
     def _is_worth_retrying(self, job: Job, attempts: Attempts, operation: Operation) -> bool:
-        error = job.outcome.error
-        if isinstance(error, PermissionDeniedError):
-            return self._has_new_token(job.address, operation)
-        if isinstance(error, ExpertNotFoundError):  # it may have moved; one look tells
+        outcome = job.outcome
+        if isinstance(outcome.error, ExpertNotFoundError):  # it may have moved; one look tells
             return self.finding.servers.may_change and attempts.num_retries == 0
-        return error is not None and is_worth_retrying(error, was_answered=job.outcome.was_answered)
+        return outcome.error is not None and self._is_worth_it(
+            outcome.error, job.address, operation, was_answered=outcome.was_answered
+        )
 
-    def _has_new_token(self, address: str, operation: Operation) -> bool:
-        return self._channel(address).token.is_renewed_since(operation.deadline.started_at)
+    def _is_worth_it(
+        self, error: RemoteError, address: str, operation: Operation, *, was_answered: bool
+    ) -> bool:
+        if isinstance(error, PermissionDeniedError):
+            return self._channel(address).token.is_renewed_since(operation.deadline.started_at)
+        return is_worth_retrying(error, was_answered=was_answered)
 
     def _find_anew(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> Mapping[str, Exception]:
         """Choose where jobs go next; return the servers that are lost, and why."""
@@ -261,32 +242,36 @@ class Delivery:
             What each returned; the first failure is raised, after all have come to rest.
         """
 
+        def at_parts(parts: Mapping[str, T]) -> list[R]:
+            return [result for new, part in parts.items() for result in until_done(new, part)]
+
         def until_done(address: str, own: T) -> list[R]:
             attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
             lost: Mapping[str, Exception] = {}
             if self.finding.placement.is_lost(address):
                 lost = self.finding.look_briefly(operation)
+                if address in lost and (parts := moved(address, own)):
+                    return at_parts(parts)
             while True:
                 try:
                     if address in lost:
-                        raise _lost(f"server at {address}", lost[address])
+                        raise error_of_lost(f"server at {address}", lost[address])
                     return [once(self._channel(address), own, operation)]
                 except RemoteError as error:
                     is_lost = isinstance(error, ServerUnavailableError)
                     may_have_moved = isinstance(error, ExpertNotFoundError) and attempts.num_retries == 0
-                    is_worth = may_have_moved or is_worth_retrying(error, was_answered=False)
+                    is_worth = self._is_worth_it(error, address, operation, was_answered=False)
                     is_worth = is_worth or isinstance(error, DeadlineExceededError)  # of this attempt only
-                    if isinstance(error, PermissionDeniedError):
-                        is_worth = self._has_new_token(address, operation)
                     is_gone = is_lost and (address in lost or attempts.num_retries > 0)
                     is_worth = is_worth and is_patient(own) and not (is_gone and failures is not None)
+                    is_worth = is_worth or may_have_moved
                     pause_s = attempts.pause_before_next([error]) if is_worth else None
                     if pause_s is None or operation.cancellation.wait(pause_s):
                         raise
                 if is_lost or may_have_moved:
                     lost = self.finding.look_briefly(operation)
                     if parts := moved(address, own):
-                        return [result for new, part in parts.items() for result in until_done(new, part)]
+                        return at_parts(parts)
 
         outcomes = self._fanout.at_each(work, until_done, operation.cancellation)
         if failures is not None:
@@ -307,43 +292,7 @@ class Delivery:
             self._hedging.close()
 
 
-@contextmanager
-def _attended(
-    rpc: str, jobs: Sequence[Job], failures: Failures | None, cancellation: Cancellation
-) -> Iterator[None]:
-    """Tell whoever keeps attendance of each job that is settled, and cancel the rest when it gives them up."""
-    if failures is None or isinstance(failures, list):
-        yield
-        return
-    with failures.waiting(rpc.lower(), cancellation.cancel) as roll:
-        for job in jobs:
-            job.request.on_settled = functools.partial(roll.settle, job.index)
-            job.is_needed = functools.partial(roll.is_needed, job.index)
-            if job.outcome.error is not None:
-                job.request.on_settled(False)
-        yield
-
-
-def _note_lost(jobs: Sequence[Job], place: str, reason: Exception) -> None:
-    for job in jobs:
-        error = _lost(f"expert {job.request.expert!r} at {place}", reason)
-        job.outcome = Outcome(error=error, was_answered=False)
-
-
-def _lost(place: str, reason: Exception) -> ServerUnavailableError:
-    error = ServerUnavailableError(f"{place}: expected a server that answers, got none: {reason}")
-    error.__cause__ = reason
-    return error
-
-
 def _may_be_mended(outcome: object) -> bool:
     """Tell whether this is a failure, and not one that would be the same at every attempt."""
     is_refused = isinstance(outcome, InvalidCallError | PermissionDeniedError)
     return isinstance(outcome, RemoteError) and not is_refused
-
-
-def _by_address(jobs: Sequence[Job]) -> dict[str, list[Job]]:
-    grouped: dict[str, list[Job]] = {}
-    for job in jobs:
-        grouped.setdefault(job.address, []).append(job)
-    return grouped

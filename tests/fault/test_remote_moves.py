@@ -14,6 +14,7 @@ from experts_server import ExpertsServer
 from moe_autograd.errors import ExpertNotFoundError, GradientsLostError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from tests.support.hosting import make_modules, sgd
+from tests.support.servers import wait_until
 
 PATIENT = RetryPolicy(patience_s=100.0)
 X = torch.ones(1, 4)
@@ -122,6 +123,36 @@ class TestOnce:
         optimizer.zero_grad()
         optimizer.step()
         assert experts.info()["ffn.0"].num_updates == 0
+
+    @pytest.mark.parametrize("was_noticed", [False, True], ids=["unnoticed", "noticed"])
+    def test_an_optimizer_that_goes_on_without_servers_goes_on_where_it_is(
+        self, servers, modules, experts, move, was_noticed
+    ):
+        optimizer = RemoteOptimizer(experts, on_failure="drop")
+        experts["ffn.0"](X).sum().backward()
+        if was_noticed:
+            servers.restart(None, None)
+            optimizer.zero_grad()
+            assert [type(failure) for failure in optimizer.failures] == [ServerUnavailableError]
+        move()
+        before = modules["ffn.0"].weight.clone()
+
+        def has_forgotten() -> bool:  # grpc takes a moment to find out that a server is back
+            optimizer.zero_grad()
+            return optimizer.failures == []
+
+        wait_until(has_forgotten, patience_s=20.0)
+        experts["ffn.0"](X).sum().backward()
+        optimizer.step()
+        assert optimizer.failures == []
+        assert not torch.equal(modules["ffn.0"].weight, before)
+
+    def test_it_says_that_gradients_did_not_come_along(self, modules, experts, move):
+        optimizer = RemoteOptimizer(experts, on_failure="drop")
+        experts["ffn.0"](X).sum().backward()
+        move()
+        optimizer.step()
+        assert [type(failure) for failure in optimizer.failures] == [GradientsLostError]
 
 
 def test_experts_that_change_places_are_all_found(servers):

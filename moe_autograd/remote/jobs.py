@@ -1,0 +1,76 @@
+"""Calls on their way: where each goes, what has become of it, and who is told.
+
+Threads: each job is worked on by one at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from moe_autograd.autograd.grouping import Failures
+from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.remote.calls import Outcome, Request
+from moe_autograd.remote.fanout import Cancellation
+
+_NOT_YET = Outcome()  # shared: what becomes of a job takes its place
+
+
+@dataclass(slots=True)
+class Job:
+    """A call on its way.
+
+    Args:
+        request: what is sent.
+        address: where it goes, or went.
+        outcome: what has become of it.
+        index: of the call in its pass.
+        is_needed: whether its server is waited for if that is lost.
+    """
+
+    request: Request
+    address: str
+    outcome: Outcome = field(default_factory=lambda: _NOT_YET)
+    index: int = 0
+    is_needed: Callable[[], bool] = lambda: True
+
+
+@contextmanager
+def attended(
+    rpc: str, jobs: Sequence[Job], failures: Failures | None, cancellation: Cancellation
+) -> Iterator[None]:
+    """Tell whoever keeps attendance of each job that is settled, and cancel the rest when it gives them up."""
+    if failures is None or isinstance(failures, list):
+        yield
+        return
+    with failures.waiting(rpc.lower(), cancellation.cancel) as roll:
+        for job in jobs:
+            job.request.on_settled = functools.partial(roll.settle, job.index)
+            job.is_needed = functools.partial(roll.is_needed, job.index)
+            if job.outcome.error is not None:
+                job.request.on_settled(False)
+        yield
+
+
+def note_lost(jobs: Sequence[Job], place: str, reason: Exception) -> None:
+    """Let jobs fail since their server is lost; `place` names it and `reason` says why."""
+    for job in jobs:
+        error = error_of_lost(f"expert {job.request.expert!r} at {place}", reason)
+        job.outcome = Outcome(error=error, was_answered=False)
+
+
+def error_of_lost(place: str, reason: Exception) -> ServerUnavailableError:
+    """Return the error of what was asked of a lost server."""
+    error = ServerUnavailableError(f"{place}: expected a server that answers, got none: {reason}")
+    error.__cause__ = reason
+    return error
+
+
+def by_address(jobs: Sequence[Job]) -> dict[str, list[Job]]:
+    """Return the jobs by where they go."""
+    grouped: dict[str, list[Job]] = {}
+    for job in jobs:
+        grouped.setdefault(job.address, []).append(job)
+    return grouped
