@@ -313,8 +313,7 @@ class ExpertQueue:
     def _call_expert(self, batch: list[Call]) -> Sequence[Any]:
         if not self.hosted.comes_and_goes:
             return self._call_resident_expert(batch)
-        # A backward may be an update as well.
-        with self.hosted.in_memory(for_update=not isinstance(batch[0], ForwardCall)):
+        with self.hosted.in_memory_for(batch[0]):
             return self._call_resident_expert(batch)
 
     def _call_resident_expert(self, batch: list[Call]) -> Sequence[Any]:

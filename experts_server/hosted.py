@@ -135,6 +135,15 @@ class HostedExpert:
             else self._lodger.in_memory(for_update=for_update)
         )
 
+    def in_memory_for(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Be in memory inside, as far as a call uses what comes and goes."""
+        if isinstance(call, UpdateCall) and call.kind == "zero_grad":
+            return contextlib.nullcontext()
+        for_update = not isinstance(call, ForwardCall)
+        if isinstance(call, BackwardCall):
+            for_update = self.training is not None and self.training.update != "on_step"
+        return self.in_memory(for_update=for_update)
+
     @property
     def comes_and_goes(self) -> bool:
         """Whether it is not always in memory."""

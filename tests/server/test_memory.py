@@ -230,3 +230,31 @@ def test_a_weight_that_an_offloaded_expert_returns_is_sent_though_another_takes_
     for i, answer in enumerate(answers):
         assert [tensor.flatten()[0].item() for tensor in answer.tensors] == [i, i, i]
     offload.close()
+
+
+def test_only_what_updates_reads_and_writes_the_optimizers_state(tmp_path: Path) -> None:
+    hosted: dict[str, nn.Module] = {f"e.{i}": FeedForwardExpert(D) for i in range(2)}
+    with (
+        serving(hosted, MemoryConfig(recompute=True, offload=True), tmp_path) as server,
+        WireClient(server.address) as client,
+    ):
+
+        def written_at() -> dict[str, int]:
+            resident(server).flush()
+            return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "resident-store").iterdir()}
+
+        def give() -> None:
+            for name in hosted:
+                client.forward(name, tokens(3, D))
+                assert client.backward(name, tokens(3, D)).code == "OK"
+
+        give()
+        client.step()
+        after_step = written_at()
+        assert {f"{name}.{part}" for name in hosted for part in ("weights", "optimizer")} <= after_step.keys()
+        give()
+        client.zero_grad()
+        assert written_at() == after_step
+        give()
+        client.step()
+        assert all(written_at()[name] > when for name, when in after_step.items())
