@@ -33,7 +33,7 @@ from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
-from moe_autograd.remote.inputs import check_inputs, check_tensors, under_autocast
+from moe_autograd.remote.inputs import check_inputs, check_tensors, check_transforms, under_autocast
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.state import places_of
 
@@ -138,7 +138,7 @@ class RemoteExpert(nn.Module):
             return
         try:
             self._connection.send_states({self.name: own})
-        except InvalidCallError as error:
+        except (InvalidCallError, TypeError) as error:
             error_msgs.append(str(error))
 
     @property
@@ -218,6 +218,8 @@ def call_experts(
     """Call all experts at once, differentiably; return what each returned."""
     for expert, args in zip(experts, inputs, strict=True):
         check_tensors(expert.name, args)
+    if experts:
+        check_transforms(experts[0].name, (x for args in inputs for x in args))
     if torch._C._is_any_autocast_enabled():
         inputs = [
             under_autocast(connection.hosted[expert.name], args)

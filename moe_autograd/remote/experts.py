@@ -219,6 +219,7 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
             state_dict: what `state_dict` returned, or a part of it that is complete for each of its experts.
 
         Raises:
+            TypeError: it is no mapping of tensors.
             KeyError: a key belongs to no expert.
             InvalidCallError: an expert has other keys, shapes or dtypes.
             PermissionDeniedError: the token does not allow it.

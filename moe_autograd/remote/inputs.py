@@ -5,13 +5,15 @@ A server says it only where it is certain; everything else it checks itself when
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moe_autograd.errors import InvalidCallError
+from moe_autograd._ambient import refuse_transforms
+from moe_autograd.errors import InvalidCallError, UnsupportedTransformError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.tensors import TORCH_DTYPES, check_can_travel
 
@@ -85,6 +87,21 @@ def check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:
             check_can_travel(x)
         except TypeError as error:
             raise TypeError(f"expert {expert!r}, input {position}: {error}") from error
+
+
+def check_transforms(name: str, inputs: Iterable[Tensor]) -> None:
+    """Refuse what a server would not see; a trace would even keep its answer as a constant.
+
+    Raises:
+        UnsupportedTransformError: a `torch.func` transform, `torch.jit.trace` or forward-mode AD.
+    """
+    try:
+        refuse_transforms(inputs)
+    except UnsupportedTransformError as error:
+        raise UnsupportedTransformError(
+            f"expert {name!r}: expected no torch.func transform, torch.jit.trace or forward-mode tangent, got one. "
+            "Its server cannot take part: use a local expert there."
+        ) from error
 
 
 def under_autocast(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -154,6 +154,13 @@ def send_states(
         update: who asks, and the sequence number.
         deadline: of all of it.
     """
+    for name, state in states.items():
+        for key, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"expert {name!r}, state of {key!r}: expected a tensor, got {type(tensor).__name__}. "
+                    "Take what `state_dict()` returned."
+                )
     writer = ParcelWriter()
     head = pb.StateUpdate(num_entries=sum(map(len, states.values())))
     head.MergeFrom(update)
@@ -181,12 +188,18 @@ def split_by_expert(state_dict: Mapping[str, Tensor], names: Iterable[str]) -> d
     """Return the part of a `state_dict` that belongs to each expert, by name.
 
     Raises:
-        KeyError: a key belongs to none.
+        TypeError: it is no mapping.
+        KeyError: a key belongs to no expert.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict: expected a mapping of tensors, got {type(state_dict).__name__}. "
+            "Take what `state_dict()` returned."
+        )
     longest_first = sorted(names, key=len, reverse=True)
     states: dict[str, State] = {}
     for key, tensor in state_dict.items():
-        name = next((name for name in longest_first if key.startswith(f"{name}.")), None)
+        name = next((name for name in longest_first if str(key).startswith(f"{name}.")), None)
         if name is None:
             raise KeyError(f"state_dict: expected keys of the form '<expert>.<key>', got {key!r}.")
         states.setdefault(name, {})[key.removeprefix(f"{name}.")] = tensor

@@ -69,6 +69,12 @@ def test_a_mistyped_key_shows_no_token(tmp_path, key):
     assert "s3cret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("addresses", [None, 3])
+def test_what_is_no_address_is_a_type_error(addresses):
+    with pytest.raises(TypeError, match="connect: expected host:port, several of them, or a file, got"):
+        connect(addresses)
+
+
 @pytest.mark.parametrize("max_tensor_bytes", [0, -1])
 def test_a_limit_that_is_none_is_refused(max_tensor_bytes):
     with pytest.raises(ValueError, match="max_tensor_bytes: expected a positive whole number, got"):

@@ -84,14 +84,21 @@ def test_a_part_of_the_experts_may_be_set(experts, modules):
         ({"ffn.1.weight": torch.ones(4, 5), "ffn.1.bias": torch.ones(4)}, InvalidCallError),
         ({"ffn.1.weight": torch.ones(4, 4).double(), "ffn.1.bias": torch.ones(4)}, InvalidCallError),
         ({"ffn.2.weight": torch.ones(4, 4)}, KeyError),
+        ({3: torch.ones(4, 4)}, KeyError),
+        ({"ffn.1.weight": 3, "ffn.1.bias": torch.ones(4)}, TypeError),
     ],
-    ids=["missing key", "shape", "dtype", "unknown expert"],
+    ids=["missing key", "shape", "dtype", "unknown expert", "no text", "no tensor"],
 )
 def test_weights_that_do_not_fit_change_nothing(experts, modules, bad, error):
     before = copy.deepcopy(flat(modules))
     with pytest.raises(error, match=r"expected"):
         experts.load_state_dict({"ffn.10.weight": torch.ones(4, 4), "ffn.10.bias": torch.ones(4), **bad})
     torch.testing.assert_close(flat(modules), before, rtol=0, atol=0)
+
+
+def test_a_state_that_is_no_mapping_is_refused(experts):
+    with pytest.raises(TypeError, match="expected a mapping of tensors, got list"):
+        experts.load_state_dict([torch.ones(4)])
 
 
 def test_a_model_with_remote_experts_is_saved_and_restored_as_one(experts, modules):
@@ -113,6 +120,10 @@ def test_a_model_says_which_expert_does_not_fit(experts):
     model = nn.Sequential(experts["ffn.1"])
     with pytest.raises(RuntimeError, match=r"state of expert 'ffn\.1': expected"):
         model.load_state_dict({"0.weight": torch.ones(4, 4)})
+    with pytest.raises(
+        RuntimeError, match=r"expert 'ffn\.1', state of 'bias': expected a tensor, got NoneType"
+    ):
+        model.load_state_dict({"0.weight": torch.ones(4, 4), "0.bias": None})
 
 
 def test_a_model_says_that_a_state_lacks_an_expert(experts, modules):

@@ -1,0 +1,47 @@
+"""Transforms and traces around one remote expert, which its server cannot see: refused, and never a wrong number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from experts_server import ExpertsServer
+from moe_autograd.errors import UnsupportedTransformError
+from moe_autograd.remote import connect
+
+X = torch.ones(2, 4)
+
+
+@pytest.fixture(scope="module")
+def expert():
+    with ExpertsServer({"linear": nn.Linear(4, 4)}) as server, connect(server.address) as experts:
+        yield experts["linear"]
+
+
+TRANSFORMS = {
+    "vmap": lambda expert, x: torch.vmap(expert)(x),
+    "jvp": lambda expert, x: torch.func.jvp(expert, (x,), (x,)),
+    "grad": lambda expert, x: torch.func.grad(lambda x: expert(x).sum())(x),
+    "trace": lambda expert, x: torch.jit.trace(expert, x, check_trace=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_what_a_server_cannot_see_is_refused(expert, transform):
+    with pytest.raises(
+        UnsupportedTransformError, match=r"expert 'linear': expected no torch\.func transform"
+    ):
+        TRANSFORMS[transform](expert, X)
+
+
+def test_a_forward_mode_tangent_is_refused(expert):
+    with forward_ad.dual_level(), pytest.raises(UnsupportedTransformError, match="expert 'linear'"):
+        expert(forward_ad.make_dual(X, X))
+
+
+def test_what_compiles_around_it_goes_on(expert):
+    compiled = torch.compile(nn.Sequential(nn.ReLU(), expert), backend="eager")
+    torch.testing.assert_close(compiled(X), expert(X))
