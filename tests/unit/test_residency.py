@@ -156,6 +156,25 @@ def test_a_write_that_fails_in_the_background_is_raised_where_somebody_waits(
         assert a.buffer is None
 
 
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_a_write_that_failed_while_nobody_waited_is_tried_again_before_anybody_is_told(
+    residency: Residency, store: WatchedStore, is_flushed: bool
+) -> None:
+    a, b = part_of(residency, "a", 200), part_of(residency, "bb", 200)
+    store.failing = "write"
+    with residency.hold([a]):
+        residency.changed(a)
+    with residency._lock:
+        assert residency._lock.wait_for(lambda: residency._transfers.num_failures > 0, timeout=60)
+    store.failing = ""
+    store.events.clear()
+    if is_flushed:
+        residency.flush()
+    with residency.hold([b]):
+        assert a.buffer is None
+    assert store.events == ["write a", "read bb"]
+
+
 def test_a_read_that_fails_raises_and_leaves_nobody_holding(
     residency: Residency, store: WatchedStore
 ) -> None:

@@ -120,7 +120,7 @@ class Residency:
         Raises:
             ValueError: together they exceed the limit.
             RuntimeError: all who hold something, this thread among them, wait for room.
-            OSError: the store failed, now or in the background.
+            OSError: the store failed.
         """
         self._acquire(parts)
         try:
@@ -246,11 +246,10 @@ class Residency:
         """Say that as much memory beside the buffers was let go of (Rule 5)."""
         with self._lock:
             self._resident.come_in_bytes += num_bytes
-            gives_back = self._resident.come_in_bytes > self.limit_bytes / 16
-            if gives_back:
-                self._resident.come_in_bytes = 0
-        if gives_back:
-            give_back_freed_memory()
+            if self._resident.come_in_bytes <= self.limit_bytes / 16:
+                return
+            self._resident.come_in_bytes = 0
+        give_back_freed_memory()
 
     def run_apart(self, function: Callable[[], T]) -> T:
         """Call a function on a thread of its own, outside of the caller's modes and random numbers; one at a time.
@@ -283,9 +282,10 @@ class Residency:
         self._check_is_open()
         with self._lock:
             self._put_lost_away()
+            since = self._transfers.num_failures
             while not self._try_to_take(parts):
                 self._check_is_open()
-                self._transfers.raise_error()
+                self._transfers.raise_error(since)
                 with self._holders.waiting():
                     self._check_for_deadlock(parts)
                     self._lock.wait()

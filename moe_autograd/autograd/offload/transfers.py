@@ -30,7 +30,8 @@ class Transfers:
         self.to_write = ToWrite()
         self._wishes: OrderedDict[Part, None] = OrderedDict()
         self._lock, self._resident, self._store = lock, resident, store
-        self._error: BaseException | None = None
+        self.num_failures = 0  # of writes
+        self._error: BaseException | None = None  # the last one's
         self._is_closed = False
         self._reader = Mover("offload-read", lock, self._next_wish, self._grant)
         self._writer = Mover("offload-write", lock, self.to_write.take_next, self._write)
@@ -45,11 +46,15 @@ class Transfers:
         """Whether any part is being read or written."""
         return any(part.is_busy for part in self._resident)
 
-    def raise_error(self) -> None:
-        """Tell of it: the next who waits hears what failed in the background."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise OSError(f"OffloadedExperts: expected the store to take a part, got {error}.") from error
+    def raise_error(self, since: int) -> None:
+        """Tell of what has failed since `num_failures` was so much.
+
+        What failed before anybody waited is tried again when somebody does: the disk may have room by then.
+        """
+        if self.num_failures > since:
+            raise OSError(
+                f"OffloadedExperts: expected the store to take a part, got {self._error}."
+            ) from self._error
 
     def make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
         """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
@@ -143,20 +148,21 @@ class Transfers:
 
     def write_all(self) -> None:
         """Write every changed part, also those that are held, and wait for that."""
+        since = self.num_failures
         for part in self._resident:
             if part.is_changed:
                 self.to_write.add_though_held(part)
         self.start_writing()
-        while self._error is None and (self.to_write.has_some_though_held or self.is_any_busy):
+        while self.num_failures == since and (self.to_write.has_some_though_held or self.is_any_busy):
             self._lock.wait()
-        self.raise_error()
+        self.raise_error(since)
 
     def _write(self, part: Part) -> None:
         assert part.buffer is not None
         error: BaseException | None = None
         try:
             self._store.write(part.name, part.layout, part.buffer)
-        except BaseException as raised:  # raised again by the next who waits
+        except BaseException as raised:  # whoever waits is told
             error = raised
         with self._lock:
             part.is_writing = False
@@ -164,7 +170,9 @@ class Transfers:
                 part.is_stored = True
                 self.start_reading()
             else:
-                self._error, part.is_changed = error, True
+                self.num_failures += 1
+                self._error = error.with_traceback(None)  # its frames know the buffer
+                part.is_changed = True
             self._lock.notify_all()
 
     def begin_no_more(self) -> None:
