@@ -50,7 +50,10 @@ def plain_loop(modules: Sequence[nn.Module], inputs: Sequence[Any]) -> list[Any]
 KINDS: dict[str, Callable[..., list[Any]]] = {"loop": plain_loop, "map": parallel_apply}
 
 
-def steps(apply: Callable[..., list[Any]], size: Size) -> Callable[[], Mapping[str, float]]:
+def steps(
+    apply: Callable[..., list[Any]], size: Size, *, adds_up: bool = False
+) -> Callable[[], Mapping[str, float]]:
+    """Return what makes steps; with `adds_up` the gradients of each are added to those of the last."""
     torch.manual_seed(0)
     experts = [
         nn.Sequential(nn.Linear(size.d_model, size.d_ff), nn.GELU(), nn.Linear(size.d_ff, size.d_model))
@@ -68,7 +71,7 @@ def steps(apply: Callable[..., list[Any]], size: Size) -> Callable[[], Mapping[s
 
         forward_s = backward_s = 0.0
         for _ in range(size.repeats):
-            for tensor in tensors:
+            for tensor in () if adds_up else tensors:
                 tensor.grad = None
             forward_s += stopwatch(forward)
             backward_s += stopwatch(lambda: torch.autograd.backward(outputs, ones))
@@ -82,20 +85,21 @@ def steps(apply: Callable[..., list[Any]], size: Size) -> Callable[[], Mapping[s
     return run
 
 
-def peak_bytes(kind: str, name: str) -> int:
+def peak_bytes(kind: str, name: str, adds_up: bool) -> int:
     """Return the peak of a process that runs ten steps of one kind and nothing else."""
     command = [sys.executable, "-m", "benchmarks.map_computing.main", "--peak-of", kind, name]
+    command += ["--adds-up"] * adds_up
     return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
-def median_peaks(name: str) -> list[float]:
+def median_peaks(name: str, adds_up: bool) -> list[float]:
     """Return the median peak of each kind, taken in turns: where the allocator puts things differs by a tenth."""
-    rounds = [[peak_bytes(kind, name) for kind in KINDS] for _ in range(7)]
+    rounds = [[peak_bytes(kind, name, adds_up) for kind in KINDS] for _ in range(7)]
     return [statistics.median(peaks) for peaks in zip(*rounds, strict=True)]
 
 
-def print_peak(kind: str, name: str) -> None:
-    run = steps(KINDS[kind], SIZES[name])
+def print_peak(kind: str, name: str, adds_up: bool) -> None:
+    run = steps(KINDS[kind], SIZES[name], adds_up=adds_up)
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     for _ in range(10):
@@ -110,17 +114,19 @@ def resident_bytes(field: str) -> int:
     raise LookupError(field)
 
 
-def main(rounds: int, names: Sequence[str]) -> None:
+def main(rounds: int, names: Sequence[str], adds_up: bool) -> None:
     rows = []
     for name in names:
         size = SIZES[name]
-        taken = take_turns({kind: steps(apply, size) for kind, apply in KINDS.items()}, rounds=rounds)
+        taken = take_turns(
+            {kind: steps(apply, size, adds_up=adds_up) for kind, apply in KINDS.items()}, rounds=rounds
+        )
         for part in ("forward", "backward", "step"):
             loop, mapped = taken["loop"][part], taken["map"][part]
             rows.append((name, part, loop.median_ms, mapped.median_ms, loop.ratio_to(mapped)))
     print_table(("experts", "pass", "loop, ms", "map, ms", "times as fast"), rows)
     print()
-    peaks = [(name, *median_peaks(name)) for name in names]
+    peaks = [(name, *median_peaks(name, adds_up)) for name in names]
     print_table(
         ("experts", "size", "loop, peak MB", "map, peak MB", "map / loop"),
         [(name, SIZES[name], loop / 1e6, mapped / 1e6, mapped / loop) for name, loop, mapped in peaks],
@@ -131,9 +137,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--adds-up", action="store_true", help="add gradients to those of the last step")
     parser.add_argument("--peak-of", nargs=2, metavar=("KIND", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak_of:
-        print_peak(*arguments.peak_of)
+        print_peak(*arguments.peak_of, arguments.adds_up)
     else:
-        main(arguments.rounds, arguments.sizes)
+        main(arguments.rounds, arguments.sizes, arguments.adds_up)

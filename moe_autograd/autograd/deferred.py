@@ -44,6 +44,7 @@ from torch.autograd.graph import Node
 from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._threads import start_soon
+from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.joined import Tensors, is_wanted, split
 from moe_autograd.autograd.joined_modules import JoinedModules
@@ -79,13 +80,13 @@ class DeferringModules(JoinedModules):
         late.grad_fn._set_sequence_nr(0)  # type: ignore[attr-defined]  # Rule 1
         return late
 
-    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `JoinedModules`; the leaves' nodes are not among those of the inputs."""
         if is_in_first_part():
             return [True] * sum(self.num_inputs)
         wants_leaves = self._has_gate and is_wanted(nodes[0])
         rest = iter(nodes[1:] if self._has_gate else nodes)
-        wanted = []
+        wanted: list[Wanted] = []
         for num_cuts, num_inputs in zip(self._num_cuts, self.num_inputs, strict=True):
             wanted += [is_wanted(next(rest)) for _ in range(num_cuts)]
             wanted += [wants_leaves] * (num_inputs - num_cuts)

@@ -19,6 +19,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
+from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
 from moe_autograd.autograd.joined import Joined, Tensors, split
 from moe_autograd.autograd.split_backward import is_in_first_part
@@ -131,7 +132,7 @@ class FunctionCall:
         return tuple(values)
 
     def backward(
-        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> Tensors:
         """See `joined.Call`."""
         ctx = self._ctx
@@ -157,7 +158,7 @@ class FunctionCall:
 class JoinedFunctions(Joined):
     """The calls of a map of functions: those that are not needed do not run, as nodes of their own would not."""
 
-    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`."""
         if is_in_first_part():
             return []
@@ -167,7 +168,7 @@ class JoinedFunctions(Joined):
         return [_is_wanted(node) for node in nodes]
 
     def backward(
-        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> list[Tensor | None]:
         """See `Joined`; a call that is not needed gets no gradient, and so does not run (Rule 3)."""
         if wanted:

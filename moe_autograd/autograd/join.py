@@ -49,6 +49,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, split
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
@@ -140,7 +141,9 @@ def _take_saved(ctx: Any) -> list[Sequence[Tensor | None]]:
     return saved
 
 
-def _ask(joined: Joined, nodes: Sequence[Node | None], grad_outputs: Sequence[Tensor | None]) -> list[bool]:
+def _ask(
+    joined: Joined, nodes: Sequence[Node | None], grad_outputs: Sequence[Tensor | None]
+) -> Sequence[Wanted]:
     """Return for each input whether it is wanted. The engine answers this only here, on its own thread."""
     for grad in grad_outputs:
         if grad is None:  # the engine goes on to the leaves of that call all the same
@@ -278,7 +281,7 @@ class _Arrivals:
         self._parts: list[_Part] = []  # those that have arrived and not run
         self._saved: dict[int, Sequence[Tensor | None]] = {}  # by the place of the call, as all below
         self._grad_outputs: dict[int, Sequence[Tensor | None]] = {}
-        self._wanted: dict[int, Sequence[bool]] = {}
+        self._wanted: dict[int, Sequence[Wanted]] = {}
         self._grads: dict[int, Sequence[Tensor | None]] = {}
 
     def add(
@@ -286,7 +289,7 @@ class _Arrivals:
         part: _Part,
         saved: list[Sequence[Tensor | None]],
         grad_outputs: Sequence[Tensor | None],
-        wanted: Sequence[bool],
+        wanted: Sequence[Wanted],
     ) -> None:
         """Note what a part needs for its backward."""
         joined = part.joined
@@ -318,7 +321,7 @@ class _Arrivals:
         """Run the backwards of all that have arrived."""
         saved: list[Sequence[Any]] = [self._saved.pop(i, ()) for i in range(len(whole.calls))]
         grad_outputs: list[Tensor | None] = []
-        wanted: list[bool] = []
+        wanted: list[Wanted] = []
         for i, (num_results, num_inputs) in enumerate(zip(whole.num_results, whole.num_inputs, strict=True)):
             grad_outputs += self._grad_outputs.pop(i, (None,) * num_results)
             wanted += self._wanted.pop(i, (False,) * num_inputs)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.runs import run_calls
 
 Tensors: TypeAlias = Sequence[Tensor | None]  # mostly gradients; `None` where none flows
@@ -45,7 +46,7 @@ class Call(Protocol):
         """Drop every reference to a result, and to what the node saves from now on."""
 
     def backward(
-        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> Tensors:
         """Return one gradient or `None` for each of `inputs`.
 
@@ -86,7 +87,7 @@ class Joined:
         """Return one more tensor for the join to depend on, or `None`."""
         return None
 
-    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """Return for each input whether this backward uses its gradient; empty if the calls compute all anyway.
 
         Args:
@@ -110,7 +111,7 @@ class Joined:
         return results, saved, dirty, non_differentiable
 
     def backward(
-        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backwards of all calls that got a gradient.
 

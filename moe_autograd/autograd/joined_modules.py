@@ -5,6 +5,7 @@ The rules, and the words, are those of `module_calls`, which is about one of the
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
 from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.entry import Entrance, flatten, gate
@@ -43,24 +45,35 @@ class JoinedModules(Joined):
         self._has_gate = bool(leaves)
         return gate(leaves.values()) if leaves else None
 
-    def ask(self, nodes: Sequence[Node | None]) -> list[bool]:
+    def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`; of leaves it wants all or none, of tensors that are leaves as inputs all."""
         wants_leaves = True
         if is_in_first_part():
             return [True] * sum(self.num_inputs)
         if self._has_gate:
             wants_leaves, nodes = is_wanted(nodes[0]), nodes[1:]
-        wanted = [is_wanted(node) for node in nodes]
+        wanted: list[Wanted] = [is_wanted(node) for node in nodes]
         if not wants_leaves:
             start = 0
             for call, count in zip(self.calls, self.num_inputs, strict=True):
                 for i in range(start + len(call.cuts), start + count):
                     wanted[i] = False
                 start += count
+        elif may_add_at_once():
+            self._add_at_once(nodes, wanted)
         return wanted
 
+    def _add_at_once(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
+        """Let calls add the gradients of their leaves themselves, where they may (`accumulating`)."""
+        at_once, start = AtOnce(), 0
+        for call, count in zip(self.calls, self.num_inputs, strict=True):
+            for i, leaf in enumerate(call.leaves, start + len(call.cuts)):
+                if id(leaf) not in call.shared_leaves and at_once.may_add(leaf, nodes[i]):
+                    wanted[i] = at_once
+            start += count
+
     def backward(
-        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> list[Tensor | None]:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
         with nested_backwards():
@@ -75,7 +88,7 @@ class JoinedModules(Joined):
         inputs: Sequence[Tensor],
         saved_of: list[Sequence[Any]],
         grad_outputs: Tensors,
-        wanted: Sequence[bool],
+        wanted: Sequence[Wanted],
         keep_graph: bool,
     ) -> list[Tensor | None]:
         for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
@@ -87,7 +100,7 @@ class JoinedModules(Joined):
             for i, turn in self.turns.of(reached).items():
                 self.calls[i].turn = turn
         if not torch.is_grad_enabled():
-            with retained_grads_untouched(inputs):
+            with retained_grads_untouched(inputs), ended(wanted):
                 return super().backward(saved_of, grad_outputs, wanted, keep_graph)
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
@@ -106,7 +119,7 @@ class JoinedModules(Joined):
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
 
 
-def _second_order(call: ModuleCall, wanted: Sequence[bool], *grad_outputs: Tensor | None) -> Tensors:
+def _second_order(call: ModuleCall, wanted: Sequence[Wanted], *grad_outputs: Tensor | None) -> Tensors:
     return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
 
 
@@ -151,6 +164,11 @@ def run_module_calls(
     finally:
         owners.clear()
         entrance.close()
+    leaves = [id(leaf) for call in calls for leaf in call.leaves]
+    if len({*leaves}) < len(leaves):
+        shared = frozenset(one for one, count in collections.Counter(leaves).items() if count > 1)
+        for call in calls:
+            call.shared_leaves = shared
     tied: list[Sequence[Tensor]] = [()] * len(calls)
     if any(call.results for call in calls):
         # A module may turn gradients on by itself; then its result has a history under no_grad, too.

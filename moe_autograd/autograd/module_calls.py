@@ -55,6 +55,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moe_autograd._streams import accelerator_in_use
+from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat
@@ -83,6 +84,7 @@ class ModuleCall(CallResults):
     non_differentiable: tuple[Tensor, ...] = ()
     ends_with_hooks: Ends = frozenset()  # hooks that are to sleep in its backward
     boxes: Sequence[weakref.ref[Box]] = ()  # what it saved, where the caller has saved-tensor hooks
+    shared_leaves: frozenset[int] = frozenset()  # the `id`s of leaves that several calls of the map reach
     turn: AbstractContextManager[object] = _NO_TURN  # in which its backward runs
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
     _pending: PendingWeightGradients | None = None  # of its leaves
@@ -191,7 +193,7 @@ class ModuleCall(CallResults):
         return above
 
     def backward(
-        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[bool], keep_graph: bool
+        self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> Tensors:
         """See `joined.Call`."""
         try:
@@ -219,7 +221,7 @@ class ModuleCall(CallResults):
             return False
         return not (self._shares_graph or self._has_history or self.boxes)
 
-    def _differentiate_inputs(self, grad_outputs: Tensors, wanted: Sequence[bool]) -> Tensors:
+    def _differentiate_inputs(self, grad_outputs: Tensors, wanted: Sequence[Wanted]) -> Tensors:
         """Walk the inner graph to the inputs alone; what is left for the leaves is pending."""
         starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
         num_cuts = len(self.cuts)
@@ -248,7 +250,7 @@ class ModuleCall(CallResults):
     def differentiate(
         self,
         grad_outputs: Tensors,
-        wanted: Sequence[bool],
+        wanted: Sequence[Wanted],
         *,
         keep_graph: bool,
         create_graph: bool = False,
@@ -275,7 +277,9 @@ class ModuleCall(CallResults):
                     accumulate_grad=False,
                 )
             for i, grad in zip(ends, found, strict=True):
-                grads[i] = grad
+                add = wanted[i]
+                if grad is None or add is True or add is False or not add.has_added(self._ends[i].node, grad):
+                    grads[i] = grad
             return grads
 
 

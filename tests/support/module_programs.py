@@ -19,6 +19,7 @@ from tests.support.comparison import MapFunction, loss_of
 from tests.support.functions_context import SavesInput
 
 NUM_CALLS = 4
+has_grads_before = False  # whether what is made has a `.grad` already, as after a first micro-batch
 PROGRAMS: list[Callable[[MapFunction], Any]] = []
 
 
@@ -35,13 +36,24 @@ class Two(NamedTuple):
 def seeded(make: Callable[[], nn.Module], count: int = NUM_CALLS) -> list[nn.Module]:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return [make().double() for _ in range(count)]
+        return [_as_before(make().double()) for _ in range(count)]
+
+
+def _as_before(module: nn.Module) -> nn.Module:
+    for p in module.parameters():
+        if has_grads_before and p.is_floating_point():
+            p.grad = torch.full_like(p, 0.25)
+    return module
 
 
 def leaves(count: int = NUM_CALLS, *shape: int, requires_grad: bool = True) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     made = [torch.randn(shape or (3, 4), generator=generator, dtype=torch.float64) for _ in range(count)]
-    return [x.requires_grad_(requires_grad) for x in made]
+    for x in made:
+        x.requires_grad_(requires_grad)
+        if has_grads_before and requires_grad:
+            x.grad = torch.full_like(x, 0.25)
+    return made
 
 
 def parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
