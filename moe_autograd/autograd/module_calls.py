@@ -24,7 +24,7 @@ Rule 3. Tensors with history that a callable holds are looked up (`closures`) be
 Rule 4. The inner backward is `torch.autograd.grad`, which captures gradients and accumulates none. The outer engine
         accumulates: `.grad`, hooks and DDP see each parameter once. A tensor hook on a leaf would run at the
         capture as well, so such hooks are made to sleep while an inner backward runs.
-        (Where a leaf has a `.grad` to add to, and nobody can tell, the call lets the leaf's node add it: `accumulating`.)
+        (Where a leaf has a `.grad` to add to, and nobody can tell, the call adds it at once: `accumulating`.)
 Rule 5. Besides, the join leads to all leaves through one node, the *gate*: the engine says of a node, but not of a
         leaf, whether this backward wants it. `torch.autograd.grad(loss, x)` then computes no weight gradients, as in
         plain PyTorch.
