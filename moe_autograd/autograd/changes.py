@@ -4,6 +4,9 @@ Natively, whoever takes a tensor after a change sees it, in the value and in the
 of the tensor, or what it is a view of. Calls that are cut apart see it in the value alone, if at all. So what a call
 changes, and autograd knows of it, is for that call alone, and by one way: once among its arguments, and not in its
 closure besides. Views that do not overlap are different memory.
+
+(A limit: if a call computes something that nobody uses with a view that it holds in its closure, after another call has
+changed what that is a view of, PyTorch gives the view its history there and then, without what the map does to it.)
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 
 
 class _Use(NamedTuple):
@@ -55,6 +59,37 @@ def refuse_shared_changes(
             f"{tuple(use.tensor.shape)} changed in place by {names[use.call]}, of which {by} a part or all. Give "
             "the call a clone, or make the calls in a plain loop."
         )
+
+
+def refuse_changed_closures(
+    caller: str,
+    names: Sequence[str],
+    cuts: Sequence[Sequence[tuple[GradientEdge, Tensor]]],
+    met: Sequence[Sequence[Node]],
+) -> None:
+    """Raise if a tensor with history that a callable holds has another one now.
+
+    A view gets another one if its memory was changed, as by a call that takes what it is a view of: that concerns only
+    calls whose graph meets the view.
+
+    Args:
+        caller: the map.
+        names: of the calls.
+        cuts: for each call the tensors that it holds, with the edges that they had before.
+        met: for each call the nodes where its graph ends.
+
+    Raises:
+        RuntimeError: it names a call that holds such a tensor.
+    """
+    for name, own, own_met in zip(names, cuts, met, strict=True):
+        for edge, tensor in own:
+            # To ask a view for its history after a change gives it one, too early: the map has not ended.
+            if (tensor._base is None or edge.node in own_met) and tensor.grad_fn is not edge.node:
+                raise RuntimeError(
+                    f"{caller}: expected calls to leave what they hold as it is, got a tensor of shape "
+                    f"{tuple(tensor.shape)} changed in place that {name} holds in its closure or module. Pass it as an "
+                    "argument to the one call that changes it, or change a clone."
+                )
 
 
 def _uses(changed: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]]) -> list[list[_Use]]:

@@ -85,7 +85,9 @@ class DeferringModules(JoinedModules):
         if is_in_first_part():
             return [True] * sum(self.num_inputs)
         wants_leaves = self._has_gate and is_wanted(nodes[0])
-        rest = iter(nodes[1:] if self._has_gate else nodes)
+        of_cuts = nodes[1:] if self._has_gate else nodes
+        self._note_histories(of_cuts, self._num_cuts)
+        rest = iter(of_cuts)
         wanted: list[Wanted] = []
         for num_cuts, num_inputs in zip(self._num_cuts, self.num_inputs, strict=True):
             wanted += [is_wanted(next(rest)) for _ in range(num_cuts)]

@@ -53,6 +53,26 @@ class _Entry(Function):
 _ENTRY_NODE = _Entry._backward_cls
 
 
+class _Past(Function):
+    """Has the history that a tensor had, and its shape; no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.detach()
+        return tensor.new_empty(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def past(tensor: Tensor) -> Tensor:
+    """Return what gradients reach the present history of `tensor` by, when it has another."""
+    with torch.enable_grad():
+        return cast(Tensor, _Past.apply(tensor))  # type: ignore[no-untyped-call]
+
+
 class _Gate(Function):
     """Rule 5. Leads to all leaves, and carries no gradient there."""
 

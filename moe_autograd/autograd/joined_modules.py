@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
-from moe_autograd.autograd.changes import refuse_shared_changes
+from moe_autograd.autograd.changes import refuse_changed_closures, refuse_shared_changes
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.entry import Entrance, flatten, gate
 from moe_autograd.autograd.hooks import nested_backwards
@@ -52,6 +52,7 @@ class JoinedModules(Joined):
             return [True] * sum(self.num_inputs)
         if self._has_gate:
             wants_leaves, nodes = is_wanted(nodes[0]), nodes[1:]
+        self._note_histories(nodes, self.num_inputs)
         wanted: list[Wanted] = [is_wanted(node) for node in nodes]
         if not wants_leaves:
             start = 0
@@ -71,6 +72,12 @@ class JoinedModules(Joined):
                 if id(leaf) not in call.shared_leaves and at_once.may_add(leaf, nodes[i]):
                     wanted[i] = at_once
             start += count
+
+    def _note_histories(self, nodes: Sequence[Node | None], counts: Sequence[int]) -> None:
+        """Take note of where the gradients of the cuts go, for gradients of gradients."""
+        if torch.is_grad_enabled():
+            for call, own in zip(self.calls, split(nodes, counts), strict=True):
+                call.histories = own
 
     def backward(
         self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
@@ -112,7 +119,7 @@ class JoinedModules(Joined):
             names=[self.names[i] for i in running],
             max_concurrency=self.max_concurrency,
             title=f"{self.title}, backward",
-            cuts=[self.calls[i].cuts for i in running],
+            cuts=[self.calls[i].cuts_with_histories(self.names[i]) for i in running],
             shares_graph=True,
         )
         by_call = dict(zip(running, found, strict=True))
@@ -158,6 +165,10 @@ def run_module_calls(
 
     try:
         run_calls(forward, names, max_concurrency, f"{title}, forward")
+        if not shares_graph:
+            refuse_changed_closures(
+                title, names, cuts, [[edge.node for edge, _ in call.cuts] for call in calls]
+            )
         if any(call.changed for call in calls):  # Rule 7
             taken = [[tensor for _, tensor in call.cuts] for call in calls]
             refuse_shared_changes(title, names, [call.changed for call in calls], taken)
@@ -170,6 +181,9 @@ def run_module_calls(
         for call in calls:
             call.shared_leaves = shared
     tied: list[Sequence[Tensor]] = [()] * len(calls)
+    for call in calls:
+        if call.touched:
+            call.keep_histories()
     if any(call.results for call in calls):
         # A module may turn gradients on by itself; then its result has a history under no_grad, too.
         # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.

@@ -45,8 +45,9 @@ Rule 9. A tensor with history that leaves a call by another way than its result 
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,7 +60,7 @@ from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.entry import Flat
+from moe_autograd.autograd.entry import Flat, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors
 from moe_autograd.autograd.module_results import CallResults, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
@@ -88,7 +89,11 @@ class ModuleCall(CallResults):
     shared_leaves: frozenset[int] = frozenset()  # the `id`s of leaves that several calls of the map reach
     turn: AbstractContextManager[object] = _NO_TURN  # in which its backward runs
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
+    histories: Sequence[
+        Node | None
+    ] = ()  # where the gradients of its cuts go, in a backward that makes a graph
     _pending: PendingWeightGradients | None = None  # of its leaves
+    _before: Mapping[int, Tensor] = types.MappingProxyType({})  # by the `id` of an input that it changed
 
     def __init__(
         self,
@@ -114,9 +119,7 @@ class ModuleCall(CallResults):
         returned = module(*inner_args, **inner_kwargs)
 
         outer_of = {id(aliases[id(tensor)]): tensor for tensor in entered}
-        for edge, tensor in cuts:
-            if tensor.grad_fn is edge.node:  # else the call has changed it, and what it is now is the call's
-                outer_of[id(tensor)] = tensor
+        outer_of |= {id(tensor): tensor for _, tensor in cuts}
         self._take_results(returned, outer_of)
         if spec is not None:
             known = {*map(id, inner), *outer_of, *self._places}
@@ -242,6 +245,27 @@ class ModuleCall(CallResults):
     def tensors_at_ends(self) -> list[Tensor]:
         """Return the tensors that its inner graph ends at."""
         return [*self.leaves, *[tensor for _, tensor in self.cuts]]
+
+    def keep_histories(self) -> None:
+        """Keep the histories of inputs that it changed in place, which are about to get another (Rule 6)."""
+        self._before = {id(t): past(t) for t in self.touched if t.requires_grad}
+
+    def cuts_with_histories(self, name: str) -> list[Cut]:
+        """Return where its graph ends, each with a tensor that has the history of then.
+
+        Raises:
+            RuntimeError: there is none, as somebody has changed it in place meanwhile.
+        """
+        histories, self.histories = self.histories, ()
+        for (_, tensor), node in zip(self.cuts, histories, strict=False):
+            is_other = node is not None and tensor.grad_fn is not None and tensor.grad_fn is not node
+            if is_other and id(tensor) not in self._before:
+                raise RuntimeError(
+                    "parallel_apply: expected inputs as they were in the forward, for a backward with "
+                    f"create_graph=True, got a tensor of shape {tuple(tensor.shape)} that was changed in place since "
+                    f"({name}). Give the call a clone of it."
+                )
+        return [(edge, self._before.get(id(tensor), tensor)) for edge, tensor in self.cuts]
 
     def take_pending(self) -> PendingWeightGradients | None:
         """Return what is left of its backward, if anything."""

@@ -50,6 +50,7 @@ class CallResults:
     dirty: tuple[Tensor, ...] = ()
     _changed_views: Sequence[Tensor] = ()
     _dirty: Sequence[Tensor] = ()
+    touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
 
     def _take_results(self, returned: Any, outer_of: dict[int, Tensor]) -> None:
@@ -74,7 +75,7 @@ class CallResults:
         for i, value in enumerate(values):
             if not is_cut or not isinstance(value, Tensor) or not value.requires_grad:
                 continue
-            if value.grad_fn is None or id(value) in outer_of:
+            if id(value) in outer_of or value.grad_fn is None:
                 values[i] = outer_of.get(id(value), value)
                 continue
             if id(value) not in self._places:
@@ -106,6 +107,7 @@ class CallResults:
 
     def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
         """Rule 7."""
+        self.touched = changed
         self._edges += [edge_of(alias) for alias in aliases]
         self.changed = [t for t, alias in zip(changed, aliases, strict=True) if not is_as_entered(alias)]
         self._changed_views = [tensor for tensor in changed if tensor._is_view()]
@@ -115,7 +117,7 @@ class CallResults:
     def forget_results(self) -> None:
         """See `joined.Call`."""
         self._dirty = self.dirty
-        self.results = self.dirty = self.inputs = self.to_save = self.changed = ()
+        self.results = self.dirty = self.inputs = self.to_save = self.changed = self.touched = ()
 
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
         """Return what the module returned, with the tied tensors in their places."""
@@ -137,3 +139,4 @@ class CallResults:
             # The inner graph has saved tensors that know of the real change: this one is not to count.
             with torch.autograd._unsafe_preserve_version_counter(view), torch.enable_grad():
                 view.copy_(copy)
+            view.grad_fn  # noqa: B018  # of the version that it has again: the next one would pass for this
