@@ -5,7 +5,7 @@ of the tensor, or what it is a view of. Calls that are cut apart see it in the v
 changes, and autograd knows of it, is for that call alone, and by one way: once among its arguments, and not in its
 closure besides. Views that do not overlap are different memory.
 
-(A limit: if a call computes something that nobody uses with a view that it holds in its closure, after another call has
+(A limit: if a call computes something that nobody uses with a view that it holds in its closure, after a call has
 changed what that is a view of, PyTorch gives the view its history there and then, without what the map does to it.)
 """
 
@@ -61,30 +61,33 @@ def refuse_shared_changes(
         )
 
 
-def refuse_changed_closures(
-    caller: str,
-    names: Sequence[str],
+def memory_held(
     cuts: Sequence[Sequence[tuple[GradientEdge, Tensor]]],
-    met: Sequence[Sequence[Node]],
+) -> list[list[tuple[Tensor, Node | None]]]:
+    """Return for each call what the tensors that it holds are, or are views of, each with its present history.
+
+    Views are not asked: after a change that would give them a history, before the map gives one to what they show.
+    """
+    held = [[_base(tensor) for _, tensor in own] for own in cuts]
+    return [[(tensor, tensor.grad_fn) for tensor in own] for own in held]
+
+
+def refuse_changed_closures(
+    caller: str, names: Sequence[str], held: Sequence[Sequence[tuple[Tensor, Node | None]]]
 ) -> None:
     """Raise if a tensor with history that a callable holds has another one now.
-
-    A view gets another one if its memory was changed, as by a call that takes what it is a view of: that concerns only
-    calls whose graph meets the view.
 
     Args:
         caller: the map.
         names: of the calls.
-        cuts: for each call the tensors that it holds, with the edges that they had before.
-        met: for each call the nodes where its graph ends.
+        held: what `memory_held` said before the calls.
 
     Raises:
         RuntimeError: it names a call that holds such a tensor.
     """
-    for name, own, own_met in zip(names, cuts, met, strict=True):
-        for edge, tensor in own:
-            # To ask a view for its history after a change gives it one, too early: the map has not ended.
-            if (tensor._base is None or edge.node in own_met) and tensor.grad_fn is not edge.node:
+    for name, own in zip(names, held, strict=True):
+        for tensor, history in own:
+            if tensor.grad_fn is not history:
                 raise RuntimeError(
                     f"{caller}: expected calls to leave what they hold as it is, got a tensor of shape "
                     f"{tuple(tensor.shape)} changed in place that {name} holds in its closure or module. Pass it as an "

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
-from moe_autograd.autograd.changes import refuse_changed_closures, refuse_shared_changes
+from moe_autograd.autograd.changes import memory_held, refuse_changed_closures, refuse_shared_changes
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.entry import Entrance, flatten, gate
 from moe_autograd.autograd.hooks import nested_backwards
@@ -146,6 +146,7 @@ def run_module_calls(
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
     entrance = Entrance([value for values, _ in flats for value in values])
+    held = memory_held(cuts)
     owners: dict[Node, ModuleCall] = {}
     hooks = ordered_hooks(len(modules))
     calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
@@ -166,9 +167,7 @@ def run_module_calls(
     try:
         run_calls(forward, names, max_concurrency, f"{title}, forward")
         if not shares_graph:
-            refuse_changed_closures(
-                title, names, cuts, [[edge.node for edge, _ in call.cuts] for call in calls]
-            )
+            refuse_changed_closures(title, names, held)
         if any(call.changed for call in calls):  # Rule 7
             taken = [[tensor for _, tensor in call.cuts] for call in calls]
             refuse_shared_changes(title, names, [call.changed for call in calls], taken)
