@@ -32,7 +32,7 @@ Rule 6. With `create_graph=True` the inner backward is itself a call whose graph
         join of its own: gradients of any order are exact, each computed concurrently. Its graph runs on into the
         first one, which the outer engine may still have to walk for itself; so it leaves that graph unfreed.
 Rule 7. An input that the call changed in place becomes a result of the join, and has its history from there on. Nobody
-        else may take it (`changes`).
+        else may take it (`changes`). What the call returns as a view of it becomes a view of the input that is tied.
 Rule 8. An input, a leaf or a tensor of a closure that the call returns as it is comes back as itself. A result that
         shares memory with one of them, or with another result, is tied as a view, so that PyTorch refuses to change
         it in place, and is saved, so that it notices when the other is changed: two tensors that are cut apart can no
@@ -120,14 +120,14 @@ class ModuleCall(CallResults):
 
         outer_of = {id(aliases[id(tensor)]): tensor for tensor in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
-        self._take_results(returned, outer_of)
+        changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
+        self._take_results(returned, outer_of, [(tensor, aliases[id(tensor)]) for tensor in changed])
         if spec is not None:
             known = {*map(id, inner), *outer_of, *self._places}
             refuse_lost(
                 tree_leaves((inner_args, inner_kwargs), is_leaf=lambda value: id(value) in known), known
             )
-        if versions != [tensor._version for tensor in entered]:
-            changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
+        if changed:
             self._take_changed(changed, [aliases[id(tensor)] for tensor in changed])
 
     def find_leaves(self, owners: dict[Node, ModuleCall]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
+from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
 
 
@@ -43,6 +44,29 @@ def refuse_lost(values: Iterable[Any], known: Collection[int]) -> None:
             )
 
 
+def _is_plain_view(value: Tensor, base: Tensor) -> bool:
+    """Whether `value` shows memory of `base` as it is, and has the gradient of a view of it."""
+    if value.dtype is not base.dtype or (value.is_conj(), value.is_neg()) != (base.is_conj(), base.is_neg()):
+        return False
+    node, end = value.grad_fn, base.grad_fn
+    while node is not None and node is not end:
+        below = node.next_functions
+        if is_python(node) or len(below) != 1:
+            return False
+        node = below[0][0]
+    return node is not None
+
+
+class _View(NamedTuple):
+    """A result that is a view of an input which the call has changed."""
+
+    of: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    places: list[int]
+
+
 class CallResults:
     """The part of a call that is about its results; see `joined.Call`."""
 
@@ -53,12 +77,15 @@ class CallResults:
     touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
 
-    def _take_results(self, returned: Any, outer_of: dict[int, Tensor]) -> None:
+    def _take_results(
+        self, returned: Any, outer_of: dict[int, Tensor], changed: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         """Find the results that the join is to tie (Rule 8).
 
         Args:
             returned: by the module.
             outer_of: what comes back as itself, by the `id` of the tensor that the module knows it as.
+            changed: inputs that the call has changed in place, each with its alias.
         """
         values: list[Any] = [returned]
         self._spec: TreeSpec | None = None
@@ -69,6 +96,7 @@ class CallResults:
             values, self._spec = tree_flatten(returned, is_leaf=stays_as_it_is)
         if forward_ad._current_level >= 0:
             refuse_tangents(value for value in tree_leaves(returned) if isinstance(value, Tensor))
+        self._views: dict[int, _View] = {}  # by the inner tensor's id
         self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
         inner: list[Tensor] = []
         is_cut = not torch.is_inference_mode_enabled()  # else there is nothing to tie again
@@ -78,6 +106,10 @@ class CallResults:
             if id(value) in outer_of or value.grad_fn is None:
                 values[i] = outer_of.get(id(value), value)
                 continue
+            if changed and (view := self._view_of_changed(value, changed)) is not None:
+                view.places.append(i)
+                values[i] = None
+                continue
             if id(value) not in self._places:
                 refuse_strided_nested(value)
                 inner.append(value)
@@ -86,6 +118,27 @@ class CallResults:
         self._values = values
         self._edges = [edge_of(value) for value in inner]
         self._detach(inner, outer_of)
+
+    def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:
+        """Return what is known of a result that is a view of a changed input; of others nothing (Rule 7).
+
+        Raises:
+            RuntimeError: it is one that a function of the user's made, or shows the memory as something else.
+        """
+        if not value._is_view():
+            return None
+        for tensor, alias in changed:
+            if base_of(value) is not base_of(alias):
+                continue
+            if not _is_plain_view(value, alias):
+                raise RuntimeError(
+                    "parallel_apply: expected results with memory of their own where a call changes its input in "
+                    f"place, got one of shape {tuple(value.shape)} and {value.dtype} that shares memory with the input "
+                    "otherwise than by PyTorch's own views of its dtype. Return a clone."
+                )
+            new = _View(tensor, value.size(), value.stride(), int(value.storage_offset()), [])
+            return self._views.setdefault(id(value), new)
+        return None
 
     def _detach(self, inner: list[Tensor], outer_of: dict[int, Tensor]) -> None:
         if len(inner) == 1 and not inner[0]._is_view():
@@ -127,9 +180,20 @@ class CallResults:
                 values[place] = tensor
         if self._changed_views:
             self._give_history_to_views(tied[len(self._places) :])
+        if self._views:
+            self._make_views(values)
         if self._is_list:
             return values
         return values[0] if self._spec is None else tree_unflatten(values, self._spec)
+
+    def _make_views(self, values: list[Any]) -> None:
+        """Put views of the inputs that are tied now into their places."""
+        views, self._views = self._views, {}
+        with torch.enable_grad():
+            for view in views.values():
+                result = view.of.as_strided(view.size, view.stride, view.offset)
+                for place in view.places:
+                    values[place] = result
 
     def _give_history_to_views(self, changed: Sequence[Tensor]) -> None:
         """Rule 7, for inputs that are views: a copy of each was tied, and is copied into it."""

@@ -1,0 +1,85 @@
+"""A call that changes its input in place and returns views of it: they are views of the input that is tied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from moe_autograd import parallel_apply
+from tests.support.comparison import MapFunction, Raised, assert_same, attempt, loss_of, one_after_another
+from tests.support.module_programs import leaves
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mul": lambda t: t.mul_(0.5),
+    "tanh": lambda t: t.tanh_(),
+    "part": lambda t: t[0].mul_(3),
+}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "part": lambda t: t[1:],
+    "transposed": lambda t: t.t()[:, :2],
+    "flat": lambda t: t.view(-1),
+    "wide": lambda t: t.unsqueeze(0).expand(2, 3, 4),
+    "one": lambda t: t.select(0, 1)[2],
+}
+LATER: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "nothing": lambda x, view: None,
+    "changes the input": lambda x, view: x.mul_(2),
+    "changes the view": lambda x, view: view.mul_(3),
+}
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_view_of_a_changed_input_follows_it(change: str, view: str, later: str, twice: bool) -> None:
+    def call(x: Tensor) -> Any:
+        CHANGES[change](x)
+        result = VIEWS[view](x)
+        return x * 1.5, {"view": result, "again": result}
+
+    def run(apply: MapFunction) -> Any:
+        leaf, other = leaves(2)
+        x = leaf * 2
+        (product, views), _ = apply([call, torch.sin], [(x,), (other,)])
+        assert views["view"] is views["again"]
+        LATER[later](x, views["view"])
+        loss = loss_of([product, views["view"], x])
+        if twice:
+            (grad,) = torch.autograd.grad(loss, [leaf], create_graph=True)
+            loss = loss + grad.pow(2).sum()
+        loss.backward()
+        values = [t.detach().clone() for t in (x, product, views["view"])]
+        return values, leaf.grad, [views["view"]._is_view(), views["view"]._base is x]
+
+    native, mapped = attempt(run, one_after_another), attempt(run, parallel_apply)
+    if isinstance(native, Raised):  # what was saved has been changed
+        assert isinstance(mapped, Raised)
+        assert mapped.type is native.type
+    else:
+        assert_same(native, mapped, tolerance=1e-12)
+
+
+class TurnsBack(Function):
+    """Returns its input, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+@pytest.mark.parametrize("show", [TurnsBack.apply, lambda t: TurnsBack.apply(t)[1:], torch.view_as_real])
+def test_what_shows_the_memory_otherwise_is_refused(show: Callable[[Tensor], Tensor]) -> None:
+    dtype = torch.complex128 if show is torch.view_as_real else torch.float64
+    x = torch.ones(3, 4, dtype=dtype, requires_grad=True) * 2
+    with pytest.raises(RuntimeError, match=r"expected results with memory of their own .* Return a clone\."):
+        parallel_apply([lambda t: show(t.mul_(2)), torch.sin], [(x,), (x.detach(),)])
