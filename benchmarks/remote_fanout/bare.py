@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from moe_autograd.wire.options import CHANNEL_OPTIONS, SERVER_OPTIONS
+from benchmarks.bare_grpc import serve_bare
+from moe_autograd.wire.options import CHANNEL_OPTIONS
 
 
 def serve(latency_ms: float) -> None:
@@ -26,17 +27,7 @@ def serve(latency_ms: float) -> None:
             await asyncio.sleep(latency_ms / 1000)
             yield message
 
-    async def main() -> None:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        print(f"127.0.0.1:{port}", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-        await server.stop(0)
-
-    asyncio.run(main())
+    serve_bare({"Echo": grpc.stream_stream_rpc_method_handler(echo)})
 
 
 @contextlib.contextmanager

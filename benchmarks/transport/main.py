@@ -9,7 +9,6 @@ one run.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import subprocess
 import sys
@@ -20,11 +19,12 @@ import grpc
 import torch
 from torch import nn
 
+from benchmarks.bare_grpc import serve_bare
 from benchmarks.measure import print_table, stopwatch, take_turns
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.remote import connect
-from moe_autograd.wire.options import CHANNEL_OPTIONS, PART_BYTES, SERVER_OPTIONS
+from moe_autograd.wire.options import CHANNEL_OPTIONS, PART_BYTES
 
 MIB = 1 << 20
 
@@ -39,7 +39,7 @@ def serve_experts(latency_ms: float) -> None:
         sys.stdin.read()
 
 
-def serve_bare() -> None:
+def serve_echoes() -> None:
     async def echo_one(request: bytes, context: object) -> bytes:
         return request
 
@@ -51,21 +51,13 @@ def serve_bare() -> None:
         for message in [message async for message in requests]:
             yield message
 
-    async def main() -> None:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        handlers = {
+    serve_bare(
+        {
             "One": grpc.unary_unary_rpc_method_handler(echo_one),
             "Stream": grpc.stream_stream_rpc_method_handler(echo_stream),
             "AfterAll": grpc.stream_stream_rpc_method_handler(echo_after_all),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        print(f"127.0.0.1:{port}", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-        await server.stop(0)
-
-    asyncio.run(main())
+    )
 
 
 @contextmanager
@@ -185,7 +177,7 @@ if __name__ == "__main__":
     parser.add_argument("--latency-ms", type=float, default=0.0)
     arguments = parser.parse_args()
     if arguments.serve == "bare":
-        serve_bare()
+        serve_echoes()
     elif arguments.serve == "experts":
         serve_experts(arguments.latency_ms)
     else:
