@@ -13,7 +13,8 @@ nobody else knows of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,23 @@ from moe_autograd.wire.tensors import DTYPES, plain, raw_bytes, raw_header
 
 MAX_IN_RUN = 1024
 _LARGEST_BYTES = 1 << 16  # of a tensor; what is larger gains nothing
+
+# What is equal for the heads of parcels that can be in one run.
+_LIKENESS_OF: dict[type[PlainHead], Callable[[Any], Any]] = {
+    ForwardHead: attrgetter("client_id", "keep_graph", "input_requires_grad", "evaluate", "reply_encoding"),
+    BackwardHead: attrgetter(
+        "client_id",
+        "settled_below",
+        "wants_weight_grads",
+        "wants_input_grads",
+        "keep_graph",
+        "num_grad_outputs",
+        "has_inputs",
+        "evaluate",
+        "reply_encoding",
+    ),
+    ResultHead: attrgetter("is_sequence"),
+}
 
 
 def fits_in_runs(tensor: torch.Tensor, max_bytes: int) -> bool:
@@ -49,9 +67,10 @@ class Run:
 
     def __init__(self, number: int, head: PlainHead, tensor: torch.Tensor, max_bytes: int) -> None:
         self.number = number
-        self.num_bytes = 0
         self._max_bytes = max_bytes
         self._dtype, self._shape, self._tensor_bytes = tensor.dtype, tensor.shape, tensor.nbytes
+        self._kind, self._likeness_of = type(head), _LIKENESS_OF[type(head)]
+        self._likeness = self._likeness_of(head)
         self._heads: list[PlainHead] = [head]
         self._tensors: list[torch.Tensor] = [plain(tensor)]
         self._num_rows: list[int] = [tensor.shape[0]]
@@ -70,11 +89,9 @@ class Run:
                 return False
             self._shape, self._tensor_bytes = shape, tensor.nbytes
         num_bytes = self.num_bytes + self._tensor_bytes
-        if (
-            num_bytes > self._max_bytes
-            or len(self._heads) >= MAX_IN_RUN
-            or not _are_alike(head, self._heads[0])
-        ):
+        if num_bytes > self._max_bytes or len(self._heads) >= MAX_IN_RUN:
+            return False
+        if type(head) is not self._kind or self._likeness_of(head) != self._likeness:
             return False
         self._heads.append(head)
         self._tensors.append(plain(tensor))
@@ -140,33 +157,6 @@ def heads_of(number: int, run: pb.Run) -> Sequence[PlainHead]:
         ) from error
     raise CorruptDataError(
         f"run of parcel {number}: expected a head that its parcels have in common, got none. Is the sender newer?"
-    )
-
-
-def _are_alike(one: PlainHead, other: PlainHead) -> bool:
-    """Whether parcels with these heads can be in one run."""
-    if isinstance(one, ResultHead):
-        return isinstance(other, ResultHead) and one.is_sequence == other.is_sequence
-    if isinstance(one, ForwardHead):
-        return (
-            isinstance(other, ForwardHead)
-            and one.client_id == other.client_id
-            and one.keep_graph == other.keep_graph
-            and one.input_requires_grad == other.input_requires_grad
-            and one.evaluate == other.evaluate
-            and one.reply_encoding == other.reply_encoding
-        )
-    return (
-        isinstance(other, BackwardHead)
-        and one.client_id == other.client_id
-        and one.settled_below == other.settled_below
-        and one.wants_weight_grads == other.wants_weight_grads
-        and one.wants_input_grads == other.wants_input_grads
-        and one.keep_graph == other.keep_graph
-        and one.num_grad_outputs == other.num_grad_outputs
-        and one.has_inputs == other.has_inputs
-        and one.evaluate == other.evaluate
-        and one.reply_encoding == other.reply_encoding
     )
 
 
