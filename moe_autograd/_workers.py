@@ -16,8 +16,8 @@ How many run at once follows from what the calls do:
 - At each look the lookout learns which of the threads that run calls compute, and which wait (`_progress`). While
   fewer compute than there are cores, others are added: as many as there is room on the cores, or two for each that
   waits, whichever is more. Waiting calls thus treble at each look, and 64 of them all run within some 2 ms; computing
-  calls get one thread a core. (Four times as many at each look save 64 calls another half millisecond, and cost calls
-  that begin with waiting and go on with computing more.)
+  calls get one thread a core. (With three for each, 64 calls end half a millisecond earlier still; but calls that begin
+  with waiting and go on with computing would get the more threads.)
 - Added threads come one after the other: each begins by waking the next. Woken all at once they fight for the
   interpreter lock: 1,024 calls then took 35,000 changes of threads, against 7,000.
 - Calls that compute for less than `TINY_S` are not worth a second thread: their operators are so short that two

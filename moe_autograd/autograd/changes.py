@@ -68,7 +68,7 @@ def memory_held(
 
     Views are not asked: after a change that would give them a history, before the map gives one to what they show.
     """
-    held = [[_base(tensor) for _, tensor in own] for own in cuts]
+    held = [[base_of(tensor) for _, tensor in own] for own in cuts]
     return [[(tensor, tensor.grad_fn) for tensor in own] for own in held]
 
 
@@ -97,12 +97,12 @@ def refuse_changed_closures(
 
 def _uses(changed: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]]) -> list[list[_Use]]:
     """Return who takes what, for each piece of memory that somebody has changed."""
-    uses: dict[int, list[_Use]] = {id(_base(tensor)): [] for own in changed for tensor in own}
+    uses: dict[int, list[_Use]] = {id(base_of(tensor)): [] for own in changed for tensor in own}
     for call, (own_changed, own_taken) in enumerate(zip(changed, taken, strict=True)):
         changes = {id(tensor) for tensor in own_changed}
         known = {id(tensor) for tensor in own_taken}
         for tensor in (*own_taken, *[tensor for tensor in own_changed if id(tensor) not in known]):
-            if (own := uses.get(id(_base(tensor)))) is not None:
+            if (own := uses.get(id(base_of(tensor)))) is not None:
                 own.append(_Use(*_extent(tensor), call, tensor, id(tensor) in changes))
     return list(uses.values())
 
@@ -139,6 +139,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _base(tensor: Tensor) -> Tensor:
+def base_of(tensor: Tensor) -> Tensor:
+    """Return what `tensor` is a view of, or itself."""
     base = tensor._base
     return tensor if base is None else base

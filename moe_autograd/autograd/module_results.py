@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
+from moe_autograd.autograd.changes import base_of
 from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
 
 
@@ -25,12 +26,6 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     """Return where the gradient of `tensor` goes; torch's own function also holds on to it."""
     node = tensor.grad_fn
     return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
-
-
-def base_of(tensor: Tensor) -> Tensor:
-    """Return what `tensor` is a view of, or itself."""
-    base = tensor._base
-    return tensor if base is None else base
 
 
 def refuse_lost(values: Iterable[Any], known: Collection[int]) -> None:
