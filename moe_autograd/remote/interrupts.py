@@ -7,10 +7,16 @@ server works in vain.
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+# Without the enums that `signal` puts around them: looking up a handler that is a function in an enum of constants takes
+# 2 us, and there are four such looks for each stream.
+_get_handler = inspect.unwrap(signal.getsignal)
+_set_handler = inspect.unwrap(signal.signal)
 
 
 class interrupts_held_back:
@@ -26,10 +32,10 @@ class interrupts_held_back:
         self._frame: FrameType | None = None
         self._handler: Any = None
         if threading.get_ident() == threading.main_thread().ident:
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _get_handler(signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+                _set_handler(signal.SIGINT, self._note)
 
     def _note(self, _: int, frame: FrameType | None) -> None:
         self._came, self._frame = True, frame
@@ -39,7 +45,7 @@ class interrupts_held_back:
     ) -> None:
         if self._handler is None:
             return
-        signal.signal(signal.SIGINT, self._handler)
+        _set_handler(signal.SIGINT, self._handler)
         frame, self._frame = self._frame, None
         if self._came:
             self._handler(signal.SIGINT, frame)
