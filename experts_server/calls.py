@@ -82,6 +82,7 @@ class BackwardCall(Call):
     keep_graph: bool = False
     inputs: tuple[Tensor, ...] | None = None
     evaluate: bool = False
+    random_seed: int = 0  # with inputs: that of the forward
 
 
 @dataclass(slots=True)
@@ -107,10 +108,11 @@ class InspectCall(Call):
 
 @dataclass(slots=True)
 class Outputs:
-    """The result of a forward: one tensor, or the tensors of a tuple or list."""
+    """The result of a forward: one tensor, or the tensors of a tuple or list; and where its random numbers began."""
 
     tensors: tuple[Tensor, ...]
     is_sequence: bool
+    random_seed: int = 0
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:

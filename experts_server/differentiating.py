@@ -110,7 +110,7 @@ class Differentiator:
         return roots, root_grads, wanted
 
     def _recomputed(self, call: BackwardCall, kept: KeptForward) -> tuple[Tensor, ...]:
-        with torch.enable_grad(), self._caller.random.replaying(kept.random_state):
+        with torch.enable_grad(), self._caller.random.replaying(kept.random_seed):
             outputs = self._caller.call(kept.inputs, kept.evaluate)
         if kept.output_shapes is None:
             kept.output_shapes = outputs.shapes

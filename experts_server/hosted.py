@@ -212,15 +212,17 @@ class HostedExpert:
             with torch.no_grad():
                 return self.caller.call(call.inputs, call.evaluate).detached()
         leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
-        random_state = self.caller.random.state()
-        if self._saving.recompute:
-            outputs = self.caller.call_without_graph(leaves, call.evaluate)
-            kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, random_state)
-        else:
-            outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate)
-            kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, random_state)
-            kept.graph_bytes = graph_bytes
+        seed = self.caller.random.next_seed()
+        with self.caller.random.replaying(seed):
+            if self._saving.recompute:
+                outputs = self.caller.call_without_graph(leaves, call.evaluate)
+                kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, seed)
+            else:
+                outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate)
+                kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed)
+                kept.graph_bytes = graph_bytes
         answer = outputs.detached()
+        answer.random_seed = seed
         self._keep(call, kept)
         return answer
 
@@ -230,7 +232,7 @@ class HostedExpert:
         for call, outputs in zip(calls, shares, strict=True):
             if call.keep_graph:
                 leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
-                self._keep(call, KeptForward(leaves, None, outputs.shapes, call.evaluate, None))
+                self._keep(call, KeptForward(leaves, None, outputs.shapes, call.evaluate, 0))
         return shares
 
     def _keep(self, call: ForwardCall, kept: KeptForward) -> None:
@@ -327,7 +329,7 @@ class HostedExpert:
         if not call.is_finite:
             check_finite(self.name, call.inputs, "input")
         leaves = self.caller.leaves(call.inputs, call.wants_input_grads)
-        return KeptForward(leaves, None, None, call.evaluate, None)
+        return KeptForward(leaves, None, None, call.evaluate, call.random_seed)
 
     def _answer_first(self, left: Left) -> Reply:
         self._intake.leave(left)

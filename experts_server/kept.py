@@ -44,7 +44,7 @@ class KeptForward:
     outputs: tuple[Tensor, ...] | None
     output_shapes: tuple[torch.Size, ...] | None  # `None`: not known yet
     evaluate: bool
-    random_state: Tensor | None
+    random_seed: int  # 0: it drew nothing
     input_bytes: int = 0  # in memory of their own
     graph_bytes: int = 0
     message: Message | None = None  # that holds the inputs

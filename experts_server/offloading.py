@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -107,7 +108,7 @@ class Lodger:
     def own(self, outputs: Outputs) -> Outputs:
         """Return what may leave while it is no longer in memory: a copy of its weights, where it returns any."""
         own = [t.clone() if self._held.is_borrowed(t) else t for t in outputs.tensors]
-        return Outputs(tuple(own), outputs.is_sequence)
+        return replace(outputs, tensors=tuple(own))
 
     def prefetch(self) -> None:
         """Start to read it, if there is room; returns at once."""

@@ -2,8 +2,9 @@
 
 torch has one CPU generator for the whole process. Experts run on several threads, and a forward that is computed
 again for its backward has to see the same dropout mask. So an expert that may draw random numbers draws them from
-a generator of its own (`moe_autograd._random` hands it to the operators), whose state is kept with the forward.
-An expert made only of layers known to draw nothing pays nothing for this.
+a generator of its own (`moe_autograd._random` hands it to the operators). A forward that may have a backward takes a
+seed from it and draws from that seed, which goes to the client with the result: so it can be computed again from its
+inputs wherever it has been lost. An expert made only of layers known to draw nothing pays nothing for this.
 """
 
 from __future__ import annotations
@@ -78,16 +79,20 @@ class RandomStream:
         if self._seeds is not None and state is not None:
             self._seeds.generator(0, torch.device("cpu")).set_state(state)
 
-    @contextlib.contextmanager
-    def replaying(self, state: Tensor | None) -> Iterator[None]:
-        """Go back to `state`, and afterwards to where the stream was; without a state just go on."""
-        if self._seeds is None or state is None:
-            yield
-            return
+    def next_seed(self) -> int:
+        """Return a seed for `replaying`; 0 if nothing is drawn."""
+        if self._seeds is None:
+            return 0
         generator = self._seeds.generator(0, torch.device("cpu"))
-        now = generator.get_state()
-        generator.set_state(state)
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, None, generator=generator))
+
+    @contextlib.contextmanager
+    def replaying(self, seed: int) -> Iterator[None]:
+        """Draw what always follows `seed`, and leave the stream where it is; with 0 just go on."""
+        stream = self._seeds
+        if stream is not None and seed:
+            self._seeds = CallSeeds(seed)
         try:
             yield
         finally:
-            generator.set_state(now)
+            self._seeds = stream

@@ -271,7 +271,7 @@ class PassStream:
         tensors: Any = ()
         if isinstance(result, Outputs):
             tensors = result.tensors
-            plain.is_sequence = result.is_sequence
+            plain.is_sequence, plain.random_seed = result.is_sequence, result.random_seed
         elif isinstance(result, BaseException):
             head = plain.message()
             head.status.CopyFrom(status_of(result))
@@ -330,6 +330,7 @@ def _backward(
         head.keep_graph,
         inputs if head.has_inputs else None,
         head.evaluate,
+        head.random_seed,
     )
     call.reply_encoding = head.reply_encoding
     call.num_tokens = 1

@@ -43,18 +43,21 @@ class CallSeeds:
     """The generators of one map's calls, made when a call first draws.
 
     Construct it on the calling thread, before the calls run.
+
+    Args:
+        base: what the calls' numbers follow from; `None`: a draw from the caller's stream.
     """
 
     __slots__ = ("_base", "_generators", "_has_drawn", "_lock", "_parent", "_put_aside")
 
-    def __init__(self) -> None:
+    def __init__(self, base: int | None = None) -> None:
         self._parent = (running.seeds, running.index)
         self._lock = threading.Lock()
         self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
         # own states of the calls that have set another one, by index and device
         self._put_aside: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._base: int | None = None
-        self._has_drawn = False
+        self._base = base
+        self._has_drawn = base is not None
 
     def apart(self) -> CallSeeds:
         """Take the base now, and leave the caller's stream alone: for calls that run while the caller goes on."""

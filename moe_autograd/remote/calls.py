@@ -48,6 +48,7 @@ class Request:
         head: what is asked.
         tensors: what goes along.
         inputs: of a backward, for a server that no longer has them; None where there are none to send.
+        random_seed: goes with them.
         on_settled: called with whether it was answered or failed for good, as soon as that is known; from any thread.
     """
 
@@ -56,6 +57,7 @@ class Request:
     tensors: Sequence[torch.Tensor | None]
     encoding: pb.Encoding = pb.RAW
     inputs: Sequence[torch.Tensor] | None = None
+    random_seed: int = 0
     on_settled: Callable[[bool], None] = lambda is_answered: None
 
 
@@ -69,6 +71,7 @@ class Outcome:
         error: None where it went well.
         was_answered: whether the server answered this very call.
         server_s: how long the server had it, in its queue and computing, as it says.
+        random_seed: of a forward, where its random numbers began; 0: it drew none.
     """
 
     tensors: Tensors = ()
@@ -76,6 +79,7 @@ class Outcome:
     error: RemoteError | None = None
     was_answered: bool = True
     server_s: float = 0.0
+    random_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ def exchange(
 def _with_inputs(request: Request) -> Request:
     assert request.inputs is not None
     assert isinstance(request.head, BackwardHead)
-    head = dataclasses.replace(request.head, has_inputs=True)
+    head = dataclasses.replace(request.head, has_inputs=True, random_seed=request.random_seed)
     tensors = [*request.tensors, *request.inputs]
     return Request(request.expert, head, tensors, request.encoding, on_settled=request.on_settled)
 
@@ -220,7 +224,8 @@ class _Stream:
         request = self._requests[index]
         if parcel.error is None and result.status.code == pb.OK:
             server_s = result.queue_s + result.compute_s
-            self._outcomes[index] = Outcome(parcel.tensors, result.is_sequence, server_s=server_s)
+            seed = result.random_seed
+            self._outcomes[index] = Outcome(parcel.tensors, result.is_sequence, None, True, server_s, seed)
             request.on_settled(True)
         else:
             error = _error_in(parcel, result, request.expert, self._place(index))

@@ -176,6 +176,7 @@ class Call:
         num_outputs: how many tensors it gave.
         is_sequence: whether it gave a tuple.
         address: the server that ran the forward.
+        random_seed: where its random numbers began there.
     """
 
     index: int
@@ -188,6 +189,7 @@ class Call:
     num_outputs: int = 0
     is_sequence: bool = False
     address: str = ""
+    random_seed: int = 0
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ class Announcement(_message.Message):
     def __init__(self, parcel: _Optional[int] = ..., tensors: _Optional[_Iterable[bytes]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., state_update: _Optional[_Union[StateUpdate, _Mapping]] = ..., state_entry: _Optional[_Union[StateEntry, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("num_rows", "forward_call", "backward_call", "call_result", "experts", "call_ids", "sequences", "queue_s", "compute_s")
+    __slots__ = ("num_rows", "forward_call", "backward_call", "call_result", "experts", "call_ids", "sequences", "queue_s", "compute_s", "random_seeds")
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_CALL_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_CALL_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class Run(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_SEEDS_FIELD_NUMBER: _ClassVar[int]
     num_rows: _containers.RepeatedScalarFieldContainer[int]
     forward_call: ForwardCall
     backward_call: BackwardCall
@@ -152,7 +153,8 @@ class Run(_message.Message):
     sequences: _containers.RepeatedScalarFieldContainer[int]
     queue_s: _containers.RepeatedScalarFieldContainer[float]
     compute_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, num_rows: _Optional[_Iterable[int]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., experts: _Optional[_Iterable[str]] = ..., call_ids: _Optional[_Iterable[int]] = ..., sequences: _Optional[_Iterable[int]] = ..., queue_s: _Optional[_Iterable[float]] = ..., compute_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    random_seeds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_rows: _Optional[_Iterable[int]] = ..., forward_call: _Optional[_Union[ForwardCall, _Mapping]] = ..., backward_call: _Optional[_Union[BackwardCall, _Mapping]] = ..., call_result: _Optional[_Union[CallResult, _Mapping]] = ..., experts: _Optional[_Iterable[str]] = ..., call_ids: _Optional[_Iterable[int]] = ..., sequences: _Optional[_Iterable[int]] = ..., queue_s: _Optional[_Iterable[float]] = ..., compute_s: _Optional[_Iterable[float]] = ..., random_seeds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("parcel", "tensor", "offset", "num_bytes")
@@ -197,7 +199,7 @@ class ForwardCall(_message.Message):
     def __init__(self, client_id: _Optional[bytes] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., keep_graph: _Optional[bool] = ..., input_requires_grad: _Optional[_Iterable[bool]] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ...) -> None: ...
 
 class BackwardCall(_message.Message):
-    __slots__ = ("client_id", "sequence", "settled_below", "call_id", "expert", "wants_weight_grads", "wants_input_grads", "keep_graph", "num_grad_outputs", "has_inputs", "evaluate", "reply_encoding")
+    __slots__ = ("client_id", "sequence", "settled_below", "call_id", "expert", "wants_weight_grads", "wants_input_grads", "keep_graph", "num_grad_outputs", "has_inputs", "evaluate", "reply_encoding", "random_seed")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SETTLED_BELOW_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class BackwardCall(_message.Message):
     HAS_INPUTS_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     REPLY_ENCODING_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_SEED_FIELD_NUMBER: _ClassVar[int]
     client_id: bytes
     sequence: int
     settled_below: int
@@ -222,21 +225,24 @@ class BackwardCall(_message.Message):
     has_inputs: bool
     evaluate: bool
     reply_encoding: Encoding
-    def __init__(self, client_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_below: _Optional[int] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., wants_weight_grads: _Optional[bool] = ..., wants_input_grads: _Optional[_Iterable[bool]] = ..., keep_graph: _Optional[bool] = ..., num_grad_outputs: _Optional[int] = ..., has_inputs: _Optional[bool] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ...) -> None: ...
+    random_seed: int
+    def __init__(self, client_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_below: _Optional[int] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., wants_weight_grads: _Optional[bool] = ..., wants_input_grads: _Optional[_Iterable[bool]] = ..., keep_graph: _Optional[bool] = ..., num_grad_outputs: _Optional[int] = ..., has_inputs: _Optional[bool] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ..., random_seed: _Optional[int] = ...) -> None: ...
 
 class CallResult(_message.Message):
-    __slots__ = ("call", "status", "is_sequence", "queue_s", "compute_s")
+    __slots__ = ("call", "status", "is_sequence", "queue_s", "compute_s", "random_seed")
     CALL_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     IS_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_SEED_FIELD_NUMBER: _ClassVar[int]
     call: int
     status: Status
     is_sequence: bool
     queue_s: float
     compute_s: float
-    def __init__(self, call: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., is_sequence: _Optional[bool] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    random_seed: int
+    def __init__(self, call: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., is_sequence: _Optional[bool] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., random_seed: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

@@ -58,6 +58,7 @@ class BackwardHead:
     has_inputs: bool = False
     evaluate: bool = False
     reply_encoding: pb.Encoding = pb.RAW
+    random_seed: int = 0
 
     def message(self) -> pb.BackwardCall:
         """Return it as protobuf's."""
@@ -74,6 +75,7 @@ class BackwardHead:
             has_inputs=self.has_inputs,
             evaluate=self.evaluate,
             reply_encoding=self.reply_encoding,
+            random_seed=self.random_seed,
         )
 
 
@@ -87,11 +89,16 @@ class ResultHead:
     is_sequence: bool = False
     queue_s: float = 0.0
     compute_s: float = 0.0
+    random_seed: int = 0
 
     def message(self) -> pb.CallResult:
         """Return it as protobuf's."""
         return pb.CallResult(
-            call=self.call, is_sequence=self.is_sequence, queue_s=self.queue_s, compute_s=self.compute_s
+            call=self.call,
+            is_sequence=self.is_sequence,
+            queue_s=self.queue_s,
+            compute_s=self.compute_s,
+            random_seed=self.random_seed,
         )
 
 

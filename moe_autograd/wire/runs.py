@@ -40,6 +40,7 @@ _LIKENESS_OF: dict[type[PlainHead], Callable[[Any], Any]] = {
         "has_inputs",
         "evaluate",
         "reply_encoding",
+        "random_seed",
     ),
     ResultHead: attrgetter("is_sequence"),
 }
@@ -153,7 +154,7 @@ def heads_of(number: int, run: pb.Run) -> Sequence[PlainHead]:
         raise CorruptDataError(
             f"run of parcel {number}: expected one entry for each of {num_parcels} parcels, got {len(run.experts)} "
             f"experts, {len(run.call_ids)} calls, {len(run.sequences)} sequence numbers, {len(run.queue_s)} and "
-            f"{len(run.compute_s)} times. The sender is broken."
+            f"{len(run.compute_s)} times, {len(run.random_seeds)} seeds. The sender is broken."
         ) from error
     raise CorruptDataError(
         f"run of parcel {number}: expected a head that its parcels have in common, got none. Is the sender newer?"
@@ -166,6 +167,8 @@ def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:
         run.call_ids.extend([head.call for head in heads])
         run.queue_s.extend([head.queue_s for head in heads])
         run.compute_s.extend([head.compute_s for head in heads])
+        if any(head.random_seed for head in heads):
+            run.random_seeds.extend([head.random_seed for head in heads])
         run.call_result.CopyFrom(common)
         return run
     run.experts.extend([head.expert for head in heads])
@@ -206,6 +209,7 @@ def _backwards(run: pb.Run, common: pb.BackwardCall) -> list[BackwardHead]:
             has_inputs,
             evaluate,
             encoding,
+            common.random_seed,
         )
         for _, expert, call_id, sequence in zip(
             run.num_rows, run.experts, run.call_ids, run.sequences, strict=True
@@ -214,10 +218,10 @@ def _backwards(run: pb.Run, common: pb.BackwardCall) -> list[BackwardHead]:
 
 
 def _results(run: pb.Run, common: pb.CallResult) -> list[ResultHead]:
-    is_sequence = common.is_sequence
+    is_sequence, seeds = common.is_sequence, run.random_seeds or [0] * len(run.num_rows)
     return [
-        ResultHead(call, is_sequence, queue_s, compute_s)
-        for _, call, queue_s, compute_s in zip(
-            run.num_rows, run.call_ids, run.queue_s, run.compute_s, strict=True
+        ResultHead(call, is_sequence, queue_s, compute_s, seed)
+        for _, call, queue_s, compute_s, seed in zip(
+            run.num_rows, run.call_ids, run.queue_s, run.compute_s, seeds, strict=True
         )
     ]

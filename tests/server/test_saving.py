@@ -295,7 +295,7 @@ def test_forwards_go_when_their_time_is_over_oldest_first() -> None:
     clock = Clock()
     kept = KeptForwards(1 << 20, max_age_s=300, clock=clock)
     for number in range(3):
-        kept.put(("e", b"", number), KeptForward((torch.zeros(1),), None, None, False, None))
+        kept.put(("e", b"", number), KeptForward((torch.zeros(1),), None, None, False, 0))
         clock.now += 100
     kept.let_go_expired()
     assert len(kept) == 3, "the oldest is 300 s old, and no older"

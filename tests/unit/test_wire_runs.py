@@ -64,8 +64,18 @@ heads = st.one_of(
         st.booleans(),
         st.integers(0, 2),
         st.booleans(),
+        st.booleans(),
+        st.just(pb.RAW),
+        st.sampled_from([0, 0, 2**64 - 1]),
     ),
-    st.builds(ResultHead, st.integers(0, 2**63), st.booleans(), st.floats(0, 9), st.floats(0, 9)),
+    st.builds(
+        ResultHead,
+        st.integers(0, 2**63),
+        st.booleans(),
+        st.floats(0, 9),
+        st.floats(0, 9),
+        st.sampled_from([0, 0, 1, 2**64 - 1]),
+    ),
 )
 shapes = st.sampled_from([(), (0, 4), (1, 4), (3, 4), (3, 4), (2, 4), (5,), (2, 3, 4), (200, 200)])
 tensors = st.tuples(shapes, st.sampled_from([torch.float32, torch.float32, torch.bool, torch.int64]))
