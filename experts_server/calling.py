@@ -45,6 +45,7 @@ class ModuleCaller:
         self.module = module
         self.spec = infer_spec(module)
         self.random = RandomStream(module)
+        self.changes_inputs = False  # in place; found out
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.is_on_cpu = self.device.type == "cpu"
         # Of the smallest and the largest call, by `evaluate` and the shape of a row.
@@ -53,8 +54,11 @@ class ModuleCaller:
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
 
-    def call(self, inputs: tuple[Tensor, ...], evaluate: bool) -> Outputs:
-        """Return the module's outputs.
+    def call(self, inputs: tuple[Tensor, ...], evaluate: bool, seed: int = 0) -> Outputs:
+        """Return the module's outputs; with a `seed`, of the random numbers that follow it.
+
+        A module may change its inputs in place. That they are changed here as well happens at its first call at most:
+        from then on it is given copies, as it is at once where autograd does not let it change leaves.
 
         Raises:
             InvalidCallError: it raised, and the inputs are not what it takes.
@@ -63,16 +67,26 @@ class ModuleCaller:
         is_training = not (evaluate or self.eval_only)
         if self.module.training is not is_training:
             self.module.train(is_training)
+        own = inputs
         if not self.is_on_cpu:
-            inputs = tuple(x.to(self.device) for x in inputs)
+            own = tuple(x.to(self.device) for x in inputs)
+        elif self.changes_inputs:
+            own = tuple([x.clone() for x in inputs])
+        versions = versions_of(inputs)
         try:
             if self.random.is_silent:
-                result = self.module(*inputs)
+                result = self.module(*own)
             else:
-                with self.random.drawing():
-                    result = self.module(*inputs)
+                with self.random.drawing(seed):
+                    result = self.module(*own)
         except Exception as error:
-            raise self._explain(inputs, error) from error
+            is_refused = type(error) is RuntimeError and "in-place operation" in str(error)
+            if not is_refused or self.changes_inputs or versions != versions_of(inputs):
+                raise self._explain(inputs, error) from error
+            self.changes_inputs = True
+            return self.call(inputs, evaluate, seed)
+        if versions != versions_of(inputs):
+            self.changes_inputs = True
         return self._outputs_of(result)
 
     def _outputs_of(self, result: object) -> Outputs:
@@ -94,23 +108,7 @@ class ModuleCaller:
             ) from error
         return outputs
 
-    def call_without_graph(self, leaves: tuple[Tensor, ...], evaluate: bool) -> Outputs:
-        """Call the module with gradients off, for a backward that calls it again with the same inputs.
-
-        Raises:
-            ExpertFailedError: it changed them, which PyTorch does not allow a leaf either.
-        """
-        versions = [x._version for x in leaves]
-        with torch.no_grad():
-            outputs = self.call(leaves, evaluate)
-        if [x._version for x in leaves] != versions:
-            raise ExpertFailedError(
-                f"expert {self.name!r}, forward: expected its module to leave its inputs as they are, got a change in "
-                "place. Compute out of place, or set memory.recompute = false."
-            )
-        return outputs
-
-    def call_and_weigh(self, leaves: tuple[Tensor, ...], evaluate: bool) -> tuple[Outputs, int]:
+    def call_and_weigh(self, leaves: tuple[Tensor, ...], evaluate: bool, seed: int) -> tuple[Outputs, int]:
         """Call the module with gradients on; return also how many bytes its graph and its outputs hold.
 
         Measuring costs more than a small expert. So it is done for calls that have more rows, or fewer, than any of
@@ -122,10 +120,10 @@ class ModuleCaller:
         kind, num_rows = (evaluate, shape[1:]), shape[0] if shape else 1
         known = self._weights.get(kind)
         if known is not None and known[0].num_rows <= num_rows <= known[1].num_rows:
-            return self.call(leaves, evaluate), _between(*known, num_rows)
+            return self.call(leaves, evaluate, seed), _between(*known, num_rows)
         weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
         with weigher.weighing():
-            outputs = self.call(leaves, evaluate)
+            outputs = self.call(leaves, evaluate, seed)
         for tensor in outputs.tensors:
             weigher.weigh(tensor)
         if len(self._weights) >= MAX_KNOWN_SHAPES:
@@ -154,6 +152,11 @@ class ModuleCaller:
         if isinstance(error, RemoteError):
             return error
         return self.spec.mismatch(self.name, inputs) or self.failure("forward", error)
+
+
+def versions_of(tensors: tuple[Tensor, ...]) -> list[int]:
+    """Return what grows with each change in place."""
+    return [tensor._version for tensor in tensors]
 
 
 def _between(fewest: _Weight, most: _Weight, num_rows: int) -> int:

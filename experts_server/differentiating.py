@@ -110,8 +110,8 @@ class Differentiator:
         return roots, root_grads, wanted
 
     def _recomputed(self, call: BackwardCall, kept: KeptForward) -> tuple[Tensor, ...]:
-        with torch.enable_grad(), self._caller.random.replaying(kept.random_seed):
-            outputs = self._caller.call(kept.inputs, kept.evaluate)
+        with torch.enable_grad():
+            outputs = self._caller.call(kept.inputs, kept.evaluate, kept.random_seed)
         if kept.output_shapes is None:
             kept.output_shapes = outputs.shapes
             check_grad_outputs(self._caller.name, call, kept.output_shapes)

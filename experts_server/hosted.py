@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from experts_server.budget import Budget
-from experts_server.calling import ModuleCaller
+from experts_server.calling import ModuleCaller, versions_of
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.checks import check_finite, check_grad_outputs, check_inputs
 from experts_server.config import SAVING_NOTHING, MemoryConfig
@@ -213,17 +213,19 @@ class HostedExpert:
                 return self.caller.call(call.inputs, call.evaluate).detached()
         leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
         seed = self.caller.random.next_seed()
-        with self.caller.random.replaying(seed):
-            if self._saving.recompute:
-                outputs = self.caller.call_without_graph(leaves, call.evaluate)
-                kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, seed)
-            else:
-                outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate)
-                kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed)
-                kept.graph_bytes = graph_bytes
+        versions = versions_of(leaves)
+        if self._saving.recompute:
+            with torch.no_grad():
+                outputs = self.caller.call(leaves, call.evaluate, seed)
+            kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, seed)
+        else:
+            outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate, seed)
+            kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed)
+            kept.graph_bytes = graph_bytes
         answer = outputs.detached()
         answer.random_seed = seed
-        self._keep(call, kept)
+        if versions == versions_of(leaves):  # else these are not the inputs any more: they will be sent again
+            self._keep(call, kept)
         return answer
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:

@@ -10,7 +10,6 @@ inputs wherever it has been lost. An expert made only of layers known to draw no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +58,11 @@ class RandomStream:
             self._seeds.draw(0, torch.device("cpu"))
         self.is_silent = self._seeds is None
 
-    def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Let random operators of this thread draw from this stream."""
-        return contextlib.nullcontext() if self._seeds is None else own_streams(self._seeds)
+    def drawing(self, seed: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Let random operators of this thread draw from this stream; with a seed, what always follows that."""
+        if self._seeds is None:
+            return contextlib.nullcontext()
+        return own_streams(CallSeeds(seed) if seed else self._seeds)
 
     def state(self) -> Tensor | None:
         """Return where the stream is, or `None` if nothing is drawn from it."""
@@ -80,19 +81,8 @@ class RandomStream:
             self._seeds.generator(0, torch.device("cpu")).set_state(state)
 
     def next_seed(self) -> int:
-        """Return a seed for `replaying`; 0 if nothing is drawn."""
+        """Return a seed for `drawing`; 0 if nothing is drawn."""
         if self._seeds is None:
             return 0
         generator = self._seeds.generator(0, torch.device("cpu"))
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, None, generator=generator))
-
-    @contextlib.contextmanager
-    def replaying(self, seed: int) -> Iterator[None]:
-        """Draw what always follows `seed`, and leave the stream where it is; with 0 just go on."""
-        stream = self._seeds
-        if stream is not None and seed:
-            self._seeds = CallSeeds(seed)
-        try:
-            yield
-        finally:
-            self._seeds = stream
