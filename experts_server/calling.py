@@ -15,7 +15,7 @@ from experts_server.gradients import GraphWeigher
 from experts_server.kept import SAVED_BYTES
 from experts_server.randomness import RandomStream
 from experts_server.spec import infer_spec
-from moe_autograd.errors import ExpertFailedError, RemoteError
+from moe_autograd.errors import ExpertFailedError, InvalidCallError, RemoteError
 from moe_autograd.wire.tensors import check_can_travel
 
 MAX_KNOWN_SHAPES = 1024
@@ -144,14 +144,18 @@ class ModuleCaller:
 
     def failure(self, phase: str, error: Exception) -> ExpertFailedError:
         """Return what says that the module raised `error`."""
-        return ExpertFailedError(
-            f"expert {self.name!r}, {phase}: its module raised {type(error).__name__}: {error}"
-        )
+        return ExpertFailedError(f"expert {self.name!r}, {phase}: its module raised {_told(error)}")
 
     def _explain(self, inputs: tuple[Tensor, ...], error: Exception) -> RemoteError:
         if isinstance(error, RemoteError):
             return error
-        return self.spec.mismatch(self.name, inputs) or self.failure("forward", error)
+        failure = self.failure("forward", error)
+        likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs)
+        return failure if likely is None else InvalidCallError(f"{likely} Its module raised {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> list[int]:

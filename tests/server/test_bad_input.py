@@ -39,8 +39,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ExpertsServer]:
     torch.manual_seed(0)
-    experts = {"ffn.0": FeedForwardExpert(D), "grumpy": Grumpy(), "custom": nn.ModuleList()}
-    experts["custom"] = _first_layer_is_linear()
+    experts = {"ffn.0": FeedForwardExpert(D), "grumpy": Grumpy(), "custom": _first_layer_is_linear()}
+    experts["words"] = nn.Embedding(9, D)
     with ExpertsServer(experts, optimizer=sgd) as server:
         yield server
 
@@ -68,7 +68,7 @@ def _first_layer_is_linear() -> nn.Module:
 @pytest.mark.parametrize(
     ("expert", "x", "code", "text"),
     [
-        ("ffn.7", tokens(3, D), "EXPERT_NOT_FOUND", "one of its 3 experts (custom, ffn.0, grumpy), got 'ffn.7'"),
+        ("ffn.7", tokens(3, D), "EXPERT_NOT_FOUND", "one of its 4 experts (custom, ffn.0, grumpy, words), got 'ffn.7'"),
         ("ffn.0", tokens(3, D + 1), "INVALID_CALL", "expected shape (num_tokens, 16), got (3, 17)"),
         ("ffn.0", tokens(3, D).double(), "INVALID_CALL", "expected dtype torch.float32, got torch.float64"),
         ("ffn.0", tokens(3, D).long(), "INVALID_CALL", "expected dtype torch.float32, got torch.int64"),
@@ -78,11 +78,13 @@ def _first_layer_is_linear() -> nn.Module:
         ("ffn.0", torch.full((3, D), float("nan")), "INVALID_CALL", "expected finite values, got 48 of 48"),
         ("ffn.0", torch.full((3, D), float("inf")), "INVALID_CALL", "expected finite values, got 48 of 48"),
         ("custom", tokens(3, D + 1), "INVALID_CALL", "got (3, 17)"),
+        ("custom", tokens(3, D + 1), "INVALID_CALL", "Its module raised RuntimeError: mat1 and mat2 shapes"),
+        ("words", torch.tensor([2, 9]), "EXPERT_FAILED", "its module raised IndexError: index out of range"),
         ("grumpy", -torch.ones(3, D), "EXPERT_FAILED", "its module raised ArithmeticError: I do not like this"),
         ("grumpy", 9 * torch.ones(3, D), "EXPERT_FAILED", "a sequence of tensors from its module, got str."),
         ("grumpy", 11 * torch.ones(3, D), "EXPERT_FAILED", "from its module, got a tuple of Tensor, list."),
     ],
-    ids=[f"wrong {n}" for n in range(13)],
+    ids=[f"wrong {n}" for n in range(15)],
 )  # fmt: skip
 def test_a_wrong_forward_is_refused_and_its_neighbours_are_served(
     client: WireClient, expert: str, x: Tensor, code: str, text: str
