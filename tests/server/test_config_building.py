@@ -51,6 +51,14 @@ class Broken(torch.nn.Module):
         ),
         ({"class": "ffn", "args": {"d_model": -3}}, "key 'args': expected arguments that it takes"),
         ({"class": "builtins:dict"}, "expected a torch.nn.Module, got dict from 'builtins:dict'"),
+        (
+            {"class": "torch.nn:LazyLinear", "args": {"out_features": 4}},
+            "key 'args': expected weights with values, got 'weight' without a shape",
+        ),
+        (
+            {"class": "ffn", "args": {"d_model": 4, "device": "meta"}},
+            "key 'args': expected weights with values, got 'up.weight' on meta",
+        ),
         ({**FFN, "optimizer": {"name": "Adm"}}, "expected one of ASGD, Adadelta"),
         (
             {**FFN, "optimizer": {"args": {"nope": 1}}},
