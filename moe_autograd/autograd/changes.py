@@ -5,14 +5,14 @@ of the tensor, or what it is a view of. Calls that are cut apart see it in the v
 changes, and autograd knows of it, is for that call alone, and by one way: once among its arguments, and not in its
 closure besides. Views that do not overlap are different memory.
 
-(A limit: if a call computes something that nobody uses with a view that it holds in its closure, after a call has
-changed what that is a view of, PyTorch gives the view its history there and then, without what the map does to it.)
+PyTorch gives a view the history of what it is a view of when it is first used after a change: if a call does so, before
+the map gives the changed tensor its history. So views that calls take or hold get theirs anew in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,25 @@ def refuse_changed_closures(
                 )
 
 
+def renew_views(bases: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    """Give views the history that the map has given to what they show.
+
+    PyTorch does so at their first use after a change. A call may have used them before the map was done.
+
+    Args:
+        bases: memory that calls have changed.
+        tensors: among which there may be views of it.
+    """
+    bases = tuple(bases)
+    views = [view for view in tensors if follows(view) and any(view._base is base for base in bases)]
+    with torch.autograd._unsafe_preserve_version_counter(bases):
+        torch.autograd.graph.increment_version(bases)
+        for view in views:
+            view.grad_fn  # noqa: B018  # makes it
+    for view in views:
+        view.grad_fn  # noqa: B018  # of the version that it has again: the next one would pass for this
+
+
 def _uses(changed: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]]) -> list[list[_Use]]:
     """Return who takes what, for each piece of memory that somebody has changed."""
     uses: dict[int, list[_Use]] = {id(base_of(tensor)): [] for own in changed for tensor in own}
@@ -137,6 +156,14 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     marks = torch.zeros(size, dtype=torch.bool, device=one.device)
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def follows(tensor: Tensor) -> bool:
+    """Whether `tensor` is a view that has another history after a change; other views must not be used then."""
+    if not tensor._is_view():
+        return False
+    of_torch: Any = torch._C._autograd
+    return bool(of_torch._get_creation_meta(tensor) == of_torch.CreationMeta.DEFAULT)
 
 
 def base_of(tensor: Tensor) -> Tensor:

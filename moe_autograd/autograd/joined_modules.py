@@ -17,7 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
-from moe_autograd.autograd.changes import memory_held, refuse_changed_closures, refuse_shared_changes
+from moe_autograd.autograd.changes import (
+    base_of,
+    memory_held,
+    refuse_changed_closures,
+    refuse_shared_changes,
+    renew_views,
+)
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.entry import Entrance, flatten, gate
 from moe_autograd.autograd.hooks import nested_backwards
@@ -168,8 +174,15 @@ def run_module_calls(
         run_calls(forward, names, max_concurrency, f"{title}, forward")
         if not shares_graph:
             refuse_changed_closures(title, names, held)
-        if any(call.changed for call in calls):  # Rule 7
-            taken = [[tensor for _, tensor in call.cuts] for call in calls]
+        for call, name in zip(calls, names, strict=True):
+            call.refuse_changed_results(name)
+        changed = {id(base): base for call in calls for base in map(base_of, call.changed)}
+        if changed:  # Rule 7
+            taken = [
+                [tensor for _, tensor in call.cuts]
+                + [base for base in changed.values() if call.leads_to(base)]
+                for call in calls
+            ]
             refuse_shared_changes(title, names, [call.changed for call in calls], taken)
     finally:
         owners.clear()
@@ -183,12 +196,20 @@ def run_module_calls(
     for call in calls:
         if call.touched:
             call.keep_histories()
+            call.tie_changed()
     if any(call.results for call in calls):
         # A module may turn gradients on by itself; then its result has a history under no_grad, too.
         # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
-        changed = tuple([tensor for call in calls for tensor in call.dirty])
-        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(changed):
+        dirty = tuple([tensor for call in calls for tensor in call.dirty])
+        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(dirty):
             all_calls = joined(calls, names, max_concurrency, title)
             all_calls.entrance, all_calls.turns = entrance, turns
             tied = join(all_calls)
-    return [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
+    returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
+    if changed:
+        outer = [
+            *[tensor for own in cuts for _, tensor in own],
+            *[value for values, _ in flats for value in values],
+        ]
+        renew_views(changed.values(), [value for value in outer if isinstance(value, Tensor)])
+    return returned

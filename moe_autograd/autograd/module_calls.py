@@ -47,7 +47,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -58,6 +58,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, past
@@ -118,9 +119,11 @@ class ModuleCall(CallResults):
 
         returned = module(*inner_args, **inner_kwargs)
 
+        self.cuts += _renewed(cuts)
         outer_of = {id(aliases[id(tensor)]): tensor for tensor in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
         changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
+        self._given = [value for value in inner if isinstance(value, Tensor)]
         self._take_results(returned, outer_of, [(tensor, aliases[id(tensor)]) for tensor in changed])
         if spec is not None:
             known = {*map(id, inner), *outer_of, *self._places}
@@ -184,17 +187,17 @@ class ModuleCall(CallResults):
             cut = (edge.node, edge.output_nr)
             if cut not in ends or type(edge.node) is ACCUMULATE_GRAD:
                 continue
-            seen: set[Node] = set()
-            to_visit: list[_Edge] = list(edge.node.next_functions)
-            while to_visit:
-                one = to_visit.pop()
-                if one in ends:
-                    above.add(cut)
-                    break
-                if one[0] is not None and one[0] not in seen:
-                    seen.add(one[0])
-                    to_visit += one[0].next_functions
+            if _leads(edge.node.next_functions, ends):
+                above.add(cut)
         return above
+
+    def leads_to(self, tensor: Tensor) -> bool:
+        """Whether its graph, which ends at the cuts, goes through the history that an outer tensor has now."""
+        edge = edge_of(tensor)
+        starts = [(edge.node, edge.output_nr) for edge in self._edges]
+        return _leads(
+            starts, {(edge.node, edge.output_nr)}, {(end.node, end.output_nr) for end in self._ends}
+        )
 
     def backward(
         self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
@@ -306,6 +309,29 @@ class ModuleCall(CallResults):
                 if grad is None or add is True or add is False or not add.has_added(self._ends[i].node, grad):
                     grads[i] = grad
             return grads
+
+
+def _renewed(cuts: Sequence[Cut]) -> list[Cut]:
+    """Return further cuts: held views of what a call has changed meanwhile have another history by now."""
+    views = [(edge, view, edge_of(view)) for edge, view in cuts if follows(view)]
+    return [(now, view) for edge, view, now in views if now.node is not edge.node]
+
+
+def _leads(edges: Sequence[_Edge], ends: Collection[_Edge], stop_at: Collection[_Edge] = ()) -> bool:
+    """Whether one of `edges` leads to one of `ends`, other than through where it is to stop."""
+    seen: set[Node] = set()
+    to_visit = list(edges)
+    while to_visit:
+        edge = to_visit.pop()
+        node = edge[0]
+        if edge in stop_at:
+            continue
+        if edge in ends:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            to_visit += node.next_functions
+    return False
 
 
 def on_this_thread() -> contextlib.AbstractContextManager[object]:

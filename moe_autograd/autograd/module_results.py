@@ -69,6 +69,8 @@ class CallResults:
     dirty: tuple[Tensor, ...] = ()
     _changed_views: Sequence[Tensor] = ()
     _dirty: Sequence[Tensor] = ()
+    _inner: Sequence[Tensor] = ()  # its results, until all calls have been made
+    _given: Sequence[Tensor] = ()  # what it takes, as it knows them
     touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
 
@@ -112,6 +114,7 @@ class CallResults:
             values[i] = None
         self._values = values
         self._edges = [edge_of(value) for value in inner]
+        self._inner = inner
         self._detach(inner, outer_of)
 
     def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:
@@ -136,13 +139,14 @@ class CallResults:
         return None
 
     def _detach(self, inner: list[Tensor], outer_of: dict[int, Tensor]) -> None:
-        if len(inner) == 1 and not inner[0]._is_view():
+        given, self._given = self._given, ()
+        if len(inner) == 1 and not inner[0]._is_view() and not any(inner[0] is value for value in given):
             self.results: tuple[Tensor, ...] = (inner[0].detach(),)
             self.to_save: tuple[Tensor | None, ...] = ()
             return
         owners = [base_of(value) for value in inner]
         num_owned = collections.Counter(map(id, owners))
-        outer = {id(base_of(tensor)) for tensor in outer_of.values()}.union(outer_of)
+        outer = {id(base_of(tensor)) for tensor in (*outer_of.values(), *given)}.union(outer_of)
         results, shared = [], []
         for value, owner in zip(inner, owners, strict=True):
             result = value.detach()
@@ -153,6 +157,21 @@ class CallResults:
         self.results = tuple(results)
         self.to_save = tuple(shared)
 
+    def refuse_changed_results(self, name: str) -> None:
+        """Raise if another call has changed a result of this one, as if it were made after both.
+
+        Raises:
+            RuntimeError: it names this call.
+        """
+        inner, self._inner = self._inner, ()
+        for value, edge in zip(inner, self._edges, strict=False):
+            if value.grad_fn is not edge.node:
+                raise RuntimeError(
+                    f"parallel_apply: expected nobody to change what a call has returned, got a tensor of shape "
+                    f"{tuple(value.shape)} changed in place that {name} returned. Return a clone, or make the calls "
+                    "in a plain loop."
+                )
+
     def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
         """Rule 7."""
         self.touched = changed
@@ -160,7 +179,10 @@ class CallResults:
         self.changed = [t for t, alias in zip(changed, aliases, strict=True) if not is_as_entered(alias)]
         self._changed_views = [tensor for tensor in changed if tensor._is_view()]
         self.dirty = tuple([tensor for tensor in changed if not tensor._is_view()])
-        self.results += tuple([t.detach().clone() if t._is_view() else t for t in changed])
+
+    def tie_changed(self) -> None:
+        """Let the join tie inputs that it changed, as they are when all calls have been made (Rule 7)."""
+        self.results += tuple([t.detach().clone() if t._is_view() else t for t in self.touched])
 
     def forget_results(self) -> None:
         """See `joined.Call`."""

@@ -12,19 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from moe_autograd import map_with_parallel_backward, parallel_apply
-from tests.support.comparison import (
-    MapFunction,
-    Raised,
-    assert_same,
-    attempt,
-    loss_of,
-    natively,
-    one_after_another,
-)
+from moe_autograd import parallel_apply
+from tests.support.comparison import MapFunction, Raised, assert_same, attempt, loss_of, one_after_another
 from tests.support.module_programs import finish, leaves
+
+
+def in_order(*args: Any) -> Any:
+    return parallel_apply(*args, max_concurrency=1)
 
 
 def one_changes_what_another_takes(apply: MapFunction) -> Any:
@@ -124,6 +119,45 @@ REFUSED += [
 ]
 
 
+def one_uses_a_view_of_what_an_earlier_one_has_changed(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x + 1  # whose backward needs nothing saved, and may run twice
+    view = y.t()
+    return finish(apply([lambda t: t.mul_(3) * 1, lambda t: view + 1], [(y,), (x,)]), x)
+
+
+def a_call_uses_a_view_of_what_it_has_changed(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x + 1
+    view = y.t()
+    return finish(apply([lambda t: (t.mul_(3), view + 1)[1]] * 1, [(y,)]), x)
+
+
+ELSEWHERE: list[Callable[[], Tensor]] = []  # where nobody looks for what a call holds
+
+
+def one_finds_what_an_earlier_one_has_changed(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x + 1
+    ELSEWHERE[:] = [lambda: y[0]]
+    return finish(apply([lambda t: t.mul_(3) * 1, lambda t: found() + 1], [(y,), (x,)]), x)
+
+
+def found() -> Tensor:
+    return ELSEWHERE[0]()
+
+
+def one_changes_what_an_earlier_one_has_filled_and_returned(apply: MapFunction) -> Any:
+    x, weight = leaves(2)
+    room = torch.zeros(3, 4, dtype=torch.float64)
+    return finish(apply([lambda t: t.add_(weight), lambda t: room.mul_(3) * t], [(room,), (x,)]), weight)
+
+
+REFUSED += [one_uses_a_view_of_what_an_earlier_one_has_changed, a_call_uses_a_view_of_what_it_has_changed]
+IN_ORDER = [one_changes_what_an_earlier_one_has_filled_and_returned]
+IN_ORDER += [one_finds_what_an_earlier_one_has_changed]
+
+
 def parts_that_do_not_overlap(apply: MapFunction) -> Any:
     """Columns of one tensor, as of a projection for queries, keys and values: only their rows' ends meet."""
     (x,) = leaves(1, 3, 8)
@@ -162,6 +196,27 @@ def a_view_that_a_closure_holds_and_no_call_uses(apply: MapFunction) -> Any:
     )
 
 
+def views_that_calls_use_for_nothing_after_a_change(apply: MapFunction) -> Any:
+    """PyTorch gives them their history there and then, before the map gives one to what they show."""
+    (x,) = leaves(1)
+    y = x + 1
+    z = y[:2]
+    views = y.t(), z[1:], z.view(-1)
+
+    def later(t: Tensor) -> Tensor:
+        apply([lambda t: views[0] * t.sum(), torch.sin], [(views[1],), (views[2],)])
+        return t * 1
+
+    return finish([*apply([lambda t: t.mul_(3), later], [(z,), (x,)]), *views, y], x)
+
+
+def a_part_that_one_uses_after_another_has_changed_another_part(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+    y = x + 1
+    part = y[2:]
+    return finish([*apply([lambda t: t.mul_(3), lambda t: part * t.sum()], [(y[:2],), (x,)]), part, y], x)
+
+
 def a_view_that_a_call_changes_before_its_whole_is_changed(apply: MapFunction) -> Any:
     (x,) = leaves(1)
     y = x * 2
@@ -171,8 +226,10 @@ def a_view_that_a_call_changes_before_its_whole_is_changed(apply: MapFunction) -
     return finish([view, y], x)
 
 
-@pytest.mark.parametrize("max_concurrency", [None, 1])
-@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("program", "max_concurrency"),
+    [*[(program, n) for program in REFUSED for n in (None, 1)], *[(program, 1) for program in IN_ORDER]],
+)
 def test_a_change_that_others_would_have_to_see_is_refused(
     program: Callable[[MapFunction], Any], max_concurrency: int | None
 ) -> None:
@@ -192,6 +249,8 @@ def test_a_change_that_others_would_have_to_see_is_refused(
         changes_that_nobody_differentiates,
         what_is_taken_twice_and_changed_by_nobody,
         a_view_that_a_closure_holds_and_no_call_uses,
+        views_that_calls_use_for_nothing_after_a_change,
+        a_part_that_one_uses_after_another_has_changed_another_part,
         a_view_that_a_call_changes_before_its_whole_is_changed,
     ],
     ids=lambda program: program.__name__,
@@ -199,7 +258,18 @@ def test_a_change_that_others_would_have_to_see_is_refused(
 def test_a_change_that_nobody_else_sees_is_differentiated_as_natively(
     program: Callable[[MapFunction], Any],
 ) -> None:
-    assert_same(program(one_after_another), program(parallel_apply), tolerance=1e-12)
+    for apply in (parallel_apply, in_order):
+        assert_same(program(one_after_another), program(apply), tolerance=1e-12)
+
+
+def test_what_autograd_does_not_see_written_to_a_view_that_is_changed_stays() -> None:
+    def program(apply: MapFunction) -> Any:
+        (x,) = leaves(1)
+        y = x + 1
+        data = y.data
+        return finish([*apply([lambda t: t.mul_(3), lambda t: (data.add_(1), t)[1]], [(y[:2],), (x,)]), y], x)
+
+    assert_same(program(one_after_another), program(in_order), tolerance=1e-12)
 
 
 CHANGES: list[Callable[[Tensor], Tensor]] = [
@@ -265,6 +335,22 @@ def test_a_result_that_shares_memory_with_a_closure_and_is_changed_is_differenti
         assert_same(native, mapped, tolerance=1e-12)
 
 
+@pytest.mark.parametrize("changes_result", [True, False])
+def test_a_tensor_without_history_that_a_call_fills_and_returns_is_not_changed_behind_its_back(
+    changes_result: bool,
+) -> None:
+    x, weight = leaves(2)
+    room = torch.zeros(3, 4, dtype=torch.float64)
+    y, _ = parallel_apply([lambda t: t.add_(weight), torch.sin], [(room,), (x,)])
+
+    def change() -> None:
+        (y if changes_result else room).mul_(3)
+        loss_of([y]).backward()
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        change()
+
+
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:]])
 def test_a_parameter_that_a_call_returns_is_not_changed_behind_its_back(
     view: Callable[[Tensor], Tensor],
@@ -275,84 +361,3 @@ def test_a_parameter_that_a_call_returns_is_not_changed_behind_its_back(
     with pytest.raises(RuntimeError, match=r"leaf Variable|modified inplace"):
         y.mul_(3)
     assert torch.equal(weight, before)
-
-
-class MayChange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float | None) -> Tensor:
-        ctx.factor = factor
-        if factor is None:
-            return x + 1
-        ctx.mark_dirty(x)
-        return x.mul_(factor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * (ctx.factor or 1), None
-
-
-def part(x: Tensor) -> Tensor:
-    return x[:2]
-
-
-def whole(x: Tensor) -> Tensor:
-    return x
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        [(whole, 3.0), (whole, None)],
-        [(whole, None), (whole, 3.0)],
-        [(whole, 3.0), (whole, 5.0)],
-        [(part, 3.0), (whole, None)],
-        [(whole, None), (part, 3.0)],
-    ],
-)
-@pytest.mark.parametrize("max_concurrency", [None, 1])
-def test_two_calls_of_a_function_take_no_memory_that_one_of_them_changes(
-    calls: list[tuple[Callable[[Tensor], Tensor], float | None]], max_concurrency: int | None
-) -> None:
-    (x,) = leaves(1)
-    y = x * 2
-    with pytest.raises(RuntimeError, match=r"map_with_parallel_backward: expected .* changed in place"):
-        map_with_parallel_backward(
-            MayChange, *[(take(y), factor) for take, factor in calls], max_concurrency=max_concurrency
-        )
-
-
-def test_calls_of_a_function_may_change_parts_that_do_not_overlap() -> None:
-    def program(apply: MapFunction) -> Any:
-        (x,) = leaves(1, 3, 8)
-        y = x * 2
-        return finish([*apply(MayChange, (y[:, :3], 3.0), (y[:, 3:], 5.0), (x, None)), y], x)
-
-    assert_same(program(natively), program(map_with_parallel_backward), tolerance=1e-12)
-
-
-def test_without_gradients_calls_of_a_function_may_change_what_they_like() -> None:
-    x = torch.ones(3)
-    with torch.no_grad():
-        map_with_parallel_backward(MayChange, (x, 2.0), (x, 3.0), max_concurrency=1)
-    assert x.tolist() == [6.0] * 3
-
-
-def test_a_function_may_take_twice_what_it_changes() -> None:
-    """It says itself what its gradients are."""
-
-    class ChangesOneOfTwo(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-            ctx.mark_dirty(x)
-            return x.mul_(3)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            return grad * 3, grad
-
-    def program(apply: MapFunction) -> Any:
-        x, z = leaves(2)
-        y, v = x * 2, z * 2
-        return finish([*apply(ChangesOneOfTwo, (y, y), (v, v)), y], x, z)
-
-    assert_same(program(natively), program(map_with_parallel_backward), tolerance=1e-12)

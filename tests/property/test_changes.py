@@ -21,7 +21,6 @@ from tests.support.comparison import MapFunction, Raised, assert_same_values, at
 
 NUM_PROGRAMS, AT_ONCE = 600, 50
 CLOSE = 1e-9
-LIMIT = {61}  # the one that `changes` tells of
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sin": lambda x, y: x.sin(),
@@ -56,9 +55,9 @@ class Program:
         constant = torch.randn(3, 4, generator=generator, dtype=torch.float64)
         for leaf in leaves:
             leaf.requires_grad_()
-        computed = [leaves[0] * 2, leaves[1].sin(), leaves[2] * constant]
-        views = [computed[0][:2], computed[1].t(), computed[2].view(-1)]
-        pool = [*leaves, constant, *computed, *draw.sample(views, draw.randint(0, 3))]
+        computed = [leaves[0] + 1, leaves[1].sin(), leaves[2] * constant]
+        views = [computed[0][:2], computed[0][1:].t(), computed[1].t(), computed[2].view(-1)]
+        pool = [*leaves, constant, *computed, *draw.sample(views, draw.randint(0, 4))]
 
         calls, inputs = [], []
         for _ in range(draw.randint(1, 4)):
@@ -109,7 +108,7 @@ def test_a_random_program_is_differentiated_right_or_refused(
     def apply(*args: Any) -> Any:
         return parallel_apply(*args, max_concurrency=max_concurrency)
 
-    for seed in sorted({*range(first, first + AT_ONCE)} - LIMIT):
+    for seed in range(first, first + AT_ONCE):
         native, mapped = (
             attempt(Program(seed, changes), one_after_another),
             attempt(Program(seed, changes), apply),
