@@ -6,7 +6,7 @@ the new gradient as it is: then nothing is gained.) So the call that has compute
 add it, and the join hands on none for that leaf. Only where that makes no difference:
 
 1. The engine would accumulate there: nobody asked for the gradient itself, nor for one with a graph.
-2. No hook waits for the gradient, or for its accumulation.
+2. No hook waits for the gradient, or for its accumulation, at the leaf or at its node.
 3. No other call of the map reaches the leaf: else the order in which floats are added would depend on the threads.
 4. After Ctrl-C nothing is added any more by calls that have been left to end by themselves.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -24,13 +24,12 @@ from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use
 
+LEAST_ADDED = 1 << 12  # numbers; of smaller leaves the gradients may well be in memory together
 _REST_S = 1.0
 
 
 class AtOnce:
     """Adds gradients to leaves in one backward.
-
-    Among what a backward wants it stands for `True`, where a gradient is wanted in a leaf and nowhere else.
 
     Threads: any.
     """
@@ -40,20 +39,21 @@ class AtOnce:
         self._num_adding = 0
         self._is_over = False
 
-    def may_add(self, leaf: Tensor, node: Node | None) -> bool:
-        """Whether the gradient of `leaf`, which the engine takes to `node`, may be added here (Rules 1 and 2).
+    def adder(self, node: Any) -> Adder | None:
+        """Return what adds the gradient of a leaf, given its node; `None` if the engine has to (Rules 1 and 2).
 
         Threads: only the engine's, while it runs the join.
         """
-        return node is not None and _awaits_nothing_but_gradients(leaf) and _is_accumulated(node)
+        leaf = node.variable
+        if not is_worth_adding(leaf) or not _awaits_nothing_but_gradients(leaf):
+            return None
+        return Adder(self, node) if _is_accumulated(node) and not _has_hooks(node) else None
 
-    def has_added(self, node: Any, grad: Tensor) -> bool:
-        """Add a gradient to the leaf of `node`, if that is still possible; return whether it was."""
-        if not _awaits_nothing_but_gradients(node.variable):
-            return False
+    def add(self, node: Any, grad: Tensor) -> None:
+        """Add a gradient, unless the backward is over."""
         with self._changed:
             if self._is_over:
-                return True  # nobody waits for it
+                return  # nobody waits for it
             self._num_adding += 1
         try:
             node(grad)  # under a lock of its own
@@ -61,7 +61,6 @@ class AtOnce:
             with self._changed:
                 self._num_adding -= 1
                 self._changed.notify_all()
-        return True
 
     def end(self) -> None:
         """Add nothing any more (Rule 4)."""
@@ -70,13 +69,53 @@ class AtOnce:
             self._changed.wait_for(lambda: not self._num_adding, _REST_S)
 
 
-Wanted: TypeAlias = bool | AtOnce  # of the gradient of an input: whether a backward uses it
+class Adder:
+    """Adds the gradient of one leaf; stands for `True` among what a backward wants.
+
+    Args:
+        at_once: of the backward.
+        node: the leaf's.
+
+    Threads: any.
+    """
+
+    __slots__ = ("_node", "at_once")
+
+    def __init__(self, at_once: AtOnce, node: Node) -> None:
+        self.at_once = at_once
+        self._node: Any = node
+
+    def has_added(self, grad: Tensor) -> bool:
+        """Add a gradient to the leaf, if that is still possible; return whether it was."""
+        leaf = self._node.variable
+        is_as_leaf = grad.shape == leaf.shape and grad.dtype is leaf.dtype and grad.device == leaf.device
+        if not is_as_leaf or not _awaits_nothing_but_gradients(leaf):
+            return False  # the engine will make it so, or complain
+        self.at_once.add(self._node, grad)
+        return True
+
+
+Wanted: TypeAlias = bool | Adder  # of the gradient of an input: whether a backward uses it
+
+
+def add_where_possible(grads: Sequence[Tensor | None], wanted: Sequence[Wanted]) -> list[Tensor | None]:
+    """Add those gradients that are to be added at once; return the others, each in its place."""
+    return [
+        None if grad is not None and isinstance(add, Adder) and add.has_added(grad) else grad
+        for grad, add in zip(grads, wanted, strict=True)
+    ]
 
 
 def may_add_at_once() -> bool:
     """Whether the backward that runs now adds gradients to leaves on this thread, and records nothing (Rule 1)."""
-    is_engines = torch._C._current_graph_task_id() != -1
-    return is_engines and not torch.is_grad_enabled() and accelerator_in_use() is None
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or torch.is_anomaly_enabled():
+        return False
+    return accelerator_in_use() is None
+
+
+def is_worth_adding(leaf: Tensor) -> bool:
+    """Whether a leaf has a gradient to add to, and one of a size that matters."""
+    return leaf.grad is not None and leaf.numel() >= LEAST_ADDED
 
 
 @contextlib.contextmanager
@@ -85,14 +124,28 @@ def ended(wanted: Iterable[Wanted]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for one in {*wanted}:
-            if isinstance(one, AtOnce):
-                one.end()
+        for at_once in {one.at_once for one in wanted if isinstance(one, Adder)}:
+            at_once.end()
         raise
 
 
 def _awaits_nothing_but_gradients(leaf: Tensor) -> bool:
     return leaf.grad is not None and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
+
+
+def _has_hooks(node: Node) -> bool:
+    """Whether Python hooks are registered on a node; it tells only whoever registers one more."""
+    for register in (node.register_prehook, node.register_hook):
+        handle: Any = register(_nothing)
+        num_hooks = len(handle.hooks_dict_ref())
+        handle.remove()
+        if num_hooks > 1:
+            return True
+    return False
+
+
+def _nothing(*_: object) -> None:
+    """Take part as a hook, and do nothing."""
 
 
 def _is_accumulated(node: Node) -> bool:

@@ -8,9 +8,10 @@ are recorded there and lead to the caller's tensors, since saved tensors come ou
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +20,16 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._ambient import refuse_tangents
-from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.accumulating import (
+    AtOnce,
+    Wanted,
+    add_where_possible,
+    ended,
+    is_worth_adding,
+    may_add_at_once,
+)
 from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
-from moe_autograd.autograd.joined import Joined, Tensors, split
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split
 from moe_autograd.autograd.split_backward import is_in_first_part
 
 
@@ -145,9 +153,10 @@ class FunctionCall:
             grads = call_backward(self._func, ctx, grad_outputs)
         finally:
             self._saved_now.pop()
-        if self._tensor_arguments is None:
-            return grads
-        return [grads[i] for i in self._tensor_arguments]
+        own: Tensors = grads
+        if self._tensor_arguments is not None:
+            own = [grads[i] for i in self._tensor_arguments]
+        return add_where_possible(own, wanted) if wanted else own
 
     def _with_others(self, grad_outputs: Tensors) -> list[Tensor | None]:
         """Put `None` for the results that are no tensors, as PyTorch does."""
@@ -162,20 +171,47 @@ class JoinedFunctions(Joined):
         """See `Joined`."""
         if is_in_first_part():
             return []
-        with contextlib.suppress(RuntimeError):  # see `_is_wanted`
-            if all(map(torch._C._will_engine_execute_node, filter(None, nodes))):  # in one go: mostly all are
-                return []
-        return [_is_wanted(node) for node in nodes]
+        wanted = _wanted(nodes)
+        # The calls of a map are mostly alike: the first one tells whether it is worth looking at all of them.
+        if (
+            not any(map(_is_added_to, nodes[: self.num_inputs[0]]))
+            or not self.is_whole
+            or not may_add_at_once()
+        ):
+            return wanted
+        return self._add_at_once(nodes, wanted)
+
+    def _add_at_once(self, nodes: Sequence[Node | None], wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        """Let calls add the gradients of leaves themselves, where they may (`accumulating`)."""
+        at_once, times = AtOnce(), collections.Counter(nodes)
+        return [
+            (times[node] == 1 and _is_added_to(node) and at_once.adder(node)) or is_wanted
+            for node, is_wanted in zip(nodes, wanted or [True] * len(nodes), strict=True)
+        ]
 
     def backward(
         self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> list[Tensor | None]:
         """See `Joined`; a call that is not needed gets no gradient, and so does not run (Rule 3)."""
-        if wanted:
-            needed = [any(own) for own in split(wanted, self.num_inputs)]
-            given = zip(split(grad_outputs, self.num_results), needed, strict=True)
-            grad_outputs = [grad if is_needed else None for own, is_needed in given for grad in own]
-        return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+        if not wanted:
+            return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+        needed = [any(own) for own in split(wanted, self.num_inputs)]
+        given = zip(split(grad_outputs, self.num_results), needed, strict=True)
+        grad_outputs = [grad if is_needed else None for own, is_needed in given for grad in own]
+        with ended(wanted):
+            return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+
+
+def _wanted(nodes: Sequence[Node | None]) -> Sequence[bool]:
+    """Return for each of `nodes` whether this backward uses the gradients that flow there; nothing if all are used."""
+    with contextlib.suppress(RuntimeError):  # see `_is_wanted`
+        if all(map(torch._C._will_engine_execute_node, filter(None, nodes))):  # in one go: mostly all are
+            return []
+    return [_is_wanted(node) for node in nodes]
+
+
+def _is_added_to(node: Node | None) -> bool:
+    return type(node) is ACCUMULATE_GRAD and is_worth_adding(cast(Any, node).variable)
 
 
 def _is_wanted(node: Node | None) -> bool:

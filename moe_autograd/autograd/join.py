@@ -179,6 +179,7 @@ class _Part:
         self.whole, self.places = whole, places
         own_names = [whole.names[i] for i in places]
         self.joined = type(whole)([whole.calls[i] for i in places], own_names, None, whole.title)
+        self.joined.is_whole = False
 
     def depart(self) -> Tensor:
         """Return what leads to everything that the calls depend on."""

@@ -69,6 +69,7 @@ class Joined:
     """
 
     can_be_apart = True  # whether calls with different histories may be tied apart
+    is_whole = True  # whether these are all calls of the map
     compiled_arrivals: object = None  # of a backward that runs outside of the engine
 
     def __init__(

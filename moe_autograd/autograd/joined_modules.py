@@ -75,8 +75,8 @@ class JoinedModules(Joined):
         at_once, start = AtOnce(), 0
         for call, count in zip(self.calls, self.num_inputs, strict=True):
             for i, leaf in enumerate(call.leaves, start + len(call.cuts)):
-                if id(leaf) not in call.shared_leaves and at_once.may_add(leaf, nodes[i]):
-                    wanted[i] = at_once
+                if id(leaf) not in call.shared_leaves and nodes[i] is not None:
+                    wanted[i] = at_once.adder(nodes[i]) or wanted[i]
             start += count
 
     def _note_histories(self, nodes: Sequence[Node | None], counts: Sequence[int]) -> None:

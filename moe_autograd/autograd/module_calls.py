@@ -57,7 +57,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moe_autograd._streams import accelerator_in_use
-from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.accumulating import Wanted, add_where_possible
 from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
@@ -304,10 +304,8 @@ class ModuleCall(CallResults):
                     allow_unreachable=True,
                     accumulate_grad=False,
                 )
-            for i, grad in zip(ends, found, strict=True):
-                add = wanted[i]
-                if grad is None or add is True or add is False or not add.has_added(self._ends[i].node, grad):
-                    grads[i] = grad
+            for i, grad in zip(ends, add_where_possible(found, [wanted[i] for i in ends]), strict=True):
+                grads[i] = grad
             return grads
 
 

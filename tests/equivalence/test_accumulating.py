@@ -14,13 +14,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from moe_autograd import parallel_apply
+from moe_autograd.autograd import accumulating
 from tests.support import module_programs
 from tests.support.comparing_modules import ORDER, PROGRAMS, assert_same_modules_program, name_of
 from tests.support.comparison import MapFunction, assert_same, loss_of, one_after_another
 from tests.support.module_programs import leaves, parameters, seeded
 from tests.support.subprocesses import assert_prints
+
+
+@pytest.fixture(autouse=True)
+def no_leaf_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulating, "LEAST_ADDED", 1)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
@@ -125,6 +132,27 @@ def test_hooks_get_whole_gradients_once() -> None:
         assert_same([x for x in native[1] if x[0] == kind], [x for x in mapped[1] if x[0] == kind])
 
 
+@pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
+def test_hooks_at_the_node_of_a_weight_get_its_gradient(kind: str) -> None:
+    def prepare(modules: list[nn.Module]) -> list[Any]:
+        seen: list[Any] = []
+        nodes = [get_gradient_edge(p).node for p in parameters(modules)]
+
+        def halve(grads: Any) -> Any:
+            return tuple(None if grad is None else grad / 2 for grad in grads)
+
+        def note(grad_inputs: Any, grad_outputs: Any) -> None:
+            seen.append([grad.clone() for grad in grad_outputs])
+
+        for node in nodes:
+            getattr(node, kind)(halve if kind == "register_prehook" else note)
+        return [nodes, seen]
+
+    native, mapped = train(one_after_another, prepare), train(parallel_apply, prepare)
+    assert_same(native[0], mapped[0], tolerance=0.0)
+    assert_same(sorted(map(str, native[1][1])), sorted(map(str, mapped[1][1])))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("ask", ["grad", "inputs", "graph"])
 def test_only_who_is_asked_for_a_gradient_gets_one(ask: str) -> None:
@@ -214,12 +242,13 @@ def test_after_ctrl_c_a_call_that_is_left_to_end_by_itself_adds_nothing() -> Non
         def forward(self, x):
             return Looks.apply(super().forward(x), look)
 
-    has_added = accumulating.AtOnce.has_added
-    def note(self, node, grad):
-        result = has_added(self, node, grad)
+    accumulating.LEAST_ADDED = 1
+    has_added = accumulating.Adder.has_added
+    def note(self, grad):
+        result = has_added(self, grad)
         ended.set()
         return result
-    accumulating.AtOnce.has_added = note
+    accumulating.Adder.has_added = note
 
     experts = [Watched(4, 4) for _ in range(2)]
     for expert in experts:
