@@ -54,6 +54,12 @@ class ModuleCaller:
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
 
+    def set_mode(self, evaluate: bool) -> None:
+        """Let the module train or evaluate; what it computes again by itself in a backward asks for that, too."""
+        is_training = not (evaluate or self.eval_only)
+        if self.module.training is not is_training:
+            self.module.train(is_training)
+
     def call(self, inputs: tuple[Tensor, ...], evaluate: bool, seed: int = 0) -> Outputs:
         """Return the module's outputs; with a `seed`, of the random numbers that follow it.
 
@@ -64,9 +70,7 @@ class ModuleCaller:
             InvalidCallError: it raised, and the inputs are not what it takes.
             ExpertFailedError: it raised, or returned something else than tensors that can be sent.
         """
-        is_training = not (evaluate or self.eval_only)
-        if self.module.training is not is_training:
-            self.module.train(is_training)
+        self.set_mode(evaluate)
         own = inputs
         if not self.is_on_cpu:
             own = tuple(x.to(self.device) for x in inputs)

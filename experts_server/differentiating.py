@@ -99,6 +99,7 @@ class Differentiator:
     ) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """Return the outputs to start from, their gradients, and which inputs' gradients are wanted."""
         outputs = self._recomputed(call, kept) if kept.outputs is None else kept.outputs
+        self._caller.set_mode(kept.evaluate)
         roots, root_grads = [], []
         is_on_cpu = self._caller.is_on_cpu
         for output, grad in zip(outputs, call.grad_outputs, strict=True):

@@ -120,6 +120,35 @@ def test_a_module_that_checkpoints_its_inside_draws_the_same_numbers_again_besid
     assert not torch.equal(ys[0], ys[1])
 
 
+class SquareInTraining(nn.Module):
+    """Checkpoints an inside that saves a tensor more in training, and has another gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(D))
+
+    def inside(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        return y * y if self.training else y * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_what_a_module_computes_again_by_itself_is_in_the_mode_of_its_forward(
+    evaluate: bool, split_backward: bool
+) -> None:
+    config = MemoryConfig(split_backward=split_backward)
+    with serving({"e": SquareInTraining()}, config) as server, WireClient(server.address) as client:
+        client.forward("e", torch.full((2, D), 3.0), evaluate=evaluate)
+        client.forward("e", tokens(2, D), call_id=2, keep_graph=False, evaluate=not evaluate)
+        answer = client.backward("e", torch.ones(2, D), evaluate=evaluate)
+        assert (answer.code, answer.text) == ("OK", "")
+        torch.testing.assert_close(answer.tensors[0], torch.full((2, D), 1.0 if evaluate else 6.0))
+
+
 def test_an_offloaded_expert_tells_its_shapes_and_weights_while_it_is_absent() -> None:
     hosted: dict[str, nn.Module] = {f"e.{i}": FeedForwardExpert(D) for i in range(4)}
     plain = {name: copy.deepcopy(module.state_dict()) for name, module in hosted.items()}
