@@ -47,7 +47,9 @@ class Request:
         expert: its name.
         head: what is asked.
         tensors: what goes along.
+        encoding: how the tensors travel; one for all, or for each.
         inputs: of a backward, for a server that no longer has them; None where there are none to send.
+        input_encoding: how these travel: as in the forward.
         random_seed: goes with them.
         on_settled: called with whether it was answered or failed for good, as soon as that is known; from any thread.
     """
@@ -55,8 +57,9 @@ class Request:
     expert: str
     head: ForwardHead | BackwardHead
     tensors: Sequence[torch.Tensor | None]
-    encoding: pb.Encoding = pb.RAW
+    encoding: pb.Encoding | Sequence[pb.Encoding] = pb.RAW
     inputs: Sequence[torch.Tensor] | None = None
+    input_encoding: pb.Encoding = pb.RAW
     random_seed: int = 0
     on_settled: Callable[[bool], None] = lambda is_answered: None
 
@@ -134,9 +137,12 @@ def exchange(
 def _with_inputs(request: Request) -> Request:
     assert request.inputs is not None
     assert isinstance(request.head, BackwardHead)
+    assert isinstance(request.encoding, int)
     head = dataclasses.replace(request.head, has_inputs=True, random_seed=request.random_seed)
     tensors = [*request.tensors, *request.inputs]
-    return Request(request.expert, head, tensors, request.encoding, on_settled=request.on_settled)
+    of_inputs = [request.input_encoding] * len(request.inputs)
+    encodings = [request.encoding] * len(request.tensors) + of_inputs
+    return Request(request.expert, head, tensors, encodings, on_settled=request.on_settled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class Connection:
         self._delivery.deliver("Forward", jobs, failures)
         _note_failures(calls, jobs, "forward", failures)
         for call, job in zip(calls, jobs, strict=True):
-            call.address, call.random_seed = job.address, job.outcome.random_seed
+            call.address, call.random_seed, call.encoding = job.address, job.outcome.random_seed, encoding
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
         return [job.outcome for job in jobs]
@@ -243,7 +243,8 @@ class Connection:
             evaluate=call.evaluate,
             reply_encoding=encoding,
         )
-        return Request(call.expert, head, part.grad_outputs, encoding, part.inputs, call.random_seed)
+        again = part.inputs, call.encoding, call.random_seed
+        return Request(call.expert, head, part.grad_outputs, encoding, *again)
 
     # ---- updates
 

@@ -36,6 +36,7 @@ from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.inputs import check_inputs, check_tensors, check_transforms, under_autocast
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.state import places_of
+from moe_autograd.wire import experts_pb2 as pb
 
 if TYPE_CHECKING:
     from moe_autograd.remote.connection import Connection
@@ -177,6 +178,7 @@ class Call:
         is_sequence: whether it gave a tuple.
         address: the server that ran the forward.
         random_seed: where its random numbers began there.
+        encoding: how its inputs travelled.
     """
 
     index: int
@@ -190,6 +192,7 @@ class Call:
     is_sequence: bool = False
     address: str = ""
     random_seed: int = 0
+    encoding: pb.Encoding = pb.RAW
 
 
 @dataclass(slots=True)

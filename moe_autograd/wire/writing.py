@@ -6,6 +6,7 @@ calls would otherwise spend half their time on copying messages into messages.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -47,7 +48,10 @@ class ParcelWriter:
         self._last_run: Run | None = None  # open for what comes next
 
     def add(
-        self, head: Head, tensors: Iterable[torch.Tensor | None] = (), encoding: pb.Encoding = pb.RAW
+        self,
+        head: Head,
+        tensors: Iterable[torch.Tensor | None] = (),
+        encoding: pb.Encoding | Sequence[pb.Encoding] = pb.RAW,
     ) -> int:
         """Queue a parcel and return its number.
 
@@ -56,7 +60,7 @@ class ParcelWriter:
         Args:
             head: one of the messages of `Announcement`, or its plain record, which may travel in a run.
             tensors: of any shape, device and (dense) layout; None travels as None.
-            encoding: for those tensors that can have it; the others travel raw.
+            encoding: for those tensors that can have it; the others travel raw. Or one for each.
 
         Raises:
             TypeError: a tensor's dtype or layout cannot travel; nothing was queued.
@@ -113,14 +117,19 @@ class _Outgoing:
     __slots__ = ("_alive", "announcement", "number", "parts")
 
     def __init__(
-        self, number: int, head: WrittenHead, tensors: Sequence[torch.Tensor | None], encoding: pb.Encoding
+        self,
+        number: int,
+        head: WrittenHead,
+        tensors: Sequence[torch.Tensor | None],
+        encoding: pb.Encoding | Sequence[pb.Encoding],
     ) -> None:
         self.number = number
         self.parts: list[tuple[int, int, memoryview]] = []
         self._alive: list[torch.Tensor] = []
         headers = []
-        for index, tensor in enumerate(tensors):
-            header, form = travelling_form(tensor, encoding)
+        encodings = encoding if isinstance(encoding, Sequence) else itertools.repeat(encoding)
+        for index, (tensor, own) in enumerate(zip(tensors, encodings, strict=False)):
+            header, form = travelling_form(tensor, own)
             headers.append(header)
             if form is not None and form.nbytes:
                 self.parts.append((index, 0, raw_bytes(form)))

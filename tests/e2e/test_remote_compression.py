@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from experts_server.config import LimitsConfig, ServingConfig
 from moe_autograd.remote import Compression, connect
 from moe_autograd.remote.compression import Encodings
 from tests.support.proxy import Proxy
@@ -59,6 +60,35 @@ def test_each_direction_has_its_rounding_and_no_more(server, compression, forwar
     assert 0.1 * forward_error <= relative_error(y, x) <= 2.1 * forward_error
     assert 0.1 * backward_error <= relative_error(x.grad, upstream) <= 2.1 * backward_error
     assert y.dtype == x.grad.dtype == torch.float32
+
+
+class Square(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        "none",
+        "int8",
+        Compression(backward="int8"),
+        Compression(forward="int8"),
+        Compression("float16", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_inputs_that_are_sent_again_are_rounded_as_at_first(compression):
+    torch.manual_seed(0)
+    x, grads = torch.randn(100, 70, requires_grad=True), []
+    for kept_bytes in (1 << 30, 1):
+        config = ServingConfig(limits=LimitsConfig(kept_forward_bytes=kept_bytes))
+        with (
+            ExpertsServer({"square": Square()}, config=config) as server,
+            connect(server.address, compression=compression) as experts,
+        ):
+            grads += torch.autograd.grad(experts["square"](x).sum(), x)
+    assert torch.equal(*grads)
 
 
 def test_whole_numbers_travel_as_they_are(server):
