@@ -276,7 +276,7 @@ class OpenInference:
                 f"{self._max_tensor_bytes}), got {len(raw)}."
             )
         if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if dtype == torch.bool and max(raw) > 1:
             raise InvalidCallError(f"input {header.name!r}: expected bools of 0 and 1, got another byte.")
         return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)

@@ -79,7 +79,7 @@ class _Gate(Function):
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -132,7 +132,7 @@ class Entrance:
         tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}
         if not tensors:
             return
-        anchor, entrance = torch.empty(0, requires_grad=True), object()
+        anchor, entrance = torch.empty(0, requires_grad=True, device="cpu"), object()
         for key, tensor in tensors.items():
             hooks = _AliasHooks(tensor, entrance)
             self._hooks.append(hooks)
@@ -295,7 +295,7 @@ def entered_again(values: Sequence[Any]) -> Iterator[list[Any]]:
     Again, its tensors are what saved aliases were unpacked to: other objects, of which the entry knows nothing. In
     their place there are new aliases, so that hooks wait with those of the first ones.
     """
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     entered, all_hooks = list(values), []
     for place, value in enumerate(values):
         if isinstance(value, Tensor) and type(value.grad_fn) is _ENTRY_NODE and value._backward_hooks is None:

@@ -26,6 +26,7 @@ from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.finding import Finding
+from moe_autograd.remote.inputs import on_devices_of
 from moe_autograd.remote.jobs import Job
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
@@ -49,7 +50,7 @@ class Connection:
 
     def __init__(self, servers: Servers, settings: Settings) -> None:
         self.numbering = Numbering()
-        self.anchor = torch.empty(0, requires_grad=True)  # see expert.py, rule 1
+        self.anchor = torch.empty(0, requires_grad=True, device="cpu")  # see expert.py, rule 1
         self.hosted: dict[str, HostedExpert] = {}
         self._finding = Finding(servers, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._delivery = Delivery(self._finding, settings)
@@ -151,10 +152,11 @@ class Connection:
                 job.outcome = Outcome(error=error)
         self._delivery.deliver("Forward", jobs, failures)
         _note_failures(calls, jobs, "forward", failures)
-        for call, job in zip(calls, jobs, strict=True):
+        for call, args, job in zip(calls, inputs, jobs, strict=True):
             call.address, call.random_seed, call.encoding = job.address, job.outcome.random_seed, encoding
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
+            job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
         return [job.outcome for job in jobs]
 
     def prepare_backward(self, calls: Sequence[Call], results: Sequence[Any]) -> None:
@@ -195,7 +197,7 @@ class Connection:
                 job.outcome.error = _mismatch(part, job.outcome)
         _note_failures([part.call for part in wanted], jobs, "backward", failures)
         return {
-            part.call.call_id: list(job.outcome.tensors)
+            part.call.call_id: list(on_devices_of(part.inputs, job.outcome.tensors))
             for part, job in zip(wanted, jobs, strict=True)
             if job.outcome.error is None
         }

@@ -98,7 +98,7 @@ class RemoteExpert(nn.Module):
                 the dtype that the server says it takes (`hosted.inputs`).
 
         Returns:
-            What the expert returns: a tensor, or a tuple of tensors.
+            What the expert returns: a tensor, or a tuple of tensors, on the device of the first input.
 
         Raises:
             InvalidCallError: the expert does not take such inputs.

@@ -5,7 +5,7 @@ A server says it only where it is certain; everything else it checks itself when
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd.errors import InvalidCallError, UnsupportedTransformError
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.heads import Tensors
 from moe_autograd.wire.tensors import TORCH_DTYPES, check_can_travel
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ class InputSpec:
         if len(sizes) > 1 and self.shape[-2] is None:
             sizes[-2] = "num_tokens"
         return f"({', '.join(['...'] * self.may_have_more + sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def on_devices_of(inputs: Sequence[Tensor], results: Tensors) -> Tensors:
+    """Return what a server sent, each where its input is: outputs of a module are where its inputs are."""
+    if all(x.is_cpu for x in inputs):
+        return results
+    return tuple([y if y is None else y.to(x.device) for x, y in zip(inputs, results, strict=True)])
 
 
 def check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:

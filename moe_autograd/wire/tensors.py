@@ -235,7 +235,7 @@ def tensor_in(memory: Memory, start: int, form: TensorForm) -> torch.Tensor:
 
 def empty_of(form: TensorForm) -> torch.Tensor | None:
     """Return the tensor of a form without bytes: one without elements, or None."""
-    return None if form.dtype is None else torch.empty(form.shape, dtype=form.dtype)
+    return None if form.dtype is None else torch.empty(form.shape, dtype=form.dtype, device="cpu")
 
 
 class Assembly:
@@ -268,7 +268,7 @@ def _uninitialised(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """
     num_bytes = numel * dtype.itemsize
     if num_bytes < _HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -137,7 +137,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     ) -> None:
         check_choices(num_microbatches, update, max_resident_bytes, beside)
         self._num_microbatches = num_microbatches
-        self._anchor = torch.empty(0, requires_grad=True) if optimizer else None
+        self._anchor = torch.empty(0, requires_grad=True, device="cpu") if optimizer else None
         modules = (module if device is None else module.to(device) for module in experts)
         first = next(modules, None)
         if first is None:

@@ -1,0 +1,57 @@
+"""Results of experts on servers are where the inputs are, and a default device changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experts_server import ExpertsServer
+from moe_autograd.remote import RemoteOptimizer, connect
+from tests.support.hosting import make_modules, sgd
+from tests.support.subprocesses import assert_prints
+
+
+def test_outputs_and_gradients_are_on_the_device_of_their_inputs() -> None:
+    assert_prints(
+        """
+        import torch
+        from torch import nn
+        from experts_server import ExpertsServer
+        from moe_autograd import parallel_apply
+        from moe_autograd.remote import connect
+        from tests.support import toy_device
+
+        class TwoInputs(nn.Module):
+            def forward(self, x, y):
+                return x * y.sum(), y + 1
+
+        with ExpertsServer({"two": TwoInputs(), "one": nn.Linear(4, 4)}) as server, connect(server.address) as experts:
+            x, y = (torch.randn(3, 4).to(device).requires_grad_() for device in ("toy", "cpu"))
+            first, second = experts["two"](x, y)
+            print(first.device, second.device)
+            (first.sum() + second.sum()).backward()
+            print(x.grad.device, y.grad.device)
+            torch.testing.assert_close(x.grad.cpu(), y.detach().sum().expand(3, 4))
+            one, other = parallel_apply([experts["one"]] * 2, [(x,), (y,)])
+            print(one.device, other.device)
+            grads = torch.autograd.grad(one.sum().cpu() + other.sum(), [x, y])
+            print(*(grad.device for grad in grads))
+            with torch.no_grad():
+                print(experts["one"](x).device)
+        """,
+        "toy:0 toy:0 toy:0 cpu toy:0 cpu toy:0 cpu toy:0",
+    )
+
+
+@pytest.mark.parametrize("compression", ["none", "bfloat16", "int8"])
+@pytest.mark.parametrize("rows", [3, 300_000])  # large ones come in several messages
+def test_a_default_device_is_not_where_results_arrive(rows: int, compression: str) -> None:
+    with ExpertsServer(make_modules(0), optimizer=sgd) as server:
+        x = torch.randn(rows, 4, requires_grad=True)
+        with torch.device("meta"), connect(server.address, compression=compression) as experts:
+            y = experts["ffn.0"](x)
+            y.sum().backward()
+            experts.load_state_dict(experts.state_dict())
+            RemoteOptimizer(experts).step()
+        assert x.grad is not None
+        assert (y.device, x.grad.device) == (torch.device("cpu"), torch.device("cpu"))
