@@ -13,8 +13,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-# Without the enums that `signal` puts around them: looking up a handler that is a function in an enum of constants takes
-# 2 us, and there are four such looks for each stream.
+# Without the enums that `signal` puts around them: looking up a handler that is a function in an enum of constants
+# takes 2 us, and there are four such looks for each stream.
 _get_handler = inspect.unwrap(signal.getsignal)
 _set_handler = inspect.unwrap(signal.signal)
 
