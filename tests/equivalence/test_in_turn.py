@@ -61,9 +61,10 @@ def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph
 def test_a_call_with_more_work_gets_a_thread() -> None:
     module = nn.Linear(64, 64, bias=False)
     most_rows = in_turn.limits()[0] // 64**2
-    assert is_made_in_turn(module, torch.randn(most_rows, 64))
-    assert not is_made_in_turn(module, torch.randn(most_rows + 1, 64))
-    assert not is_made_in_turn(nn.GELU(), torch.randn(in_turn.limits()[0] + 1))
+    row = torch.randn(1, 64)
+    assert is_made_in_turn(module, row.expand(most_rows, 64))
+    assert not is_made_in_turn(module, row.expand(most_rows + 1, 64))
+    assert not is_made_in_turn(nn.GELU(), torch.empty(1).expand(in_turn.limits()[0] + 1))
 
 
 @pytest.fixture
