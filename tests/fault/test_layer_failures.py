@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.survivors import combine_survivors
 NUM_EXPERTS, D_MODEL = 8, 4
 LR, SMALL_LR = 0.1, 1e-3
 SOON = RetryPolicy(patience_s=3.0)  # to give up; and a busy machine may take a moment to answer a ping
+ALL = set(range(NUM_EXPERTS))
 SUBSETS = [
     set(subset)
     for size in range(NUM_EXPERTS + 1)
@@ -90,19 +92,33 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=lambda text: f"{what}: {text}")
 
 
+def some_of(others: set[int]) -> set[int]:
+    """Return about half of them, the same every time."""
+    chance = random.Random(str(sorted(others)))
+    return {index for index in others if chance.random() < 0.5}
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phases", ["forward", "backward", "forward and backward"])
 def test_whichever_experts_fail_the_layer_is_the_plain_loop_over_the_survivors(
-    experts, modules, router, phase
+    experts, modules, router, phases
 ):
     """Values, the gradients of tokens and router, and the updates of the experts on the server."""
-    for lost in SUBSETS:
+    assert len(SUBSETS) == 2**NUM_EXPERTS
+    for subset in SUBSETS:
+        in_forward = subset if "forward" in phases else set()
+        in_backward = subset if phases == "backward" else set()
+        if phases == "forward and backward":
+            in_backward = some_of(ALL - in_forward)
+        lost = dict.fromkeys(in_forward, "forward") | dict.fromkeys(in_backward, "backward")
         for index, module in enumerate(modules):
-            module.fails_in = phase if index in lost else ""
+            module.fails_in = lost.get(index, "")
         x, own_router = tokens(), copy.deepcopy(router)
         layer = MixtureOfExperts(own_router, experts, on_failure="drop", allow_zero_outputs=True)
         linears = [copy.deepcopy(module.linear) for module in modules]
-        expected_y = combine_survivors(x, router(x), linears, **{f"lost_in_{phase}": lost})
+        expected_y = combine_survivors(
+            x, router(x), linears, lost_in_forward=in_forward, lost_in_backward=in_backward
+        )
         weights = [linear.weight for linear in linears]
         of_x, of_router, *of_weights = torch.autograd.grad(
             expected_y.square().sum(),
@@ -120,7 +136,7 @@ def test_whichever_experts_fail_the_layer_is_the_plain_loop_over_the_survivors(
             update = (weight - module.linear.weight) / SMALL_LR
             close(update, grad, f"update of expert {index} without {lost}")
         assert sorted((failure.expert, failure.phase) for failure in routing.failures) == [
-            (f"ffn.{index}", phase) for index in sorted(lost)
+            (f"ffn.{index}", lost[index]) for index in sorted(lost)
         ]
         assert all("ArithmeticError: told to" in failure.reason for failure in routing.failures)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
 import threading
@@ -38,8 +37,9 @@ class Run:
     def __init__(self) -> None:
         self.num_saved = self.num_acknowledged = self.num_interrupted = 0
 
-    def go_on(self, address: str, pid: int, alive_s: float) -> None:
+    def go_on(self, servers: ForkedServers, alive_s: float) -> None:
         """Train and save, and kill the server `alive_s` after a save began; the first time, after one was done."""
+        address = servers.start()
         self.num_acknowledged = self.num_saved
         saving, saved, killed = threading.Event(), threading.Event(), threading.Event()
         with WireClient(address) as client, WireClient(address, client_id=b"operator") as operator:
@@ -54,7 +54,7 @@ class Run:
             threading.Event().wait(alive_s)  # the fault's random moment
             self.num_interrupted += saving.is_set()
             killed.set()
-            os.kill(pid, signal.SIGKILL)
+            servers.kill()
             for thread in work:
                 thread.join(START_S)
             assert not any(thread.is_alive() for thread in work)
@@ -105,13 +105,10 @@ def test_servers_killed_in_the_middle_of_saves_lose_nothing_that_was_saved_and_c
     num_kills = 100 if is_full_size else 8
     with ForkedServers(config) as servers:
         for _ in range(num_kills):
-            pid, address = servers.start()
-            run.go_on(address, pid, chance.uniform(0.0, 0.5))
-            assert servers.wait() == -signal.SIGKILL
-        pid, address = servers.start()
-        with WireClient(address) as client:
+            run.go_on(servers, chance.uniform(0.0, 0.5))
+        with WireClient(servers.start()) as client:
             run.check(client)
-        os.kill(pid, signal.SIGTERM)
+        servers.signal(signal.SIGTERM)
         assert servers.wait() == 0
     assert run.num_saved > 0
     assert run.num_interrupted >= num_kills // 4, "kills hit saves under way"

@@ -147,21 +147,20 @@ def test_under_sigterm_with_eight_clients_no_accepted_call_fails_and_no_update_i
     trainers = [Trainer(number) for number in range(8)]
     with ForkedServers(config) as servers:
         for _ in range(10 if is_full_size else 2):
-            pid, address = servers.start()
+            address = servers.start()
             warm = threading.Barrier(9)
             workers = [threading.Thread(target=t.train_until_stopped, args=(address, warm)) for t in trainers]
             for worker in workers:
                 worker.start()
             warm.wait(START_S)
-            os.kill(pid, signal.SIGTERM)
+            servers.signal(signal.SIGTERM)
             for worker in workers:
                 worker.join(START_S)
             assert servers.wait() == 0
             assert [t.unexpected for t in trainers] == [[]] * 8
-        pid, address = servers.start()
-        with WireClient(address) as client:
+        with WireClient(servers.start()) as client:
             saved = client.num_updates()
-        os.kill(pid, signal.SIGTERM)
+        servers.signal(signal.SIGTERM)
         assert servers.wait() == 0
     assert saved == {f"ffn.{n}": trainers[n].acknowledged + trainers[n + 4].acknowledged for n in range(4)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ class ForkedServers:
     """Starts servers of one configuration, each when the one before has ended; use it in a `with` statement."""
 
     def __init__(self, config: Path) -> None:
+        self._pid = 0  # of the server that runs
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.forked_servers", str(config)],
             cwd=ROOT,
@@ -32,26 +34,42 @@ class ForkedServers:
             text=True,
         )
 
-    def start(self) -> tuple[int, str]:
-        """Return a server's process id and address, once it serves."""
+    def start(self) -> str:
+        """Return a server's address once it serves. Its configuration is read anew."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("start\n")
         self._process.stdin.flush()
-        pid, ready = int(self._process.stdout.readline()), self._process.stdout.readline()
+        self._pid, ready = int(self._process.stdout.readline()), self._process.stdout.readline()
         assert ready.startswith("experts-server: serving"), f"it did not come up: {ready!r}"
-        return pid, ready.split()[-1]
+        return ready.split()[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the server a signal."""
+        os.kill(self._pid, number)
 
     def wait(self) -> int:
-        """Return the exit status of the server that was started last (negative: the signal that killed it)."""
+        """Return the server's exit status (negative: the signal that killed it)."""
         assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+        status, self._pid = int(self._process.stdout.readline()), 0
+        return status
+
+    def kill(self) -> None:
+        """Kill the server as a power cut would."""
+        self.signal(signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
+
+    def kill_if_running(self) -> None:
+        """Kill the server, if one runs."""
+        if self._pid:
+            self.kill()
 
     def __enter__(self) -> ForkedServers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=60)  # closes its stdin; it ends with its last server
+        self.kill_if_running()
+        self._process.communicate(timeout=60)  # closes its stdin, which ends it
 
 
 def main(config: Path) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from torch import Tensor, nn
+
+from tests.support.servers import wait_until
 
 
 class Held(nn.Module):
@@ -30,3 +33,15 @@ class Held(nn.Module):
         self.num_begun += 1
         self.begun.set()
         assert self.may_go.wait(120)
+
+
+class HeldElsewhere(Held):
+    """The same in a server process: `folder` has a file `begun` once it has, and it waits there for one called `go`."""
+
+    def __init__(self, phase: str, folder: str) -> None:
+        super().__init__(phase)
+        self.folder = Path(folder)
+
+    def hold(self) -> None:
+        (self.folder / "begun").touch()
+        wait_until((self.folder / "go").exists)
