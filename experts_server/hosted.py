@@ -42,6 +42,7 @@ from experts_server.kept import KeptForward, KeptForwards, OwnForwards
 from experts_server.later import LaterGradients, Left
 from experts_server.ledger import Ledger, Reply
 from experts_server.offloading import Lodger, OffloadMemory
+from experts_server.own_memory import OwnMemory, apart
 from experts_server.training import Trainer, Training
 from moe_autograd.autograd.in_turn import is_small
 from moe_autograd.errors import InputsNeededError, RemoteError
@@ -101,6 +102,7 @@ class HostedExpert:
         self._lodger: Lodger | None = None
         if saving.offload and memory.offload is not None:
             self._lodger = Lodger(name, module, training.optimizer if training else None, memory.offload)
+        self._is_own = (self._lodger or OwnMemory(module)).holds
 
     def __repr__(self) -> str:
         return f"<HostedExpert {self.name!r} {self.trainer or 'not trained'}>"
@@ -205,7 +207,9 @@ class HostedExpert:
             if not call.is_finite:
                 check_finite(self.name, call.inputs, "input")
         answers = [self._forward_alone(calls[0])] if len(calls) == 1 else self._forward_joined(calls)
-        return answers if self._lodger is None else [self._lodger.own(answer) for answer in answers]
+        for answer in answers:
+            answer.tensors = apart(answer.tensors, self._is_own)
+        return answers
 
     def _forward_alone(self, call: ForwardCall) -> Outputs:
         if not call.keep_graph:
@@ -258,10 +262,11 @@ class HostedExpert:
                 with contextlib.ExitStack() as hold:
                     hold.enter_context(self.in_memory(for_update=False))
                     answer, weigh = self._differentiator.in_parts(call, kept, parameters)
+                    answer = apart(answer, self._is_own)
                     left = Left(call, kept.num_rows, answer, weigh, hold.pop_all())
                 return self._answer_first(left)
             input_grads, weight_grads = self._differentiator.at_once(call, kept, parameters)
-            return self._settle(call, kept, input_grads, weight_grads)
+            return self._settle(call, kept, apart(input_grads, self._is_own), weight_grads)
         except BaseException:
             self._keep_inputs_for_another_try(call)
             raise

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from experts_server.calls import Outputs
 from experts_server.locks import take_folder
 from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -105,10 +103,9 @@ class Lodger:
         with self._held.in_memory(for_update=for_update):
             yield
 
-    def own(self, outputs: Outputs) -> Outputs:
-        """Return what may leave while it is no longer in memory: a copy of its weights, where it returns any."""
-        own = [t.clone() if self._held.is_borrowed(t) else t for t in outputs.tensors]
-        return replace(outputs, tensors=tuple(own))
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in its weights' memory; to be asked while it is in memory."""
+        return self._held.is_borrowed(tensor)
 
     def prefetch(self) -> None:
         """Start to read it, if there is room; returns at once."""
