@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.tensors import plain
+from moe_autograd.wire.tensors import plain, travelling_form
 
 
 @dataclass(slots=True)
@@ -122,3 +122,15 @@ class Outputs:
     def detached(self) -> Outputs:
         """Return the same values without their graph, as memory that can be sent."""
         return Outputs(tuple([plain(tensor.detach()) for tensor in self.tensors]), self.is_sequence)
+
+
+def encoded(result: Any, encoding: pb.Encoding) -> Any:
+    """Return a call's result with its tensors as they will travel; what goes wrong is a result, too."""
+    if isinstance(result, BaseException):
+        return result
+    is_forward = isinstance(result, Outputs)
+    try:
+        forms: Any = tuple([travelling_form(t, encoding) for t in (result.tensors if is_forward else result)])
+    except Exception as error:
+        return error
+    return Outputs(forms, result.is_sequence) if is_forward else forms

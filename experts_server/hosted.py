@@ -46,6 +46,7 @@ from experts_server.own_memory import OwnMemory, apart
 from experts_server.training import Trainer, Training
 from moe_autograd.autograd.in_turn import is_small
 from moe_autograd.errors import InputsNeededError, RemoteError
+from moe_autograd.wire import experts_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ class HostedExpert:
     def is_small(self, call: Call) -> bool:
         """Whether a call takes less time than a worker costs, and can do nothing but compute."""
         given: Sequence[torch.Tensor | None] = ()
+        if call.reply_encoding != pb.RAW:  # to encode the answer takes longer
+            return False
         if isinstance(call, ForwardCall):
             given = call.inputs
         elif isinstance(call, BackwardCall) and not (self._updates_at_once and call.wants_weight_grads):

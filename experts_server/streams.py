@@ -12,7 +12,7 @@ begun are never begun.
 Small results are gathered: they leave when all calls that have come are done, when for `GATHER_S` none was added, or
 when the first has waited for `LONGEST_GATHER_S`, and not one by one: a message costs the loop more than ten results,
 and each time it wakes it takes the interpreter from the workers. Large ones leave at the first look.
-Threads: everything runs on the event loop, except `take_result`, which workers call.
+Threads: everything runs on the event loop, except `take_result`, which workers call, and what encodes and decodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import grpc
 from torch import Tensor
 
 from experts_server.budget import Budget
-from experts_server.calls import BackwardCall, Call, ForwardCall, Message, Outputs
+from experts_server.calls import BackwardCall, Call, ForwardCall, Message, Outputs, encoded
 from experts_server.registry import Registry
 from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
@@ -117,13 +117,13 @@ class PassStream:
     async def _receive_first(self) -> None:
         """Take the first message before anything else is set up: mostly it is the only one."""
         async for message in self._requests:
-            self._take_message(message)
+            await self._take_message(message)
             return
 
     async def _receive(self) -> None:
         try:
             async for message in self._requests:
-                self._take_message(message)
+                await self._take_message(message)
             self._reader.finish()
         except BaseException as error:
             self._failure = error
@@ -131,9 +131,12 @@ class PassStream:
         if self._failure is not None or len(self._results) >= len(self._outstanding):
             self._wake.set()
 
-    def _take_message(self, message: bytes) -> None:
+    async def _take_message(self, message: bytes) -> None:
         self._hold(self._num_held + len(message))
-        parcels = self._reader.feed(message)
+        if self._reader.num_encoded:  # to decode them takes long
+            parcels = await asyncio.to_thread(self._reader.feed, message)
+        else:
+            parcels = self._reader.feed(message)
         are_finite = len(parcels) > 1 and self._reader.are_finite()
         calls = []
         num_bytes = 0
@@ -206,6 +209,8 @@ class PassStream:
 
     def take_result(self, call: Call, result: Any) -> None:
         """Take the result of a call, or its exception; on a worker, or on the loop itself."""
+        if call.reply_encoding != pb.RAW:  # encoded here, which takes long: the loop has others to serve
+            result = encoded(result, call.reply_encoding)
         self._results.append((call, result))
         has_all = len(self._results) >= len(self._outstanding)
         if has_all and threading.get_ident() == self._thread_id:

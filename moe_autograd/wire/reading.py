@@ -36,9 +36,13 @@ class ParcelReader:
 
     Args:
         limits: what is accepted; a parcel that asks for more is refused by itself.
+
+    Attributes:
+        num_encoded: parcels that wait for parts and have tensors in an encoding; the last part has large ones decoded.
     """
 
     def __init__(self, limits: TensorLimits | None = None) -> None:
+        self.num_encoded = 0
         self._limits = limits or TensorLimits()
         self._incoming: dict[int, _Incoming] = {}
         self._refused: set[int] = set()
@@ -174,6 +178,7 @@ class ParcelReader:
             )
         self._incoming[number] = incoming
         self._unfinished_bytes += incoming.num_bytes
+        self.num_encoded += incoming.is_encoded
 
     def _take_parts(self, arrived: _Arrived, done: list[Parcel]) -> None:
         """Take the next parts, as long as they belong to parcels that have begun before, or were refused."""
@@ -200,6 +205,7 @@ class ParcelReader:
     def _forget(self, incoming: _Incoming) -> None:
         del self._incoming[incoming.number]
         self._unfinished_bytes -= incoming.num_bytes
+        self.num_encoded -= incoming.is_encoded
 
 
 def _check_number(num_parcels: int) -> None:
@@ -292,22 +298,12 @@ class _Arrived:
 class _Incoming:
     """A parcel on its way in: its tensors so far, and those in the making."""
 
-    __slots__ = (
-        "_assemblies",
-        "_forms",
-        "_received",
-        "head",
-        "num_bytes",
-        "num_missing",
-        "number",
-        "tensors",
-    )
-
     def __init__(self, number: int, head: Head | None, forms: list[TensorForm]) -> None:
         self.number = number
         self.head = head
         self.num_bytes = 0
         self.num_missing = 0
+        self.is_encoded = any(form.encoding != pb.RAW for form in forms)
         self.tensors: list[torch.Tensor | None] = []
         self._forms = forms
         self._received = [0] * len(forms)

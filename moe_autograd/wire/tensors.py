@@ -1,6 +1,6 @@
 """Tensor <-> header and raw bytes. Nothing is pickled, nothing is believed.
 
-Out: `travelling_form` describes a tensor, `raw_bytes` shows its memory as a `memoryview`, without a copy.
+Out: `travelling_form` describes and encodes a tensor, `raw_bytes` shows its memory as a `memoryview`, without a copy.
 
 In: `check_header` makes a `TensorForm` of a header, within `TensorLimits`, before any memory is taken. A tensor
 that came whole in one message becomes a view of that message (`tensor_in`): the `bytes` object that gRPC made
@@ -74,7 +74,20 @@ class TensorForm(NamedTuple):
     num_bytes: int  # as encoded
 
 
+class Travelling(NamedTuple):
+    """A tensor as it travels, or None: what `ParcelWriter` makes of one, where nobody has before.
+
+    Args:
+        header: a serialized `TensorHeader`.
+        plain: whose memory is the encoded bytes.
+    """
+
+    header: bytes
+    plain: torch.Tensor | None
+
+
 _NO_TENSOR = TensorForm(None, (), pb.RAW, 0)
+_NOTHING = Travelling(b"", None)
 
 
 # ---- out
@@ -101,16 +114,16 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def travelling_form(
-    tensor: torch.Tensor | None, encoding: pb.Encoding = pb.RAW
-) -> tuple[bytes, torch.Tensor | None]:
-    """Return a tensor's (or None's) serialized `TensorHeader`, and the plain tensor whose memory is its encoded bytes.
+def travelling_form(tensor: torch.Tensor | Travelling | None, encoding: pb.Encoding = pb.RAW) -> Travelling:
+    """Return a tensor as it travels; what does already, as it is.
 
     Raises:
         TypeError: its dtype or layout cannot travel.
     """
     if tensor is None:
-        return b"", None
+        return _NOTHING
+    if isinstance(tensor, Travelling):
+        return tensor
     dtype = tensor.dtype
     if dtype not in DTYPES or tensor.layout is not torch.strided:
         check_can_travel(tensor)
@@ -118,8 +131,8 @@ def travelling_form(
     if encoding != pb.RAW and compression.is_applicable(dtype, encoding):
         encoded = compression.encode(form, encoding)
         if encoded is not None:
-            return _header(DTYPES[dtype], tensor.shape, encoding, encoded.nbytes), encoded
-    return raw_header(dtype, form.shape), form
+            return Travelling(_header(DTYPES[dtype], tensor.shape, encoding, encoded.nbytes), encoded)
+    return Travelling(raw_header(dtype, form.shape), form)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from moe_autograd.wire.framing import ALIGNMENT, frame_packet, varint
 from moe_autograd.wire.heads import BackwardHead, ForwardHead, Head, ResultHead, WrittenHead
 from moe_autograd.wire.options import MAX_PARCELS, PART_BYTES
 from moe_autograd.wire.runs import Run, fits_in_runs
-from moe_autograd.wire.tensors import raw_bytes, travelling_form
+from moe_autograd.wire.tensors import Travelling, raw_bytes, travelling_form
 
 # Tags: the field's number, and that its length comes next; a number comes after the first one.
 _PARCEL = b"\x08"
@@ -50,7 +50,7 @@ class ParcelWriter:
     def add(
         self,
         head: Head,
-        tensors: Iterable[torch.Tensor | None] = (),
+        tensors: Iterable[torch.Tensor | Travelling | None] = (),
         encoding: pb.Encoding | Sequence[pb.Encoding] = pb.RAW,
     ) -> int:
         """Queue a parcel and return its number.
@@ -59,7 +59,8 @@ class ParcelWriter:
 
         Args:
             head: one of the messages of `Announcement`, or its plain record, which may travel in a run.
-            tensors: of any shape, device and (dense) layout; None travels as None.
+            tensors: of any shape, device and (dense) layout, or what `travelling_form` made of them; None travels as
+                None.
             encoding: for those tensors that can have it; the others travel raw. Or one for each.
 
         Raises:
@@ -67,7 +68,7 @@ class ParcelWriter:
         """
         number, given = self._next_number, list(tensors)
         if isinstance(head, (ForwardHead, BackwardHead, ResultHead)):
-            if encoding == pb.RAW and len(given) == 1 and (tensor := given[0]) is not None:
+            if encoding == pb.RAW and len(given) == 1 and isinstance(tensor := given[0], torch.Tensor):
                 if self._last_run is not None and self._last_run.has_taken(head, tensor):
                     self._next_number += 1
                     return number
@@ -120,7 +121,7 @@ class _Outgoing:
         self,
         number: int,
         head: WrittenHead,
-        tensors: Sequence[torch.Tensor | None],
+        tensors: Sequence[torch.Tensor | Travelling | None],
         encoding: pb.Encoding | Sequence[pb.Encoding],
     ) -> None:
         self.number = number
