@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -133,4 +133,4 @@ def encoded(result: Any, encoding: pb.Encoding) -> Any:
         forms: Any = tuple([travelling_form(t, encoding) for t in (result.tensors if is_forward else result)])
     except Exception as error:
         return error
-    return Outputs(forms, result.is_sequence) if is_forward else forms
+    return replace(result, tensors=forms) if is_forward else forms

@@ -132,11 +132,9 @@ class HostedExpert:
 
     def in_memory(self, *, for_update: bool) -> contextlib.AbstractContextManager[None]:
         """Be in memory inside; whatever uses the module's tensors, or the optimizer's for an update, does so inside."""
-        return (
-            contextlib.nullcontext()
-            if self._lodger is None
-            else self._lodger.in_memory(for_update=for_update)
-        )
+        if self._lodger is None:
+            return contextlib.nullcontext()
+        return self._lodger.in_memory(for_update=for_update)
 
     def in_memory_for(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Be in memory inside, as far as a call uses what comes and goes."""
@@ -181,15 +179,13 @@ class HostedExpert:
         check_inputs(self.name, self.spec, call)
 
     def is_small(self, call: Call) -> bool:
-        """Whether a call takes less time than a worker costs, and can do nothing but compute."""
+        """Whether a call takes less time than a worker costs, and can do nothing but compute, and not encode."""
         given: Sequence[torch.Tensor | None] = ()
-        if call.reply_encoding != pb.RAW:  # to encode the answer takes longer
-            return False
         if isinstance(call, ForwardCall):
             given = call.inputs
         elif isinstance(call, BackwardCall) and not (self._updates_at_once and call.wants_weight_grads):
             given = call.grad_outputs
-        is_at_once = self._lodger is None and not self._intake.is_in_parts
+        is_at_once = self._lodger is None and not self._intake.is_in_parts and call.reply_encoding == pb.RAW
         return len(given) == 1 and self.caller.is_on_cpu and is_at_once and is_small(self.module, given[0])
 
     # ---- joining

@@ -133,10 +133,8 @@ class PassStream:
 
     async def _take_message(self, message: bytes) -> None:
         self._hold(self._num_held + len(message))
-        if self._reader.num_encoded:  # to decode them takes long
-            parcels = await asyncio.to_thread(self._reader.feed, message)
-        else:
-            parcels = self._reader.feed(message)
+        feed, takes_long = self._reader.feed, self._reader.num_encoded > 0
+        parcels = await asyncio.to_thread(feed, message) if takes_long else feed(message)
         are_finite = len(parcels) > 1 and self._reader.are_finite()
         calls = []
         num_bytes = 0
