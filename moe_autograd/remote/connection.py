@@ -10,6 +10,7 @@ Threads: any number of operations at once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,9 @@ class Connection:
         self._delivery = Delivery(self._finding, settings)
         self._expectations = Expectations(self._delivery.expect)
         self._updates = Updates(self._delivery, self.numbering)
+        # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
+        self._closing = weakref.finalize(self, self._delivery.close)
+        self._closing.atexit = False
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -84,6 +88,7 @@ class Connection:
     def close(self) -> None:
         """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
         self._delivery.close()
+        self._closing.detach()
 
     def __repr__(self) -> str:
         return f"Connection({len(self.hosted)} experts at {', '.join(self.addresses)})"

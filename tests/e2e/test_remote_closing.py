@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,6 +21,7 @@ from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.forking import Passage
 from moe_autograd.wire import experts_pb2 as pb
 from tests.support.hosting import sgd
+from tests.support.servers import wait_until
 
 ENDLESS = RetryPolicy(patience_s=1e6)  # a call that waits for a closed connection would not return
 PASSAGE = Passage(may_interrupt=False)
@@ -34,18 +36,56 @@ def addresses() -> Iterator[list[str]]:
         yield [first.address, second.address]
 
 
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_threads() -> int:
+    return sum("moe_autograd" in thread.name for thread in threading.enumerate())
+
+
+def call_all(experts: RemoteExperts) -> None:
+    outputs = parallel_apply(list(experts.values()), [(torch.ones(1, 4),)] * 2)
+    sum(y.sum() for y in outputs).backward()
+
+
 def test_nothing_stays_open_behind_close(addresses):
     """The first connections start what grpc keeps for all of them; files that others close meanwhile do not count."""
 
-    def num_open() -> int:
+    def num_after_another() -> int:
         with connect(addresses) as experts:
-            outputs = parallel_apply(list(experts.values()), [(torch.ones(1, 4),)] * 2)
-            sum(y.sum() for y in outputs).backward()
-        return len(os.listdir("/proc/self/fd"))
+            call_all(experts)
+        return num_open()
 
-    first = num_open()
-    rest = [num_open() for _ in range(20)]
+    first = num_after_another()
+    rest = [num_after_another() for _ in range(20)]
     assert min(rest[-5:]) <= first + 5, rest
+
+
+@pytest.mark.parametrize("hedge", [False, True])
+@pytest.mark.parametrize("kept", ["nothing", "an expert", "a graph"])
+def test_a_connection_that_nobody_holds_any_more_is_closed(addresses, no_gc, kept, hedge):
+    with connect(addresses) as experts:
+        call_all(experts)
+    threads, files = num_threads(), num_open()
+    for _ in range(5):
+        experts = connect(addresses, hedge=hedge)
+        call_all(experts)
+        connection = weakref.ref(experts.connection)
+        last = {
+            "nothing": None,
+            "an expert": experts["ffn.0"],
+            "a graph": experts["ffn.0"](torch.ones(1, 4)),
+        }[kept]
+        del experts
+        if kept == "an expert":
+            assert last(torch.ones(1, 4)).shape == (1, 4)
+        if kept == "a graph":
+            last.sum().backward()
+        del last
+        assert connection() is None
+    wait_until(lambda: num_threads() <= threads)
+    wait_until(lambda: num_open() <= files + 2)  # what others open meanwhile
 
 
 class ClosedInBetween(Channel):
