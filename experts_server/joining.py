@@ -3,7 +3,9 @@
 Rows go after rows through one call of the module. What each call is owed is told apart like this:
 
 - *Outputs and input gradients* are the call's own rows, as long as a row's result depends on no other row. A module
-  that mixes rows (batch normalization, or `can_join = false`) is never joined.
+  that mixes rows (batch normalization, or `can_join = false`) is never joined. Of one that nobody knows, joined calls
+  are computed alone as well, the first and the last, at the 1st, 2nd, 4th, 8th, ... time: if what they get is not what
+  they got together, up to rounding, nothing of this expert is joined any more.
 - *Random numbers* of a call cannot be told apart, and its backward has to draw the same again. So a module that draws
   some is found out, and from then on computed call by call in training.
 - *Weight gradients* gather by client, while a joined backward gives their sum. They are told apart where `separating`
@@ -25,7 +27,7 @@ from experts_server.calling import ModuleCaller
 from experts_server.calls import BackwardCall, ForwardCall, Outputs
 from experts_server.gradients import Gradients
 from experts_server.kept import KeptForward
-from experts_server.separating import LinearTape, is_separable
+from experts_server.separating import ROW_WISE, LinearTape, is_separable
 from experts_server.training import Training
 from moe_autograd.errors import ExpertFailedError
 
@@ -44,6 +46,8 @@ class Joiner:
     def __init__(self, caller: ModuleCaller, training: Training | None, *, can_join: bool) -> None:
         self.can_join = can_join and caller.spec.width is not None and not _mixes_rows(caller.module)
         self.draws_random_numbers = False  # in training; found out
+        self._is_known = all(type(part) in ROW_WISE for part in caller.module.modules())
+        self._num_joined = 0
         self._caller = caller
         self._can_take_in = (
             training is not None and training.update == "on_step" and is_separable(caller.module)
@@ -90,7 +94,9 @@ class Joiner:
             ExpertFailedError: they cannot be told apart.
         """
         sizes = [x.shape[0] for x in inputs]
-        joined = self._call_silently(torch.cat(list(inputs)), evaluate)
+        x = torch.cat(list(inputs))
+        joined = self._call_silently(x, evaluate)
+        self._check_shares(x, joined, sizes, evaluate)
         shares = zip(*(torch.split(tensor, sizes) for tensor in joined.tensors), strict=True)
         return [Outputs(tensors, joined.is_sequence) for tensors in shares]
 
@@ -115,7 +121,9 @@ class Joiner:
         x = torch.cat([x.detach() for x in inputs]).requires_grad_()
         tape = LinearTape(self._caller.module)
         with torch.enable_grad(), tape.recording() if parameters else contextlib.nullcontext():
-            (output,) = self._call_silently(x, evaluate).tensors
+            outputs = self._call_silently(x, evaluate)
+        self._check_shares(x, outputs, [x.shape[0] for x in inputs], evaluate)
+        (output,) = outputs.tensors
         try:
             x_grad, *layer_grads = torch.autograd.grad(
                 output, [x, *tape.outputs], torch.cat(list(grad_outputs)).to(output), allow_unused=True
@@ -129,6 +137,25 @@ class Joiner:
             (share, functools.partial(tape.separate, layer_grads, own, parameters))
             for share, own in zip(shares, rows, strict=True)
         ]
+
+    def _check_shares(self, x: Tensor, joined: Outputs, sizes: Sequence[int], evaluate: bool) -> None:
+        """Compute the first and the last call alone, from time to time, and raise where they would get something else.
+
+        Raises:
+            ExpertFailedError: a row's result depends on other rows. Nothing is joined any more.
+        """
+        self._num_joined += 1
+        if self._num_joined & (self._num_joined - 1) or self._is_known:
+            return
+        for own in (slice(0, sizes[0]), slice(x.shape[0] - sizes[-1], x.shape[0])):
+            with torch.no_grad():
+                alone = self._caller.call((x[own].detach().clone(),), evaluate)
+            if not all(_are_close(y[own], z) for y, z in zip(joined.tensors, alone.tensors, strict=True)):
+                self.can_join = False
+                raise ExpertFailedError(
+                    f"expert {self._caller.name!r}: expected results of rows that depend on no other row of a joined "
+                    "call, got others. Nothing is lost: its calls are computed one by one. Set can_join = false."
+                )
 
     def _call_silently(self, x: Tensor, evaluate: bool) -> Outputs:
         random = self._caller.random
@@ -148,6 +175,17 @@ class Joiner:
                     f"{tuple(tensor.shape)}. Set can_join = false."
                 )
         return outputs
+
+
+def _are_close(joined: Tensor, alone: Tensor) -> bool:
+    """Whether rows are the same up to the rounding of other orders of summation."""
+    if joined.shape != alone.shape or not alone.numel():
+        return joined.shape == alone.shape
+    if not (alone.is_floating_point() or alone.is_complex()):
+        return torch.equal(joined, alone)
+    tolerance = torch.finfo(alone.dtype).eps ** 0.5
+    largest = float(alone.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(joined, alone, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _mixes_rows(module: nn.Module) -> bool:

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.calls import InspectCall
+from experts_server.config import LimitsConfig, ServingConfig
 from experts_server.hosted import HostedExpert
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import START_S, WireClient, tokens
@@ -46,6 +48,67 @@ def test_an_expert_that_draws_random_numbers_is_found_out_and_backwards_see_the_
                 torch.testing.assert_close(backward.tensors[0], mask)
         for client in clients:
             client.channel.close()
+
+
+class Mixing(nn.Module):
+    """Its rows depend on each other, in a way of its own."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor], width: int = D) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(width, width), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.linear(x))
+
+
+@pytest.mark.parametrize("kept_bytes", [1 << 20, 1], ids=["forwards", "backwards"])
+@pytest.mark.parametrize(
+    "mix",
+    [lambda x: x - x.mean(0), lambda x: x.cumsum(0), lambda x: x.flip(0).cumsum(0), lambda x: x.softmax(0)],
+    ids=["mean", "those before", "those after", "softmax"],
+)
+def test_an_expert_whose_rows_depend_on_each_other_is_found_out(
+    mix: Callable[[Tensor], Tensor], kept_bytes: int
+) -> None:
+    module, config = Mixing(mix), ServingConfig(limits=LimitsConfig(kept_forward_bytes=kept_bytes))
+    twin = copy.deepcopy(module)
+    with ExpertsServer({"e": module}, config=config) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
+        for attempt in range(3):
+            xs = [tokens(2 + n, D, seed=10 * attempt + n).requires_grad_() for n in range(3)]
+            own = [(c, x.detach()) for c, x in zip(clients, xs, strict=True)]
+            if kept_bytes > 1:  # else only the backwards meet
+                forwards = at_once(server, [lambda c=c, x=x: c.forward("e", x) for c, x in own])
+                for answer, x in zip(forwards, xs, strict=True):
+                    torch.testing.assert_close(answer.tensors[0], twin(x).detach())
+            backwards = at_once(
+                server,
+                [lambda c=c, x=x: c.backward("e", x, inputs=(x,), wants_weight_grads=False) for c, x in own],
+            )
+            for answer, x in zip(backwards, xs, strict=True):
+                (expected,) = torch.autograd.grad(twin(x), x, x.detach())
+                torch.testing.assert_close(answer.tensors[0], expected)
+        for client in clients:
+            client.channel.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_an_expert_whose_rows_are_alike_up_to_rounding_goes_on_being_joined(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(D, 512), Mixing(torch.tanh, 512), nn.Linear(512, D)).to(dtype)
+    with ExpertsServer({"e": module}) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(3)]
+        for attempt in range(5):
+            xs = [tokens(7 * n + 1, D, seed=attempt).to(dtype) for n in range(3)]
+            at_once(
+                server,
+                [lambda c=c, x=x: c.forward("e", x) for c, x in zip(clients, xs, strict=True)],
+            )
+        for client in clients:
+            client.channel.close()
+        assert server._server is not None
+        joiner = server._server.registry["e"].hosted.joiner
+        assert joiner.can_join
+        assert joiner._num_joined == 5
 
 
 def at_once(server: ExpertsServer, calls: list[Callable[[], Any]]) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Whose turn it is at an expert, and which calls are computed together."""
+"""Whose turn it is at an expert, and which calls are computed together.
+
+The first joined calls of an expert that nobody knows are computed alone as well, to see whether they may be joined.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def test_waiting_calls_of_several_clients_are_computed_together_up_to_the_limit(
     gated.let_go()
     answers: list[Answer] = [w.result() for w in waiting]
     assert [a.code for a in answers] == ["OK"] * 4
-    assert sorted(gated.rows) == [1, 5, 9], "two and three rows together, nine alone"
+    assert sorted(gated.rows) == [1, 2, 3, 5, 9], "two and three rows together, and alone as well; nine alone"
     for answer, rows in zip(answers[1:], (2, 3, 9), strict=True):
         torch.testing.assert_close(answer.tensors[0], gated.linear(tokens(rows, D, seed=rows)).detach())
 
@@ -115,8 +118,8 @@ def test_a_client_whose_call_cannot_be_joined_is_not_passed_over_by_those_that_c
         gated.let_go()
         for each in waiting:
             each.result()
-        assert gated.rows[:2] == [1, 2], "a joined batch of the two others"
-        assert gated.firsts.index(7.0) == 2, "then what could not be joined with them"
+        assert gated.rows[:4] == [1, 2, 1, 1], "a joined batch of the two others, and each of it alone"
+        assert gated.firsts.index(7.0) == 4, "then what could not be joined with them"
         for client in clients.values():
             client.channel.close()
 
@@ -132,7 +135,7 @@ def test_with_a_waiting_time_calls_that_come_one_after_the_other_are_joined() ->
             for c, r in zip(clients, (2, 3), strict=True)
         ]
         assert [w.result().code for w in waiting] == ["OK", "OK"]
-        assert gated.rows == [5]
+        assert sorted(gated.rows) == [2, 3, 5]
         for client in clients:
             client.channel.close()
 
