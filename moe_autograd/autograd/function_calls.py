@@ -32,6 +32,14 @@ from moe_autograd.autograd.emulated import arguments_of, call_backward, call_for
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split
 from moe_autograd.autograd.split_backward import is_in_first_part
 
+_SEVERAL_WITH_A_VIEW = (
+    "If your Function modifies inplace an input that is a view of another Tensor, your Function cannot return more "
+    "than one Tensor. This is not supported by the current autograd engine. You should either make sure the input is "
+    "not a view (using .clone() for example) or make your Function only return one Tensor (potentially splitting it "
+    "into two Functions: one doing the inplace that returns a single Tensor and a second one that does the other "
+    "operations). You can ask on the forum https://discuss.pytorch.org/ if you need help to do this change."
+)
+
 
 class FunctionCall:
     """One call of `func`; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
@@ -89,20 +97,30 @@ class FunctionCall:
         self._tensor_results = [i for i, r in enumerate(returned) if isinstance(r, Tensor)]
         self.results = tuple([returned[i] for i in self._tensor_results])
 
-    def _set_view_aside(self, view: Any) -> Any:
+    def _set_view_aside(self, returned: Any) -> Any:
         """Let the join tie a copy of a view that was changed in place and is the call's only result.
 
-        PyTorch can give a changed view a new history only behind a node with one result, which a join is not.
-        So the join ties the copy, and `take_returned` copies it into the view, which gives the view a history that
-        leads there.
+        PyTorch can give a changed view a new history only behind a node with one result and the view as its first
+        input, which a join is not. So the join ties the copy, and `take_returned` copies it into the view, which gives
+        the view a history that leads there.
+
+        Raises:
+            RuntimeError: in PyTorch's words, if it is not the only result.
         """
-        if not isinstance(view, Tensor) or not view._is_view():
-            return view
+        ctx, results = self._ctx, returned if isinstance(returned, tuple) else (returned,)
+        dirty = {id(tensor) for tensor in ctx.dirty_tensors} - {
+            id(tensor) for tensor in ctx.non_differentiable
+        }
+        views = [result for result in results if id(result) in dirty and result._is_view()]
+        if not views:
+            return returned
+        if len(results) > 1:
+            raise RuntimeError(_SEVERAL_WITH_A_VIEW)
+        view = self._changed_view = views[0]
         copy = view.clone()
-        ctx, self._changed_view = self._ctx, view
         ctx.to_save = tuple([copy if tensor is view else tensor for tensor in ctx.to_save])
         ctx.dirty_tensors = tuple([tensor for tensor in ctx.dirty_tensors if tensor is not view])
-        return copy
+        return (copy,) if isinstance(returned, tuple) else copy
 
     @property
     def to_save(self) -> tuple[Tensor | None, ...]:
@@ -131,7 +149,8 @@ class FunctionCall:
         returned, self._returned = self._returned, None
         if self._changed_view is not None:
             view, self._changed_view = self._changed_view, None
-            return view.copy_(tied[0])
+            view.copy_(tied[0])
+            return (view,) if isinstance(returned, tuple) else view
         if not isinstance(returned, tuple):
             return tied[0] if tied else returned  # one tensor, or something that is none
         values = list(returned)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_autograd import map_with_parallel_backward
-from tests.support.comparison import MapFunction, assert_same, natively
+from tests.support.comparison import MapFunction, assert_same, assert_same_program, natively, tensors_in
 from tests.support.module_programs import finish, leaves
 
 
@@ -94,3 +94,40 @@ def test_a_function_may_take_twice_what_it_changes() -> None:
         return finish([*apply(ChangesOneOfTwo, (y, y), (v, v)), y], x, z)
 
     assert_same(program(natively), program(map_with_parallel_backward), tolerance=1e-12)
+
+
+def changes_a_view(returns: str) -> type[Function]:
+    """Return a function that triples its argument in place, and says or returns something besides."""
+
+    class Triples(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            ctx.mark_dirty(x.mul_(3))
+            if returns == "no gradient":
+                ctx.mark_non_differentiable(x)
+            results = {"a tuple": (x,), "a number too": (3, x), "another too": (x, x + 1), "twice": (x, x)}
+            return results.get(returns, x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+            return next((3 * grad for grad in grads if isinstance(grad, Tensor)), None)
+
+    return Triples
+
+
+@pytest.mark.parametrize(
+    "returns", ["itself", "a tuple", "no gradient", "a number too", "another too", "twice"]
+)
+@pytest.mark.parametrize("is_view", [True, False])
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_view_that_a_function_changes_is_what_it_is_natively_or_refused_in_the_same_words(
+    returns: str, is_view: bool, is_apart: bool
+) -> None:
+    def program(apply: MapFunction) -> Any:
+        (x,) = leaves(1)
+        pasts = [x * 2, MayChange.apply(x, None) if is_apart else x * 2]  # type: ignore[no-untyped-call]
+        results = apply(changes_a_view(returns), *[(past[0] if is_view else past[0] * 1,) for past in pasts])
+        found = [tensor for result in results for tensor in tensors_in(result)]
+        return finish([*found, *pasts], x), [tensor.requires_grad for tensor in found]
+
+    assert_same_program(program)
