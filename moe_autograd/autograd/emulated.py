@@ -140,7 +140,10 @@ def call_backward(
         the arguments, as PyTorch does behind a node.
     """
     backward = _backward_of(func)
-    returned = backward(ctx, list(grad_outputs)) if func.boxed_grads_call else backward(ctx, *grad_outputs)
+    if getattr(func, "boxed_grads_call", False):  # newer than the oldest torch that we run with
+        returned = backward(ctx, list(grad_outputs))
+    else:
+        returned = backward(ctx, *grad_outputs)
     return _checked(func, ctx, returned if isinstance(returned, tuple) else (returned,))
 
 

@@ -72,6 +72,8 @@ class FunctionCall:
         args = arguments_of(func, args)
         ctx, returned = call_forward(func, args)
         self._ctx, self._returned = ctx, returned
+        if True not in ctx.needs_input_grad:
+            ctx.to_save = ()  # it has no backward: PyTorch would not even look at them
         self._tensor_arguments: list[int] | None = None  # where they are, if not everywhere
         self.inputs = args
         if None in ctx._emulated_argument_shapes:
@@ -209,14 +211,20 @@ class JoinedFunctions(Joined):
         ]
 
     def backward(
-        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
+        self,
+        saved_of: list[Sequence[Any]],
+        grad_outputs: list[Tensor | None],
+        wanted: Sequence[Wanted],
+        keep_graph: bool,
     ) -> list[Tensor | None]:
         """See `Joined`; a call that is not needed gets no gradient, and so does not run (Rule 3)."""
         if not wanted:
             return super().backward(saved_of, grad_outputs, wanted, keep_graph)
-        needed = [any(own) for own in split(wanted, self.num_inputs)]
-        given = zip(split(grad_outputs, self.num_results), needed, strict=True)
-        grad_outputs = [grad if is_needed else None for own, is_needed in given for grad in own]
+        start = 0
+        for own, count in zip(split(wanted, self.num_inputs), self.num_results, strict=True):
+            if not any(own):
+                grad_outputs[start : start + count] = [None] * count
+            start += count
         with ended(wanted):
             return super().backward(saved_of, grad_outputs, wanted, keep_graph)
 

@@ -14,7 +14,8 @@ their own; they become the inside of one:
 Rule 1. What a call saves is saved by the node. Saved-tensor hooks, the check for in-place changes, the release with
         the graph and the complaint about a second backward are then PyTorch's own.
 Rule 2. A call's saved tensors go when that call is done: the node lets go of all of them first
-        (`maybe_clear_saved_tensors`, which does nothing under `retain_graph`), then each call of its own.
+        (`maybe_clear_saved_tensors`, which does nothing under `retain_graph`), then each call of its own. So do the
+        gradients that it gets.
 Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch.
 Rule 4. A result of a call that takes nothing which requires a gradient requires none, though the node does.
 Rule 5. The node is not part of a cycle: a call forgets its results once they are tied.
@@ -50,12 +51,13 @@ from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, split
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 
-_Run: TypeAlias = Callable[[Any, Sequence[Tensor | None]], Sequence[Tensor | None]]
+_Run: TypeAlias = Callable[[Any, Grads], Sequence[Tensor | None]]
 
 
 def join(joined: Joined) -> list[Sequence[Tensor]]:
@@ -93,6 +95,8 @@ def _name_guilty_call(joined: Joined) -> None:
 
 
 class _Join(Function):
+    boxed_grads_call = UnlessCompiled()
+
     @staticmethod
     def forward(ctx: Any, joined: Joined, gate: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -108,22 +112,22 @@ class _Join(Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
-        return _run(ctx, grad_outputs)
+    def backward(ctx: Any, *grad_outputs: Any) -> Sequence[Tensor | None]:
+        return _run(ctx, boxed(grad_outputs))
 
 
 def _uncompiled(run: _Run) -> _Run:
     """Keep out compiled autograd, which traces what it can, and threads it cannot."""
     run_uncompiled: _Run = torch._disable_dynamo(run)
 
-    def choose(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def choose(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
         return (run_uncompiled if torch.compiler.is_compiling() else run)(ctx, grad_outputs)
 
     return choose
 
 
 @_uncompiled
-def _run(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def _run(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
     joined: Joined = ctx.joined
     saved = _take_saved(ctx)
     nodes = [node for node, _ in ctx.next_functions]
@@ -208,11 +212,11 @@ class _Departure(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
-        return _depart(ctx, grad_outputs)
+        return _depart(ctx, [])
 
 
 @_uncompiled
-def _depart(ctx: Any, _: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def _depart(ctx: Any, _: Grads) -> Sequence[Tensor | None]:
     part: _Part = ctx.part
     return (None, *part.joined.hand_out(_arrivals_of(part.whole).take_grads(part)))
 
@@ -226,16 +230,18 @@ class _Waiting(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
-        return _wait(ctx, grad_outputs)
+        return _wait(ctx, [])
 
 
 @_uncompiled
-def _wait(ctx: Any, _: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def _wait(ctx: Any, _: Grads) -> Sequence[Tensor | None]:
     _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
     return None, None
 
 
 class _Arrival(Function):
+    boxed_grads_call = UnlessCompiled()
+
     @staticmethod
     def forward(ctx: Any, part: _Part, token: Tensor, *again: Tensor) -> tuple[Tensor, ...]:
         ctx.part = part
@@ -243,12 +249,12 @@ class _Arrival(Function):
         return _Join.forward(ctx, part.joined, token, *again)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
-        return _arrive(ctx, grad_outputs)
+    def backward(ctx: Any, *grad_outputs: Any) -> Sequence[Tensor | None]:
+        return _arrive(ctx, boxed(grad_outputs))
 
 
 @_uncompiled
-def _arrive(ctx: Any, grad_outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def _arrive(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
     part: _Part = ctx.part
     departure: Any = ctx.next_functions[0][0].next_functions[0][0]
     nodes = [node for node, _ in departure.next_functions]
@@ -289,7 +295,7 @@ class _Arrivals:
         self,
         part: _Part,
         saved: list[Sequence[Tensor | None]],
-        grad_outputs: Sequence[Tensor | None],
+        grad_outputs: Grads,
         wanted: Sequence[Wanted],
     ) -> None:
         """Note what a part needs for its backward."""
@@ -298,6 +304,7 @@ class _Arrivals:
         self._parts.append(part)
         self._saved.update(zip(part.places, saved, strict=True))
         self._grad_outputs.update(zip(part.places, split(grad_outputs, joined.num_results), strict=True))
+        grad_outputs.clear()
         if not wanted:
             wanted = [True] * sum(joined.num_inputs)
         self._wanted.update(zip(part.places, split(wanted, joined.num_inputs), strict=True))

@@ -112,13 +112,17 @@ class Joined:
         return results, saved, dirty, non_differentiable
 
     def backward(
-        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
+        self,
+        saved_of: list[Sequence[Any]],
+        grad_outputs: list[Tensor | None],
+        wanted: Sequence[Wanted],
+        keep_graph: bool,
     ) -> list[Tensor | None]:
         """Run the backwards of all calls that got a gradient.
 
         Args:
             saved_of: for each call what it saved; emptied on the way.
-            grad_outputs: one for each result of all calls.
+            grad_outputs: one for each result of all calls; emptied at once.
             wanted: one for each input of all calls.
             keep_graph: whether there may be another backward.
 
@@ -127,7 +131,7 @@ class Joined:
         """
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
-        del grad_outputs
+        grad_outputs.clear()
         grads: list[Tensors] = [(None,) * count for count in self.num_inputs]
         reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
 

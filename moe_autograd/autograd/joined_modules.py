@@ -86,7 +86,11 @@ class JoinedModules(Joined):
                 call.histories = own
 
     def backward(
-        self, saved_of: list[Sequence[Any]], grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
+        self,
+        saved_of: list[Sequence[Any]],
+        grad_outputs: list[Tensor | None],
+        wanted: Sequence[Wanted],
+        keep_graph: bool,
     ) -> list[Tensor | None]:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
         with nested_backwards():
@@ -100,16 +104,16 @@ class JoinedModules(Joined):
         self,
         inputs: Sequence[Tensor],
         saved_of: list[Sequence[Any]],
-        grad_outputs: Tensors,
+        grad_outputs: list[Tensor | None],
         wanted: Sequence[Wanted],
         keep_graph: bool,
     ) -> list[Tensor | None]:
-        for call, grads in zip(self.calls, split(grad_outputs, self.num_results), strict=True):
+        reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
+        for call in self.calls:
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
-            if has_any(grads):
-                unpack_ahead(call.boxes)
+        for i in reached:
+            unpack_ahead(self.calls[i].boxes)
         if self.turns is not None:
-            reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
             for i, turn in self.turns.of(reached).items():
                 self.calls[i].turn = turn
         if not torch.is_grad_enabled():
@@ -117,18 +121,17 @@ class JoinedModules(Joined):
                 return super().backward(saved_of, grad_outputs, wanted, keep_graph)
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
-        running = [i for i, own in enumerate(grads_of) if has_any(own)]
         found = run_module_calls(
-            [functools.partial(_second_order, self.calls[i], wanted_of[i]) for i in running],
-            [tuple(grads_of[i]) for i in running],
-            [{}] * len(running),
-            names=[self.names[i] for i in running],
+            [functools.partial(_second_order, self.calls[i], wanted_of[i]) for i in reached],
+            [tuple(grads_of[i]) for i in reached],
+            [{}] * len(reached),
+            names=[self.names[i] for i in reached],
             max_concurrency=self.max_concurrency,
             title=f"{self.title}, backward",
-            cuts=[self.calls[i].cuts_with_histories(self.names[i]) for i in running],
+            cuts=[self.calls[i].cuts_with_histories(self.names[i]) for i in reached],
             shares_graph=True,
         )
-        by_call = dict(zip(running, found, strict=True))
+        by_call = dict(zip(reached, found, strict=True))
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
 
 

@@ -213,6 +213,64 @@ def test_each_calls_saved_tensors_go_as_soon_as_its_own_backward_is_done() -> No
     assert unpacked.alive == 0
 
 
+class Splits(Function):
+    """Its backward makes all gradients at once."""
+
+    watch: Watch
+
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        return torch.stack(xs).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple([Splits.watch(grad + i) for i in range(NUM_CALLS)])
+
+
+class Counts(Function):
+    """Its backward notes how many gradients of all calls are there."""
+
+    alive: list[int]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Counts.alive.append(Splits.watch.alive)
+        return torch.ones(3)
+
+
+def of_functions(xs: list[Tensor]) -> Any:
+    return map_with_parallel_backward(Counts, *[(x,) for x in xs], max_concurrency=1)
+
+
+def of_modules(xs: list[Tensor]) -> Any:
+    return parallel_apply([lambda x: Counts.apply(x)] * NUM_CALLS, xs, max_concurrency=1)
+
+
+@pytest.mark.parametrize("call_all", [of_functions, of_modules])
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_the_gradient_that_a_call_gets_goes_when_its_backward_is_done(
+    call_all: Callable[[list[Tensor]], Any], is_apart: bool
+) -> None:
+    xs: list[Tensor] = [torch.ones(3, requires_grad=True) for _ in range(NUM_CALLS)]
+    if is_apart:
+        xs = [copied(x) for x in xs]
+    Splits.watch, Counts.alive = Watch(), []
+    Splits.apply(*call_all(xs)).sum().backward()  # type: ignore[no-untyped-call]
+    assert Counts.alive == list(range(NUM_CALLS, 0, -1))
+
+
+def test_a_call_that_needs_no_gradient_saves_nothing() -> None:
+    packed = []
+    xs = [torch.ones(3, requires_grad=i == 1) for i in range(NUM_CALLS)]
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda _: torch.ones(3)):
+        map_with_parallel_backward(SavesInput, *[(x,) for x in xs])
+    assert [tensor is xs[1] or tensor.data_ptr() == xs[1].data_ptr() for tensor in packed] == [True]
+
+
 def test_a_modules_activations_go_with_its_outputs() -> None:
     watch = Watch()
 
