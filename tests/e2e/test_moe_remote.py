@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import urllib.request
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -170,3 +171,18 @@ def test_a_backward_sends_gradients_alone_while_the_server_has_the_forward() -> 
             r'^experts_received_bytes_total\{.*"backward".*\} (\S+)$', shown, flags=re.MULTILINE
         )
         assert [float(count) for count in received] == [num_times * num_bytes]
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_the_graph_keeps_the_inputs_that_its_backward_needs_and_no_outputs(
+    no_gc: None, needs_grad: bool
+) -> None:
+    with ExpertsServer({"ffn.0": nn.Linear(4, 4)}) as server, connect(server.address) as experts:
+        x = torch.ones(1, 4, requires_grad=needs_grad)
+        y = experts["ffn.0"](x)
+        input_of, output_of = weakref.ref(x), weakref.ref(y)
+        loss = y.sum()
+        del x, y
+        assert output_of() is None
+        assert (input_of() is not None) == needs_grad
+        assert loss.requires_grad == needs_grad

@@ -26,17 +26,19 @@ def test_a_forked_child_gets_a_clear_error_and_can_connect_anew():
     with ExpertsServer({"ffn.0": nn.Linear(4, 4)}) as server:
         assert_prints(
             f"""
-            import os, torch
+            import os, time, torch
             from moe_autograd.remote import connect
             with connect({server.address!r}) as experts:
                 x = torch.ones(1, 4)
                 experts["ffn.0"](x)
                 child = os.fork()
                 if child == 0:
+                    began_s = time.monotonic()
                     try:
                         experts["ffn.0"](x)
                     except RuntimeError as error:
                         assert "expected to be used in the process that made it" in str(error), error
+                        assert time.monotonic() - began_s < 1.0
                         print("refused", flush=True)
                     with connect({server.address!r}) as anew:
                         anew["ffn.0"](x)

@@ -4,6 +4,7 @@ nothing is lost, and no number is silently wrong."""
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.config import SecurityConfig, ServingConfig
-from moe_autograd.errors import DeadlineExceededError, RemoteError
+from moe_autograd.autograd.parallel import parallel_apply
+from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, channel, connect
 from moe_autograd.remote.channel import Channel
 from tests.support.certificates import make_certificates
@@ -100,6 +102,56 @@ def test_a_deadline_is_kept_in_the_middle_of_a_transfer(monkeypatch, what):
         with pytest.raises(DeadlineExceededError, match=r"after 1\.\d s \(deadline 1\.0 s\)"):
             operations[what]()
         assert time.monotonic() - began_s < 3.0
+
+
+@pytest.mark.parametrize("what", ["connect", "info", "forward", "backward", "step", "state_dict"])
+def test_a_deadline_is_kept_where_packets_vanish_and_nobody_loses_patience(what):
+    """Looking for a server that says nothing, connecting to it, and trying again: all of it under one deadline."""
+    retry = RetryPolicy(patience_s=1000.0)
+    with (
+        ExpertsServer({"scale": Scale(8)}, optimizer=adam) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=5.0, retry=retry) as experts,
+    ):
+        optimizer, y = RemoteOptimizer(experts), experts["scale"](torch.ones(1, 8))
+        experts["scale"](torch.ones(1, 8)).sum().backward()
+        operations: dict[str, Callable[[], object]] = {
+            "connect": lambda: connect(proxy.address, timeout_s=5.0, retry=retry),
+            "info": experts.info,
+            "forward": lambda: experts["scale"](torch.ones(1, 8)),
+            "backward": lambda: y.sum().backward(),
+            "step": optimizer.step,
+            "state_dict": experts.state_dict,
+        }
+        proxy.is_black_hole = True
+        began_s = time.monotonic()
+        with pytest.raises((DeadlineExceededError, ServerUnavailableError), match=r"deadline 5\.0 s"):
+            operations[what]()
+        assert time.monotonic() - began_s < 8.0
+
+
+def test_all_calls_and_threads_share_one_connection():
+    modules = {f"ffn.{index}": Scale(8) for index in range(8)}
+    with (
+        ExpertsServer(modules, optimizer=adam) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=200.0, retry=RetryPolicy(patience_s=100.0)) as experts,
+    ):
+
+        def work() -> None:
+            for _ in range(5):
+                outputs = parallel_apply(list(experts.values()), [(torch.ones(1, 8),)] * len(experts))
+                sum(y.sum() for y in outputs).backward()
+                experts.state_dict()
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        RemoteOptimizer(experts).step()
+        assert set(server.num_updates.values()) == {1}
+        assert proxy.num_accepted == 1
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])

@@ -35,6 +35,7 @@ class Proxy:
         repeat_chance: for each chunk, that a message in it (a whole DATA frame; under TLS all of it) comes twice.
         is_black_hole: everything is read and nothing forwarded.
         num_flipped, num_cut, num_repeated: how often that has happened.
+        num_accepted: connections.
     """
 
     def __init__(self, target: str, seed: int = 0, *, is_encrypted: bool = False) -> None:
@@ -49,6 +50,7 @@ class Proxy:
         self.num_flipped = 0
         self.num_cut = 0
         self.num_repeated = 0
+        self.num_accepted = 0
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -88,6 +90,7 @@ class Proxy:
         with contextlib.suppress(OSError):  # the listener is closed
             while True:
                 client, _ = self._listener.accept()
+                self.num_accepted += 1
                 try:
                     server = socket.socket()
                     server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
