@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_autograd import parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
+from tests.support.stores import WatchedStore
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -200,4 +201,58 @@ def test_an_update_that_raises_is_kept_as_far_as_it_came(replaces_state: bool) -
         experts.zero_grad()
         for one in optimizers:
             one.zero_grad()
+    assert_same_weights(experts, plain)
+
+
+@pytest.mark.parametrize("then", ["it is repeated", "it is given up", "more gradients come"])
+@pytest.mark.parametrize("what", ["optimizer", "disk"])
+def test_a_step_that_failed_midway_updates_no_expert_twice_by_the_same_gradients(
+    what: str, then: str
+) -> None:
+    class Failing(torch.optim.Adam):
+        num_to_go = 99
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.num_to_go -= 1
+            if not Failing.num_to_go:
+                raise ValueError("no such luck")
+            return super().step(closure)
+
+    store = WatchedStore()
+    experts, plain = both(ffn, optimizer=lambda p: Failing(p, lr=0.01), store=store, max_resident_bytes=9000)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.01) for module in plain]
+
+    def backward() -> None:
+        x = torch.randn(4, 8)
+        for modules in (experts, plain):
+            sum(module(x) for module in modules).square().sum().backward()
+
+    backward()
+    if what == "optimizer":
+        Failing.num_to_go = 3
+    else:
+        store.failing = "write"
+    with pytest.raises((ValueError, OSError), match=r"no such luck|No space left"):
+        experts.step()
+    store.failing = ""
+    updated = [i for i, held in enumerate(experts._held) if held.is_updated]
+    assert 0 < len(updated) < 5, "the failure was to come midway"
+    if then == "more gradients come":
+        for i in updated:
+            optimizers[i].step()
+        backward()
+    for i in updated if then == "it is given up" else range(5):
+        optimizers[i].step()
+    if then != "it is given up":
+        experts.step()
+    assert_same_weights(experts, plain)
+    experts.zero_grad()
+    for one in optimizers:
+        one.zero_grad()
+
+    for _ in range(2):  # and the next steps are whole ones
+        backward()
+        experts.step()
+        for one in optimizers:
+            one.step()
     assert_same_weights(experts, plain)

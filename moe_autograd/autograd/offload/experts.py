@@ -240,8 +240,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         finally:
             running.index = own_index
         self._last_called = called
-        if self._below is not None:
-            below = self._below
+        if (below := self._below) is not None:
             wanted = [*self.backward_order(), *below.backward_order()]
             before_backward(results, functools.partial(below.residency.prefetch, wanted))
         return results
@@ -268,16 +267,21 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     # training
 
     def step(self) -> None:
-        """Update every expert that has gradients, as its optimizer does; those in memory first."""
+        """Update every expert that has gradients, as its optimizer does; those in memory first.
+
+        Repeat it if it raises: it goes on where it stopped, and updates no expert twice by the same gradients.
+        """
         order = self._to_update()
         above = self._above._to_update() if self._above is not None else []
         self.residency.prefetch([part for held in (*order, *above) for part in held.parts_to_update()])
         for held in order:
             held.step()
+        for held in self._held:
+            held.is_updated = False
 
     def _to_update(self) -> list[HeldExpert]:
         """Those with gradients: those in memory, then the others from last to first, which the next forward wants."""
-        order = [held for held in reversed(self._held) if held.optimizer and held.with_gradient]
+        order = [held for held in reversed(self._held) if held.is_to_be_updated]
         return sorted(order, key=lambda held: held.weights.buffer is None)
 
     def zero_grad(self) -> None:

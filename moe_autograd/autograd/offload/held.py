@@ -63,6 +63,7 @@ class HeldExpert:
         self.parameters = dict(module.named_parameters())
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
         self.num_updates = 0
+        self.is_updated = False  # by all that was gathered, in a `step` of all experts that is not over
         self._lock = threading.Lock()
         tensors = self._tensors()
         check_values(name, tensors, residency.device)
@@ -91,6 +92,11 @@ class HeldExpert:
     def state(self) -> Part | None:
         """The optimizer's tensors, once there are any."""
         return None if self._optimizer is None else self._optimizer.part
+
+    @property
+    def is_to_be_updated(self) -> bool:
+        """Whether it is trained, and has gradients that no `step` has updated it by."""
+        return self._optimizer is not None and bool(self.with_gradient) and not self.is_updated
 
     def _tensors(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -215,6 +221,7 @@ class HeldExpert:
                 else:
                     views[name].copy_(grad.to_dense() if grad.is_sparse else grad)
                     self.with_gradient.add(name)
+            self.is_updated = False
             self.residency.changed(self.gradients)
 
     def parts_to_update(self) -> list[Part]:
@@ -226,9 +233,7 @@ class HeldExpert:
         return [self.weights, *([self.state] if self.updates_on_backward and self.state else [])]
 
     def step(self) -> None:
-        """Update the weights by the gathered gradients; without any, do nothing, as an optimizer does."""
-        if self.optimizer is None or not self.with_gradient:
-            return
+        """Update the weights by the gathered gradients."""
         with self._hold(self.parts_to_update()):
             self._update()
         self._put_away()
@@ -239,6 +244,7 @@ class HeldExpert:
         views = self.gradients.layout.views(self.gradients.buffer)
         try:
             self._optimizer.step({name: views[name] for name in self.with_gradient})
+            self.is_updated = True
         finally:
             self.residency.changed(self.weights)
             self.num_updates += 1
@@ -259,6 +265,7 @@ class HeldExpert:
             if self.with_gradient:
                 self.residency.run_apart(self._update)
                 self.with_gradient.clear()
+                self.is_updated = False
             self.residency.void(self.gradients)
         self._put_away()
 
@@ -270,6 +277,7 @@ class HeldExpert:
     def forget_gradients(self) -> None:
         """Start to gather anew."""
         self.with_gradient.clear()
+        self.is_updated = False
         self.residency.discard(self.gradients)
 
     def copy_of_weights(self) -> dict[str, Tensor]:
