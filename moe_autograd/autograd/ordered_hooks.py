@@ -7,8 +7,9 @@ sees, and the inner backward of each call is one. So:
 
 Rule 1. While a call runs, each tensor it saves is put into a box. When the call and all before it have ended, its
         boxes are packed: the caller's hook sees the tensors in the order in which a plain loop saves them.
-Rule 2. Before the backwards of a map fan out, the boxes of the calls that run are unpacked, in the same order, by the
-        thread and in the backward that the caller started.
+Rule 2. Before the backwards of a map fan out, what checkpoint's hooks packed for the calls that run is unpacked, in the
+        same order, by the thread and in the backward that the caller started. Other hooks unpack a tensor when the
+        backward of its call asks for it, as ever: what all calls saved need not be in memory at once.
 Rule 3. The hook sees a tensor later than natively. If it was changed in place meanwhile, that raises.
 Rule 4. A tensor that is asked for before its turn (by a backward inside a forward) meets the hooks at once, except
         those of `torch.utils.checkpoint`, which count: these see it in its turn, and it comes back as it is.
@@ -54,8 +55,8 @@ class Box:
         self._is_packed = True
 
     def unpack_ahead(self) -> None:
-        """Get the tensor back now (Rule 2)."""
-        if self._is_packed:
+        """Get the tensor back now, if its hooks count (Rule 2)."""
+        if self._is_packed and self._hooks.is_counting:
             self._ahead = self._hooks.unpack(self._packed)
 
     def unpack(self) -> Tensor:
@@ -77,7 +78,7 @@ class OrderedHooks:
         self._pack, self._unpack = pack, unpack
         self._waiting: list[list[Box]] = [[] for _ in range(num_calls)]
         self._boxes: list[list[weakref.ref[Box]]] = [[] for _ in range(num_calls)]
-        self.is_counting = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+        self.is_counting = counts(pack)
         self._lock = threading.RLock()  # a recomputation packs while it unpacks
         self._has_ended = [False] * num_calls
         self._num_packed = 0  # calls, from the first on
@@ -92,6 +93,7 @@ class OrderedHooks:
             boxes.append(box)
             return box
 
+        hands_on_to(put, self._pack)
         with torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
             yield
         with self._lock:
@@ -121,10 +123,20 @@ class OrderedHooks:
 
 
 def unpack_ahead(boxes: Sequence[weakref.ref[Box]]) -> None:
-    """Get back what is in those boxes that a graph still holds (Rule 2)."""
+    """Get back what hooks that count have packed into those boxes that a graph still holds (Rule 2)."""
     for reference in boxes:
         if (box := reference()) is not None:
             box.unpack_ahead()
+
+
+def counts(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether a hook relies on the order in which it sees tensors: that of checkpoint, or one that hands on to it."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint" or getattr(pack, "counts", False)
+
+
+def hands_on_to(pack: Callable[[Tensor], Any], to: Callable[[Tensor], Any]) -> None:
+    """Say that what one hook sees it hands on to another."""
+    pack.counts = counts(to)  # type: ignore[attr-defined]
 
 
 def ordered_hooks(num_calls: int) -> OrderedHooks | None:

@@ -5,6 +5,7 @@ All with `gc` disabled, watching tensors through weak references.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -23,6 +24,7 @@ from moe_autograd import (
     run_isolated_backward,
     run_isolated_forward,
 )
+from tests.support.comparison import one_after_another
 from tests.support.functions_context import SavesInput
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.histories import Copies, copied, leaf
@@ -75,6 +77,28 @@ def test_what_hooks_packed_goes_with_each_node_of_a_calls_backward() -> None:
         == alive_in_the_middle(lambda calls, xs: [calls[0](*xs[0])])
         == ([1], 0)
     )
+
+
+def test_hooks_unpack_what_a_call_saved_when_its_backward_asks_for_it() -> None:
+    """What all calls saved was in memory at once: under `save_on_cpu`, all that was to be elsewhere."""
+
+    def most_alive(call_all: Callable[..., Any]) -> int:
+        watch, alive = Watch(), [0]
+
+        def unpack(packed: Tensor) -> Tensor:
+            unpacked: Tensor = watch(packed.clone())
+            alive.append(watch.alive)
+            return unpacked
+
+        xs = [torch.ones(3, requires_grad=True) for _ in range(NUM_CALLS)]
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+            ys = call_all([lambda x: x.exp().sin().cos()] * NUM_CALLS, [(x,) for x in xs])
+        torch.stack(ys).sum().backward()
+        assert len(alive) > 2 * NUM_CALLS
+        return max(alive)
+
+    one_by_one = functools.partial(parallel_apply, max_concurrency=1)
+    assert most_alive(one_by_one) == most_alive(one_after_another)
 
 
 class Keeps(Function):

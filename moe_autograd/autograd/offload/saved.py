@@ -27,6 +27,7 @@ from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
+from moe_autograd.autograd.ordered_hooks import hands_on_to
 
 
 class _Saved(Protocol):
@@ -165,6 +166,8 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
             return moved.add(tensor)
         return _Kept(tensor, tensor._version)
 
+    if by_caller is not None:
+        hands_on_to(pack, by_caller[0])
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         yield
 
