@@ -208,7 +208,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
                 )
 
     def _is_sibling(self, node: Any) -> bool:
-        return type(node) is _ENTRY_NODE and cast(Any, node).hooks._entrance is self._entrance
+        return is_entry(node) and node.hooks._entrance is self._entrance
 
     def _is_computed_from_siblings(self, node: Node) -> bool:
         seen, to_visit = {node}, [node]
@@ -285,7 +285,12 @@ def _alias(tensor: Tensor, anchor: Tensor, hooks: _AliasHooks) -> Tensor:
 
 def is_as_entered(alias: Tensor) -> bool:
     """Whether an alias has the history that it was made with; a change in place gives it another."""
-    return type(alias.grad_fn) is _ENTRY_NODE
+    return is_entry(alias.grad_fn)
+
+
+def is_entry(node: Node | None) -> bool:
+    """Whether a node is one where a caller's tensor enters the graph of a call."""
+    return type(node) is _ENTRY_NODE
 
 
 @contextlib.contextmanager
@@ -298,7 +303,7 @@ def entered_again(values: Sequence[Any]) -> Iterator[list[Any]]:
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     entered, all_hooks = list(values), []
     for place, value in enumerate(values):
-        if isinstance(value, Tensor) and type(value.grad_fn) is _ENTRY_NODE and value._backward_hooks is None:
+        if isinstance(value, Tensor) and is_entry(value.grad_fn) and value._backward_hooks is None:
             hooks = value.grad_fn.hooks.again()  # type: ignore[union-attr]
             all_hooks.append(hooks)
             entered[place] = _alias(value, anchor, hooks)

@@ -109,6 +109,7 @@ class JoinedModules(Joined):
         keep_graph: bool,
     ) -> list[Tensor | None]:
         reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
+        let_hooks_sleep(inputs)  # where there is no gradient; at their ends as well
         for call in self.calls:
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:

@@ -61,7 +61,7 @@ from moe_autograd.autograd.accumulating import Wanted, add_where_possible
 from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.closures import Cut
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.entry import Flat, past
+from moe_autograd.autograd.entry import Flat, is_entry, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors
 from moe_autograd.autograd.module_results import CallResults, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
@@ -246,8 +246,8 @@ class ModuleCall(CallResults):
         return grads
 
     def tensors_at_ends(self) -> list[Tensor]:
-        """Return the tensors that its inner graph ends at."""
-        return [*self.leaves, *[tensor for _, tensor in self.cuts]]
+        """Return the caller's tensors that its inner graph ends at; at an entry it ends at an alias."""
+        return [*self.leaves, *[tensor for edge, tensor in self.cuts if not is_entry(edge.node)]]
 
     def keep_histories(self) -> None:
         """Keep the histories of inputs that it changed in place, which are about to get another (Rule 6)."""

@@ -234,3 +234,17 @@ def test_hooks_on_modules_run_once_and_may_change_what_passes() -> None:
         return sorted(log), [x.grad for x in [*xs, *parameters(modules)]]
 
     assert len(assert_same_modules_program(program)[0]) == 4 * NUM_CALLS
+
+
+def test_a_hook_counts_for_all_ways_of_a_tensor_that_a_call_takes_and_holds() -> None:
+    """It slept where the inner backward went through the tensor, to a weight that the call has as well."""
+
+    def program(apply: MapFunction) -> Any:
+        (weight,), (x,) = leaves(1, 4, 4), leaves(1)
+        hidden = x @ weight
+        hidden.register_hook(lambda grad: grad * 2)
+        outputs = apply([lambda h: (h @ weight) * hidden, torch.sin], [(hidden,), (hidden,)])
+        loss_of(outputs).backward()
+        return x.grad, weight.grad
+
+    assert_same_modules_program(program)
