@@ -124,7 +124,8 @@ class _Late(Function):
         if carrier is None:
             return (None,) * len(ctx.needs_input_grad)
         promise: _Work = carrier.promise
-        return promise.keep()
+        with nested_backwards():
+            return promise.keep()
 
 
 class _Works:
