@@ -19,7 +19,8 @@ Rule 3. From `late` on everything is the engine's, as ever: sums with other uses
         `torch.autograd.grad`. A second part that failed raises there.
 Rule 4. A promise may be kept at once. So it is where a backward cannot be in two parts: with `retain_graph` or
         `create_graph`, among saved-tensor hooks, with a graph that calls share or that reaches tensors with history;
-        and where an accelerator is in use, whose kernels wait in streams and not on the host.
+        where an accelerator is in use, whose kernels wait in streams and not on the host; and where only some of the
+        leaves are asked for.
 Rule 5. One worker at a time takes from the backlog, and nobody waits for what has not begun, but runs it himself:
         second parts may hold maps that defer, and nothing waits in a circle.
 
@@ -29,6 +30,7 @@ to whoever has taken it off the backlog.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -46,7 +48,7 @@ from moe_autograd._random import CallSeeds
 from moe_autograd._threads import start_soon
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.joined import Tensors, is_wanted, split
+from moe_autograd.autograd.joined import Tensors, split, which_are_wanted
 from moe_autograd.autograd.joined_modules import JoinedModules
 from moe_autograd.autograd.module_calls import ModuleCall, on_this_thread
 from moe_autograd.autograd.runs import run_calls
@@ -59,6 +61,7 @@ class DeferringModules(JoinedModules):
     """The module calls of one map, whose weight gradients come later than those of their inputs."""
 
     can_be_apart = False  # a worker computes the second parts of a whole map at once
+    _has_late = False
 
     def __init__(
         self, calls: Sequence[ModuleCall], names: Sequence[str], max_concurrency: int | None, title: str
@@ -70,33 +73,32 @@ class DeferringModules(JoinedModules):
             call.inputs = call.inputs[: len(call.cuts)]  # `late` leads to the leaves
 
     def pass_gate(self) -> Tensor | None:
-        """See `Joined`; the gate is `late`."""
+        """See `Joined`: `late` leads to the leaves."""
         leaves = [leaf for call in self.calls for leaf in call.leaves]
         if not leaves:
             return None
-        self._has_gate = True
+        self._has_late = True
         late: Tensor = _Late.apply(*leaves)  # type: ignore[no-untyped-call]
         assert late.grad_fn is not None
         late.grad_fn._set_sequence_nr(0)  # type: ignore[attr-defined]  # Rule 1
         return late
 
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
-        """See `JoinedModules`; the leaves' nodes are not among those of the inputs."""
+        """See `JoinedModules`; the leaves' nodes are those behind `late`."""
         if is_in_first_part():
             return [True] * sum(self.num_inputs)
-        wants_leaves = self._has_gate and is_wanted(nodes[0])
-        of_cuts = nodes[1:] if self._has_gate else nodes
+        late, of_cuts = (nodes[0], nodes[1:]) if self._has_late else (None, nodes)
         self._note_histories(of_cuts, self._num_cuts)
-        rest = iter(of_cuts)
+        of_leaves = [] if late is None else [node for node, _ in late.next_functions]
+        cuts, leaves = iter(which_are_wanted(of_cuts)), iter(which_are_wanted(of_leaves))
         wanted: list[Wanted] = []
         for num_cuts, num_inputs in zip(self._num_cuts, self.num_inputs, strict=True):
-            wanted += [is_wanted(next(rest)) for _ in range(num_cuts)]
-            wanted += [wants_leaves] * (num_inputs - num_cuts)
+            wanted += [*itertools.islice(cuts, num_cuts), *itertools.islice(leaves, num_inputs - num_cuts)]
         return wanted
 
     def hand_out(self, grads: list[Tensor | None]) -> Tensors:
         """See `Joined`: promise the leaves' gradients to `late`."""
-        if not self._has_gate:
+        if not self._has_late:
             return (None, *grads)
         of_cuts: list[Tensor | None] = []
         of_leaves: list[Tensors] = []

@@ -1,7 +1,7 @@
-"""Where tensors enter the graphs of module calls, and where those graphs reach the leaves.
+"""Where tensors enter the graphs of module calls.
 
-Nodes of two kinds, in the words of `module_calls`: an entry (Rule 1) between each of the callers' tensors and the
-calls' own graphs, and the gate (Rule 5) between a join and the leaves.
+An entry, in the words of `module_calls` (Rule 1), is a node between one of the callers' tensors and the calls' own
+graphs.
 
 A hook that a call registers on its input is meant for the caller's tensor, which the call does not know from its
 alias: it is to see the whole gradient, once. On an alias it would not run at all where the call returns its input, and
@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, cast
 
@@ -71,26 +71,6 @@ def past(tensor: Tensor) -> Tensor:
     """Return what gradients reach the present history of `tensor` by, when it has another."""
     with torch.enable_grad():
         return cast(Tensor, _Past.apply(tensor))  # type: ignore[no-untyped-call]
-
-
-class _Gate(Function):
-    """Rule 5. Leads to all leaves, and carries no gradient there."""
-
-    @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return torch.empty(0, device="cpu")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling():  # compiled autograd adds to whatever comes
-            return _zeros_for_leaves(ctx)
-        return (None,) * len(ctx.needs_input_grad)
-
-
-@torch._disable_dynamo
-def _zeros_for_leaves(ctx: Any) -> tuple[Tensor, ...]:
-    return tuple([torch.zeros_like(node.variable) for node, _ in ctx.next_functions])
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
@@ -312,9 +292,3 @@ def entered_again(values: Sequence[Any]) -> Iterator[list[Any]]:
     finally:
         for hooks in all_hooks:
             hooks.close()
-
-
-def gate(leaves: Iterable[Tensor]) -> Tensor:
-    """Return a tensor whose gradient leads to all leaves, and carries nothing there (Rule 5)."""
-    led: Tensor = _Gate.apply(*leaves)  # type: ignore[no-untyped-call]
-    return led

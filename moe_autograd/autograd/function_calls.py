@@ -29,7 +29,7 @@ from moe_autograd.autograd.accumulating import (
     may_add_at_once,
 )
 from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part
 
 _SEVERAL_WITH_A_VIEW = (
@@ -231,19 +231,11 @@ class JoinedFunctions(Joined):
 
 def _wanted(nodes: Sequence[Node | None]) -> Sequence[bool]:
     """Return for each of `nodes` whether this backward uses the gradients that flow there; nothing if all are used."""
-    with contextlib.suppress(RuntimeError):  # see `_is_wanted`
+    with contextlib.suppress(RuntimeError):  # see `which_are_wanted`
         if all(map(torch._C._will_engine_execute_node, filter(None, nodes))):  # in one go: mostly all are
             return []
-    return [_is_wanted(node) for node in nodes]
+    return which_are_wanted(nodes)
 
 
 def _is_added_to(node: Node | None) -> bool:
     return type(node) is ACCUMULATE_GRAD and is_worth_adding(cast(Any, node).variable)
-
-
-def _is_wanted(node: Node | None) -> bool:
-    """Whether this backward uses the gradients that flow to `node`."""
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for: the engine says so by raising
-        return True

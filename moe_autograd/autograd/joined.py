@@ -176,8 +176,16 @@ def split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
     return parts
 
 
-def is_wanted(node: Node | None) -> bool:
-    """Whether this backward uses the gradients that flow to `node`; the engine cannot tell for leaves."""
-    if node is None:
-        return False
-    return type(node) is ACCUMULATE_GRAD or torch._C._will_engine_execute_node(node)
+def which_are_wanted(nodes: Sequence[Node | None]) -> list[bool]:
+    """Return for each node whether this backward uses the gradients that flow there."""
+    try:  # in one go: mostly none is asked for by name
+        return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+    except RuntimeError:
+        return [_is_wanted(node) for node in nodes]
+
+
+def _is_wanted(node: Node | None) -> bool:
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for: the engine says so by raising
+        return True

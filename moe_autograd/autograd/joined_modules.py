@@ -25,10 +25,10 @@ from moe_autograd.autograd.changes import (
     renew_views,
 )
 from moe_autograd.autograd.closures import Cut
-from moe_autograd.autograd.entry import Entrance, flatten, gate
+from moe_autograd.autograd.entry import Entrance, flatten
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import join
-from moe_autograd.autograd.joined import Joined, Tensors, has_any, is_wanted, split
+from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
 from moe_autograd.autograd.runs import run_calls
@@ -43,30 +43,14 @@ class JoinedModules(Joined):
     calls: Sequence[ModuleCall]
     entrance: Entrance
     turns: Turns | None = None  # of calls that run their forwards again
-    _has_gate = False
-
-    def pass_gate(self) -> Tensor | None:
-        """Return what leads through the gate to the leaves of all calls (Rule 5); `None` without leaves."""
-        leaves = {id(leaf): leaf for call in self.calls for leaf in call.leaves}
-        self._has_gate = bool(leaves)
-        return gate(leaves.values()) if leaves else None
 
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
-        """See `Joined`; of leaves it wants all or none, of tensors that are leaves as inputs all."""
-        wants_leaves = True
+        """See `Joined`."""
         if is_in_first_part():
             return [True] * sum(self.num_inputs)
-        if self._has_gate:
-            wants_leaves, nodes = is_wanted(nodes[0]), nodes[1:]
         self._note_histories(nodes, self.num_inputs)
-        wanted: list[Wanted] = [is_wanted(node) for node in nodes]
-        if not wants_leaves:
-            start = 0
-            for call, count in zip(self.calls, self.num_inputs, strict=True):
-                for i in range(start + len(call.cuts), start + count):
-                    wanted[i] = False
-                start += count
-        elif may_add_at_once():
+        wanted: list[Wanted] = [*which_are_wanted(nodes)]
+        if may_add_at_once():
             self._add_at_once(nodes, wanted)
         return wanted
 

@@ -9,7 +9,7 @@ of the whole. The trick is to cut at four kinds of places, and to tie the cuts t
         p ───────────────▶ [ call's own graph ] ─▶ y'     p     a leaf, mostly a parameter
         h ───────────────▶      (inner)           │       h     a tensor with history, reached through a closure
                                                   ▼
-        x, h, p, gate(p) ─▶     [ join ] ────────▶ y      (outer)
+        x, h, p ─────────▶      [ join ] ────────▶ y      (outer)
 
 Rule 1. Inputs are cut at the *entry*: a node that gives a tensor which requires a gradient a new name with the same
         storage and version counter. Inner graphs end there; an in-place change is noticed on both sides.
@@ -25,9 +25,9 @@ Rule 4. The inner backward is `torch.autograd.grad`, which captures gradients an
         accumulates: `.grad`, hooks and DDP see each parameter once. A tensor hook on a leaf would run at the
         capture as well, so such hooks are made to sleep while an inner backward runs.
         (Where a leaf has a `.grad` to add to, and nobody can tell, the call adds it at once: `accumulating`.)
-Rule 5. Besides, the join leads to all leaves through one node, the *gate*: the engine says of a node, but not of a
-        leaf, whether this backward wants it. `torch.autograd.grad(loss, x)` then computes no weight gradients, as in
-        plain PyTorch.
+Rule 5. The inner backward is asked for what this backward wants, leaf by leaf. `torch.autograd.grad(loss, x)` then
+        computes no weight gradients, as in plain PyTorch; and experts whose weights are elsewhere (offloaded, remote),
+        behind a leaf that stands for them, gather none that nobody has asked for.
 Rule 6. With `create_graph=True` the inner backward is itself a call whose graph ends at the same cuts, and gets a
         join of its own: gradients of any order are exact, each computed concurrently. Its graph runs on into the
         first one, which the outer engine may still have to walk for itself; so it leaves that graph unfreed.
@@ -204,7 +204,8 @@ class ModuleCall(CallResults):
     ) -> Tensors:
         """See `joined.Call`."""
         try:
-            if not keep_graph and self._can_defer() and any(wanted[len(self.cuts) :]):
+            of_leaves = wanted[len(self.cuts) :]
+            if not keep_graph and of_leaves and all(of_leaves) and self._can_defer():
                 return self._differentiate_inputs(grad_outputs, wanted)
             return self.differentiate(grad_outputs, wanted, keep_graph=keep_graph or self._shares_graph)
         except Exception as error:

@@ -190,3 +190,51 @@ def test_buffers_that_a_backward_changes_are_kept(is_map: bool, update: Any) -> 
             one.step()
             one.zero_grad()
     assert_same_weights(experts, plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("place", ["beside", "in a closure", "in one call"])
+@pytest.mark.parametrize("how", ["grad", "backward"])
+def test_gradients_asked_for_of_others_are_gathered_by_none_offloaded(
+    how: str, place: str, options: dict[str, Any]
+) -> None:
+    """They were, and updated with: a join wanted the gradients of all leaves or of none."""
+    experts, _ = both(ffn, num=1)
+    expert, other = experts[0], ffn()
+    x = torch.randn(4, 8)
+    calls = {
+        "beside": [expert, other],
+        "in a closure": [lambda x: expert(x), other],
+        "in one call": [lambda x: other(expert(x))],
+    }[place]
+    asked = list(other.parameters())[:2]
+
+    def loss_by(calls: Any, **how: Any) -> Tensor:
+        return torch.stack(parallel_apply(calls, [(x,)] * len(calls), **how)).square().sum()
+
+    def grads_of(loss: Tensor) -> Any:
+        if how == "grad":
+            return torch.autograd.grad(loss, asked)
+        loss.backward(inputs=asked)
+        assert [p.grad is None for p in other.parameters()] == [False, False, True, True, True, True]
+        return [p.grad for p in asked]
+
+    grads = [grad.clone() for grad in grads_of(loss_by(calls, **options))]
+    assert set(experts.gradients(0).values()) == {None}
+    other.zero_grad()
+    torch.testing.assert_close(grads, [*torch.autograd.grad(loss_by(calls), asked)])
+
+
+def test_an_expert_that_two_calls_of_a_map_reach_is_updated_once_though_weights_are_deferred() -> None:
+    """The second part of one call was taken for the end of the backward, and the expert updated before the other's."""
+    experts, (plain,) = both(ffn, num=1, update="on_backward")
+    expert, optimizer = experts[0], OPTIMIZERS["adam"](plain.parameters())
+    for _ in range(10):
+        x = torch.randn(4, 8)
+        calls = [[one, lambda x, one=one: 2 * one(x)] for one in (expert, plain)]
+        outputs = parallel_apply(calls[0], [(x,), (x.sin(),)], defer_weight_grads=True)
+        torch.stack(outputs).square().sum().backward()
+        torch.stack([calls[1][0](x), calls[1][1](x.sin())]).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(experts, [plain])
