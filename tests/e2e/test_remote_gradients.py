@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.config import LimitsConfig, ServingConfig
-from moe_autograd import MixtureOfExperts, TopKRouter, split_backward
+from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply, split_backward
 from moe_autograd.errors import InvalidCallError, MoeAutogradError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 
@@ -215,6 +215,14 @@ class TestWhatIsAsked:
         x = torch.ones(1, 4, requires_grad=True)
         torch.autograd.grad(fresh["linear"](x).sum(), x)
         fresh["linear"](x).sum().backward(inputs=[x])
+        assert not weights_change(fresh, "linear")
+
+    @pytest.mark.parametrize("is_closure", [False, True])
+    def test_asking_for_gradients_of_an_expert_here_gathers_none_for_one_there(self, fresh, is_closure):
+        here, x = nn.Linear(4, 4), torch.ones(1, 4)
+        there = (lambda x: fresh["linear"](x)) if is_closure else fresh["linear"]
+        outputs = parallel_apply([there, here], [(x,), (x,)])
+        torch.autograd.grad(torch.stack(outputs).prod(), here.weight)
         assert not weights_change(fresh, "linear")
 
     def test_an_expert_whose_output_is_not_used_gets_no_gradient(self, fresh):
