@@ -54,6 +54,7 @@ from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, split
+from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 
@@ -94,6 +95,7 @@ def _name_guilty_call(joined: Joined) -> None:
             raise
 
 
+@skip_missing_gradients
 class _Join(Function):
     boxed_grads_call = UnlessCompiled()
 
@@ -239,6 +241,7 @@ def _wait(ctx: Any, _: Grads) -> Sequence[Tensor | None]:
     return None, None
 
 
+@skip_missing_gradients
 class _Arrival(Function):
     boxed_grads_call = UnlessCompiled()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import register_multi_grad_hook
 
-from moe_autograd import map_with_parallel_backward
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.split_backward import split_backward
-from tests.support.comparison import MapFunction, natively
+from tests.support.comparison import MapFunction, assert_same, natively, one_after_another
+from tests.support.histories import copied
 
 NUM_CALLS = 7
 
@@ -100,3 +103,41 @@ def test_a_second_derivative_of_some_inputs_is_the_native_one() -> None:
         (first,) = torch.autograd.grad(loss, ws[2:3], create_graph=True)
         found.append(torch.autograd.grad(first.sum(), [xs[2], ws[2]]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def of_functions(apply: MapFunction, xs: list[Tensor]) -> Any:
+    return apply(Scales, *[(x, x.detach(), i) for i, x in enumerate(xs)])
+
+
+def of_modules(apply: MapFunction, xs: list[Tensor]) -> Any:
+    return apply([lambda x: x.sin() * 2] * len(xs), [(x,) for x in xs])
+
+
+@pytest.mark.parametrize(
+    ("native", "mapped", "call_all"),
+    [(natively, map_with_parallel_backward, of_functions), (one_after_another, parallel_apply, of_modules)],
+)
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_hooks_on_results_run_where_a_gradient_flows(
+    native: MapFunction,
+    mapped: MapFunction,
+    call_all: Callable[[MapFunction, list[Tensor]], Any],
+    is_apart: bool,
+) -> None:
+    def program(apply: MapFunction) -> Any:
+        xs = [torch.full((2,), float(i), requires_grad=True) for i in range(4)]
+        results = call_all(apply, [copied(x) for x in xs] if is_apart else xs)
+        seen: list[Any] = []
+
+        def note(grad: Tensor) -> Tensor:
+            seen.append(grad.clone())
+            return 3 * grad
+
+        handles = [y.register_hook(note) for y in results]
+        handles[1].remove()
+        register_multi_grad_hook(results, lambda grads: seen.append(list(grads)))
+        register_multi_grad_hook(results, lambda grad: seen.append(grad is None), mode="any")
+        (results[0].sum() + results[1].sum()).backward()
+        return [x.grad for x in xs], sorted(map(str, seen))
+
+    assert_same(program(native), program(mapped))
