@@ -11,6 +11,7 @@ ledger. They have limits of their own.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.locks import take_folder
+from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.autograd.offload.held import HeldExpert
+from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore, RamStore, Store
 from moe_autograd.errors import ConfigError
@@ -49,9 +52,18 @@ class OffloadMemory:
             self._lock = take_folder("offload.store", folder, f"{STORE}.lock", ConfigError)
             kept = FolderStore(folder / STORE, self._lock)
         self.residency = Residency(max_resident_bytes, kept, torch.device("cpu"))
+        self._layouts: dict[object, Layout] = {}  # of the tensors of optimizers, by what these depend on
 
     def __repr__(self) -> str:
         return f"<OffloadMemory {self.residency!r}>"
+
+    def layout_of(self, optimizer: torch.optim.Optimizer) -> Layout:
+        """Return how the tensors will lie that an optimizer makes in its first step; nothing of it changes."""
+        shapes = [(p.shape, p.dtype) for group in optimizer.param_groups for p in group["params"]]
+        key = type(optimizer), str(optimizer), str(shapes)
+        if key not in self._layouts:
+            self._layouts[key] = Layout.of(_tensors_after_a_step(copy.deepcopy(optimizer)))
+        return self._layouts[key]
 
     def close(self) -> None:
         """End the threads that read and write, and release the folder."""
@@ -83,10 +95,14 @@ class Lodger:
                 "Set offload = false."
             )
         make_optimizer = None if optimizer is None else lambda _: optimizer
+        state = []
+        if type(optimizer).__module__.startswith("torch."):  # others may want more than gradients to step
+            assert optimizer is not None
+            state.append(Part(f"{name}.optimizer", memory.layout_of(optimizer)))
         self._memory = memory
         try:
             self._held = HeldExpert(name, module, make_optimizer, memory.residency)
-            memory.residency.check_fits(self._held.parts_to_update())
+            memory.residency.check_fits([*self._held.parts_to_update(), *state])
         except ValueError as error:
             raise ConfigError(f"expert {name!r}, key 'offload.max_resident_bytes': {error}") from error
 
@@ -110,3 +126,16 @@ class Lodger:
     def prefetch(self) -> None:
         """Start to read it, if there is room; returns at once."""
         self._memory.residency.prefetch([self._held.weights])
+
+
+def _tensors_after_a_step(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {
+        f"{key}.{index}": value
+        for index, parameter in enumerate(parameters)
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor)
+    }

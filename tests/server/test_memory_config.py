@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from experts_server import ExpertsServer
@@ -12,6 +15,7 @@ from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
 from experts_server.settings import load_config
 from moe_autograd.errors import ConfigError
 from tests.support.saving_memory import D, sgd
+from tests.support.servers import WireClient
 
 FFN: dict[str, Any] = {"class": "ffn", "args": {"d_model": D}}
 
@@ -77,3 +81,29 @@ def test_an_expert_for_which_there_will_never_be_room_is_refused_at_the_start() 
         ExpertsServer(
             {"e": nn.Linear(20, 20)}, optimizer=sgd, config=ServingConfig(memory=memory, offload=offload)
         ).start()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.Adam, torch.optim.Adafactor, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)],
+    ids=["Adam", "Adafactor", "SGD with momentum"],
+)
+def test_room_for_what_the_optimizer_will_keep_is_looked_for_at_the_start(optimizer: Any) -> None:
+    def train(max_resident_bytes: int) -> None:
+        memory = MemoryConfig(recompute=True, offload=True)
+        config = ServingConfig(memory=memory, offload=OffloadConfig(max_resident_bytes=max_resident_bytes))
+        hosted: dict[str, nn.Module] = {f"e.{index}": nn.Linear(32, 32) for index in range(3)}
+        with (
+            ExpertsServer(hosted, optimizer=optimizer, config=config) as server,
+            WireClient(server.address) as client,
+        ):
+            client.forward("e.1", torch.ones(1, 32))
+            client.backward("e.1", torch.ones(1, 32))
+            client.step()
+            assert client.num_updates()["e.1"] == 1
+
+    with pytest.raises(ConfigError, match=r"expert 'e\.0', key 'offload\.max_resident_bytes'") as refused:
+        train(2 * 33 * 32 * 4 + 64)  # weights and gradients
+    needed = re.search("at least ([0-9]+)", str(refused.value))
+    assert needed is not None
+    train(int(needed[1]))
