@@ -223,10 +223,9 @@ class HostedExpert:
             kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, seed)
         else:
             outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate, seed)
-            kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed)
-            kept.graph_bytes = graph_bytes
+            kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed, 0, graph_bytes)
         answer = outputs.detached()
-        answer.random_seed = seed
+        answer.random_seed = seed if self.caller.random.has_drawn else 0
         if versions == versions_of(leaves):  # else these are not the inputs any more: they will be sent again
             self._keep(call, kept)
         return answer

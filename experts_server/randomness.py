@@ -56,13 +56,20 @@ class RandomStream:
         self._seeds = CallSeeds() if may_draw else None
         if self._seeds is not None:  # seeded now: not by which expert happens to draw first
             self._seeds.draw(0, torch.device("cpu"))
+        self._latest = self._seeds
         self.is_silent = self._seeds is None
 
     def drawing(self, seed: int = 0) -> contextlib.AbstractContextManager[None]:
         """Let random operators of this thread draw from this stream; with a seed, what always follows that."""
         if self._seeds is None:
             return contextlib.nullcontext()
-        return own_streams(CallSeeds(seed) if seed else self._seeds)
+        self._latest = CallSeeds(seed) if seed else self._seeds
+        return own_streams(self._latest)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the latest call drew, of one with a seed."""
+        return self._latest is not None and not self._latest.is_untouched
 
     def state(self) -> Tensor | None:
         """Return where the stream is, or `None` if nothing is drawn from it."""

@@ -87,6 +87,11 @@ class CallSeeds:
                     self._advance_caller()
         return generator
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no call has drawn, or asked for the state."""
+        return not self._generators
+
     def set_state(self, index: int, device: torch.device, state: torch.Tensor) -> None:
         """Continue the stream of call `index` from `state`; from its own one if that is put back (Rule 3)."""
         generator = self.generator(index, device)

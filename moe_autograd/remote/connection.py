@@ -27,7 +27,7 @@ from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.finding import Finding
-from moe_autograd.remote.inputs import on_devices_of
+from moe_autograd.remote.inputs import check_draws, on_devices_of
 from moe_autograd.remote.jobs import Job
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
@@ -159,6 +159,7 @@ class Connection:
         _note_failures(calls, jobs, "forward", failures)
         for call, args, job in zip(calls, inputs, jobs, strict=True):
             call.address, call.random_seed, call.encoding = job.address, job.outcome.random_seed, encoding
+            check_draws(call.expert, call.random_seed)
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
             job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)

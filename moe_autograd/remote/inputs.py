@@ -112,6 +112,20 @@ def check_transforms(name: str, inputs: Iterable[Tensor]) -> None:
         ) from error
 
 
+def check_draws(name: str, random_seed: int) -> None:
+    """Refuse a forward in a backward that has drawn random numbers: the one that it repeats drew others.
+
+    Raises:
+        UnsupportedTransformError: it has.
+    """
+    if random_seed and torch._C._current_graph_task_id() != -1:
+        raise UnsupportedTransformError(
+            f"expert {name!r}: expected no random numbers of a forward that is made in a backward, as by "
+            "torch.utils.checkpoint, got some: its server draws others than at first. Leave it out of the checkpoint "
+            "(it keeps only its inputs here), or call it by `eval()`."
+        )
+
+
 def under_autocast(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Under autocast, convert floating inputs to the dtype that the expert takes, as operators convert theirs."""
 
