@@ -119,7 +119,8 @@ class ModuleCall(CallResults):
 
         returned = module(*inner_args, **inner_kwargs)
 
-        self.cuts += _renewed(cuts)
+        if not shares_graph:  # else cuts are where they were, and not where their tensors are now
+            self.cuts += _renewed(cuts)
         outer_of = {id(aliases[id(tensor)]): tensor for tensor in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
         changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]

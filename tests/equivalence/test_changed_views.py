@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_autograd import parallel_apply
+from tests.support.comparing_modules import assert_same_modules_program
 from tests.support.comparison import MapFunction, Raised, assert_same, attempt, loss_of, one_after_another
 from tests.support.module_programs import leaves
 
@@ -83,3 +84,18 @@ def test_what_shows_the_memory_otherwise_is_refused(show: Callable[[Tensor], Ten
     x = torch.ones(3, 4, dtype=dtype, requires_grad=True) * 2
     with pytest.raises(RuntimeError, match=r"expected results with memory of their own .* Return a clone\."):
         parallel_apply([lambda t: show(t.mul_(2)), torch.sin], [(x,), (x.detach(),)])
+
+
+def test_second_order_through_a_view_that_a_call_takes_and_holds() -> None:
+    """Nobody has changed it; in the second order it was taken for changed, and cut twice."""
+
+    def program(apply: MapFunction) -> Any:
+        weight, x = leaves(1, 4, 4)[0], leaves(1, 3, 4)[0]
+        view = x.sin().view(3, 4)
+        (y,) = apply([lambda given: torch.tanh(given @ weight) * view * given], [(view,)])
+        loss = y.square().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (grad.square().sum() + loss).backward()
+        return x.grad, weight.grad
+
+    assert_same_modules_program(program)
