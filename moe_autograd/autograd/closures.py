@@ -122,6 +122,9 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
                 found.append(held)
         if buffers:
             owners.append(part)
+        if hasattr(type(part), "stands_for"):  # an offloaded expert
+            stand_in: Any = part
+            parts.append(stand_in.stands_for)
         if children:
             parts += [child for child in children.values() if child is not None]
     return found

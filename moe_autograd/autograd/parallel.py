@@ -34,7 +34,7 @@ from moe_autograd.autograd.closures import Held, look_into
 from moe_autograd.autograd.deferred import DeferringModules
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions
-from moe_autograd.autograd.grouping import group_calls, ungroup
+from moe_autograd.autograd.grouping import Unit, group_calls, ungroup
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
@@ -287,7 +287,7 @@ def _apply(
             call if unit.is_group else functools.partial(_in_place, unit.positions[0], call)
             for unit, call in zip(together, called, strict=True)
         ]
-    held = [Held([], []) if unit.is_group else look_into(unit.call) for unit in together]
+    held = [_held_by_group(unit, modules) if unit.is_group else look_into(unit.call) for unit in together]
     turns = Turns([own.owners for own in held], [unit.name for unit in together])
     # On an accelerator nobody waits for the gradients of weights: their kernels are queued.
     defers = defer_weight_grads and how is None and accelerator_in_use() is None
@@ -310,6 +310,12 @@ def _apply(
 
 
 _apply_uncompiled = torch._disable_dynamo(_apply)
+
+
+def _held_by_group(unit: Unit, modules: Sequence[Any]) -> Held:
+    """Return the modules with buffers that a group calls here; what else it holds is its own business."""
+    members = [modules[i] for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
+    return Held([], [owner for member in members for owner in look_into(member).owners])
 
 
 def _is_observed() -> bool:

@@ -238,3 +238,36 @@ def test_an_expert_that_two_calls_of_a_map_reach_is_updated_once_though_weights_
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(experts, [plain])
+
+
+@pytest.mark.parametrize("keeps_statistics", [True, None])
+@pytest.mark.parametrize("first", ["it", "a closure"])
+def test_an_expert_that_a_closure_holds_as_well_changes_its_buffers_in_turn_or_is_refused(
+    first: str, keeps_statistics: bool | None
+) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keeps_statistics = keeps_statistics
+            self.linear = nn.Linear(8, 8)
+            self.count = nn.Buffer(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x) * self.count
+            self.count *= 3
+            return y + self.count
+
+    (expert,), (plain,) = both(Counting, num=1)
+    xs = torch.randn(50_000, 8), torch.randn(2, 8)  # the first call is by far the longer one
+
+    def calls(one: nn.Module) -> list[Any]:
+        both_ways = [one, lambda x: one(x)]
+        return both_ways if first == "it" else both_ways[::-1]
+
+    if keeps_statistics is None:
+        with pytest.raises(RuntimeError, match=r"calls that share a .*Counting to leave its buffers"):
+            parallel_apply(calls(expert), [(x,) for x in xs])
+    else:
+        outputs = parallel_apply(calls(expert), [(x,) for x in xs])
+        wanted = [call(x) for call, x in zip(calls(plain), xs, strict=True)]
+        torch.testing.assert_close(outputs, wanted)

@@ -103,7 +103,7 @@ class Program:
         if world.may_share and self._is_likely(0.4):
             modules.append(Plain(shared=next(modules[0].parameters())))
         self._is_noisy = [isinstance(module, Noisy) for module in modules]
-        # Calls of an offloaded expert with statistics do not take turns with a closure that holds it.
+        # Those of a group take their turn together: not in the order of the calls, where one stands in between.
         self._may_be_held = [world.may_share or not isinstance(module, Counting) for module in modules]
         self._weights = list({p: None for module in modules for p in module.parameters()})
         self._experts = world.take(modules, OPTIMIZERS[self._draw.choice(list(OPTIMIZERS))])

@@ -48,6 +48,11 @@ class OffloadedExpert(nn.Module):
         """Experts of one group are called together: here one after the other, while the next is read."""
         return self._owner
 
+    @property
+    def stands_for(self) -> nn.Module:
+        """The module, for those who ask whether calls share buffers."""
+        return self._held.module
+
     def recomputed(self, how: Recompute) -> OffloadedExpert:
         """Return the same expert, for calls that keep only inputs; its weights are read once for both in a backward."""
         return OffloadedExpert(self._owner, self._held, how)
@@ -216,11 +221,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         inputs: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        """Call some of the experts one after the other, while the next is read.
-
-        `parallel_apply` and `MixtureOfExperts` call this for all experts of a layer; calling an expert is the same
-        for one.
-        """
+        """Call some of the experts one after the other, while the next is read; all those of a layer, or one."""
         experts = cast(Sequence[OffloadedExpert], modules)
         called = [expert._held for expert in experts]
         if len(called) > 1:
@@ -253,8 +254,6 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     def _own_anchor(self) -> Tensor | None:
         """A tensor that requires a gradient and is no leaf: of leaves the engine does not tell who wants them."""
         return None if self._anchor is None else self._anchor.view_as(self._anchor)
-
-    # reading ahead
 
     def prefetch(self) -> None:
         """Start to read the experts that were called last, as long as there is room."""
