@@ -83,6 +83,7 @@ class BackwardCall(Call):
     inputs: tuple[Tensor, ...] | None = None
     evaluate: bool = False
     random_seed: int = 0  # with inputs: that of the forward
+    replica: int = 0  # with inputs: that made the forward; 0: whichever
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch
 from experts_server.calls import BackwardCall, ForwardCall
 from experts_server.gradients import Gradients, first_not_finite, is_finite
 from experts_server.spec import InputSpec
-from moe_autograd.errors import ExpertFailedError, InvalidCallError
+from moe_autograd.errors import ExpertFailedError, ExpertNotFoundError, InvalidCallError
 
 
 def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:
@@ -58,6 +58,15 @@ def check_same_shapes(expert: str, first: Sequence[torch.Size], again: Sequence[
         raise ExpertFailedError(
             f"expert {expert!r}, backward: expected its module to return tensors of shapes {both}. Forwards are "
             "computed again for their backward; let the module do the same each time."
+        )
+
+
+def check_replica(expert: str, replica: int, call: BackwardCall) -> None:
+    """Check that a forward is computed again by the replica that made it: each has weights of its own."""
+    if call.replica not in (0, replica):
+        raise ExpertNotFoundError(
+            f"expert {expert!r}: expected the replica that made the forward, got another one. Has a server been "
+            "started where another one was, or without its checkpoint? Repeat the forward."
         )
 
 

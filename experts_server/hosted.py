@@ -23,6 +23,7 @@ several calls are computed as one in `joining`, what is taken in and how often i
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from torch import nn
 from experts_server.budget import Budget
 from experts_server.calling import ModuleCaller, versions_of
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
-from experts_server.checks import check_finite, check_grad_outputs, check_inputs
+from experts_server.checks import check_finite, check_grad_outputs, check_inputs, check_replica
 from experts_server.config import SAVING_NOTHING, MemoryConfig
 from experts_server.differentiating import Differentiator
 from experts_server.gradients import Gradients
@@ -86,6 +87,7 @@ class HostedExpert:
         saving: MemoryConfig = SAVING_NOTHING,
     ) -> None:
         self.name = name
+        self.replica = secrets.randbits(63) | 1  # which of those of its name; goes with its state
         self.module = module
         self.caller = ModuleCaller(name, module, eval_only=eval_only)
         self.spec = self.caller.spec
@@ -266,7 +268,7 @@ class HostedExpert:
             input_grads, weight_grads = self._differentiator.at_once(call, kept, parameters)
             return self._settle(call, kept, apart(input_grads, self._is_own), weight_grads)
         except BaseException:
-            self._keep_inputs_for_another_try(call)
+            self.kept.remove_graph(call.client_id, call.call_id)  # its buffers may be used up
             raise
 
     def backward_joined(self, calls: Sequence[BackwardCall]) -> list[Reply | BaseException]:
@@ -300,7 +302,7 @@ class HostedExpert:
                 else:
                     answers[index] = self._settle(call, kept[index], share, weigh())
             except BaseException as error:
-                self._keep_inputs_for_another_try(call)
+                self.kept.remove_graph(call.client_id, call.call_id)  # its buffers may be used up
                 if not isinstance(error, RemoteError):
                     raise
                 answers[index] = error
@@ -321,16 +323,13 @@ class HostedExpert:
             self.kept.remove(call.client_id, call.call_id)
         return input_grads
 
-    def _keep_inputs_for_another_try(self, call: BackwardCall) -> None:
-        """Let go of a graph whose buffers may be used up."""
-        self.kept.remove_graph(call.client_id, call.call_id)
-
     def _kept_from(self, call: BackwardCall) -> KeptForward:
         """Make of the inputs that came again with a backward what would have been kept."""
         if call.inputs is None:
             raise InputsNeededError(
                 f"expert {self.name!r}: expected a kept forward {call.call_id}, got none. Send its inputs again."
             )
+        check_replica(self.name, self.replica, call)
         if not call.is_finite:
             check_finite(self.name, call.inputs, "input")
         leaves = self.caller.leaves(call.inputs, call.wants_input_grads)

@@ -318,4 +318,5 @@ def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
         optimizer=type(training.optimizer).__name__ if training is not None else "",
         wants_hints=hosted.wants_hints,
         layout=layout,
+        replica=hosted.replica,
     )

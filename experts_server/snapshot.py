@@ -58,7 +58,13 @@ def take(hosted: HostedExpert) -> Snapshot:
     copied = {name: _copy(tensor) for name, tensor in tensors.items()}
     return Snapshot(
         copied,
-        {**_identity(hosted), "trained": _trained(hosted), **trained, "ledger": hosted.ledger.to_plain()},
+        {
+            **_identity(hosted),
+            "replica": hosted.replica,
+            "trained": _trained(hosted),
+            **trained,
+            "ledger": hosted.ledger.to_plain(),
+        },
     )
 
 
@@ -77,6 +83,7 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     if "random" in snapshot.tensors:
         hosted.caller.random.set_state(snapshot.tensors["random"])
     hosted.ledger.load_plain(snapshot.plain["ledger"])
+    hosted.replica = snapshot.plain.get("replica", hosted.replica)  # those of before have none
 
 
 def _identity(hosted: HostedExpert) -> dict[str, Any]:

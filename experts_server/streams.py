@@ -334,6 +334,7 @@ def _backward(
         inputs if head.has_inputs else None,
         head.evaluate,
         head.random_seed,
+        head.replica,
     )
     call.reply_encoding = head.reply_encoding
     call.num_tokens = 1

@@ -51,6 +51,7 @@ class Request:
         inputs: of a backward, for a server that no longer has them; None where there are none to send.
         input_encoding: how these travel: as in the forward.
         random_seed: goes with them.
+        replica: the same; which made the forward; 0: there is one only.
         on_settled: called with whether it was answered or failed for good, as soon as that is known; from any thread.
     """
 
@@ -61,6 +62,7 @@ class Request:
     inputs: Sequence[torch.Tensor] | None = None
     input_encoding: pb.Encoding = pb.RAW
     random_seed: int = 0
+    replica: int = 0
     on_settled: Callable[[bool], None] = lambda is_answered: None
 
 
@@ -138,7 +140,9 @@ def _with_inputs(request: Request) -> Request:
     assert request.inputs is not None
     assert isinstance(request.head, BackwardHead)
     assert isinstance(request.encoding, int)
-    head = dataclasses.replace(request.head, has_inputs=True, random_seed=request.random_seed)
+    head = dataclasses.replace(
+        request.head, has_inputs=True, random_seed=request.random_seed, replica=request.replica
+    )
     tensors = [*request.tensors, *request.inputs]
     of_inputs = [request.input_encoding] * len(request.inputs)
     encodings = [request.encoding] * len(request.tensors) + of_inputs

@@ -159,6 +159,7 @@ class Connection:
         _note_failures(calls, jobs, "forward", failures)
         for call, args, job in zip(calls, inputs, jobs, strict=True):
             call.address, call.random_seed, call.encoding = job.address, job.outcome.random_seed, encoding
+            call.replica = self._finding.placement.replica_of(call.expert, job.address)
             check_draws(call.expert, call.random_seed)
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
@@ -251,7 +252,7 @@ class Connection:
             evaluate=call.evaluate,
             reply_encoding=encoding,
         )
-        again = part.inputs, call.encoding, call.random_seed
+        again = part.inputs, call.encoding, call.random_seed, call.replica
         return Request(call.expert, head, part.grad_outputs, encoding, *again)
 
     # ---- updates

@@ -210,7 +210,10 @@ class Delivery:
             lost = self.finding.look_briefly(operation)
         for job in jobs:
             name = job.request.expert
-            hosts = placement.hosts_of(name) if rpc == "Forward" else placement.moved_to(name, job.address)
+            if rpc == "Forward":
+                hosts = placement.hosts_of(name)
+            else:
+                hosts = placement.moved_to(name, job.address, job.request.replica)
             if hosts:
                 job.address = hosts[0]
         return lost

@@ -170,14 +170,14 @@ class Call:
         index: in the pass.
         expert: its name.
         call_id: our name for the forward.
-        num_inputs: how many tensors it was given.
+        num_inputs, num_outputs: how many tensors it was given, and gave.
         evaluate: whether the module is in `eval()`.
         keep_graph: whether there may be a backward.
         is_trained: whether that gives the weights gradients.
-        num_outputs: how many tensors it gave.
         is_sequence: whether it gave a tuple.
         address: the server that ran the forward.
         random_seed: where its random numbers began there.
+        replica: which of several it is there; 0: there is one only.
         encoding: how its inputs travelled.
     """
 
@@ -192,6 +192,7 @@ class Call:
     is_sequence: bool = False
     address: str = ""
     random_seed: int = 0
+    replica: int = 0
     encoding: pb.Encoding = pb.RAW
 
 

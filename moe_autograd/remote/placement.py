@@ -75,6 +75,7 @@ class Placement:
         self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
         self._favourites: dict[str, str] = {}  # expert: the replica that was chosen
         self._found: dict[str, tuple[str, ...]] = {}  # by expert, since servers were asked last
+        self._replicated: frozenset[str] = frozenset()  # experts that several servers host, or hosted
 
     def note_replies(self, known: Iterable[str], replies: Mapping[str, pb.InfoReply]) -> None:
         """Take servers' word for what they host.
@@ -99,6 +100,7 @@ class Placement:
         for address in self._answered:
             for name in self._replies[address]:
                 hosts[name] = hosts.get(name, frozenset()) | {address}
+        self._replicated |= {name for name, addresses in hosts.items() if len(addresses) > 1}
         for address in self._answered:
             beside = self._beside.setdefault(address, {})
             for name in {*beside, *self._replies[address]}:
@@ -156,10 +158,31 @@ class Placement:
             )
         )
 
-    def moved_to(self, name: str, lost: str) -> tuple[str, ...]:
-        """Return the servers that an expert of a lost one has moved to, as far as they answered when asked last."""
+    def replica_of(self, name: str, address: str) -> int:
+        """Return which of several replicas is, or was, at an address; 0: there is one only, or nobody can tell.
+
+        Those that began with copies of one checkpoint cannot be told apart.
+        """
+        if name not in self._replicated:
+            return 0
+        with self._lock:
+            at = {host: infos[name].replica for host, infos in self._replies.items() if name in infos}
+        own = at.get(address, 0)
+        return own if list(at.values()).count(own) == 1 else 0
+
+    def moved_to(self, name: str, lost: str, replica: int = 0) -> tuple[str, ...]:
+        """Return the servers that an expert of a lost one has moved to, as far as they answered when asked last.
+
+        Args:
+            name: of the expert.
+            lost: the server.
+            replica: which of several was there: it has moved to where it is now; 0: whichever.
+        """
         hosts = self.hosts_of(name)
         with self._lock:
+            places = [a for a in hosts if a in self._answered and self._replies[a][name].replica == replica]
+            if replica and places:
+                return tuple(places)
             replicas = self._beside.get(lost, {}).get(name, frozenset())
             return tuple(
                 address

@@ -199,7 +199,7 @@ class ForwardCall(_message.Message):
     def __init__(self, client_id: _Optional[bytes] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., keep_graph: _Optional[bool] = ..., input_requires_grad: _Optional[_Iterable[bool]] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ...) -> None: ...
 
 class BackwardCall(_message.Message):
-    __slots__ = ("client_id", "sequence", "settled_below", "call_id", "expert", "wants_weight_grads", "wants_input_grads", "keep_graph", "num_grad_outputs", "has_inputs", "evaluate", "reply_encoding", "random_seed")
+    __slots__ = ("client_id", "sequence", "settled_below", "call_id", "expert", "wants_weight_grads", "wants_input_grads", "keep_graph", "num_grad_outputs", "has_inputs", "evaluate", "reply_encoding", "random_seed", "replica")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SETTLED_BELOW_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class BackwardCall(_message.Message):
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     REPLY_ENCODING_FIELD_NUMBER: _ClassVar[int]
     RANDOM_SEED_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     client_id: bytes
     sequence: int
     settled_below: int
@@ -226,7 +227,8 @@ class BackwardCall(_message.Message):
     evaluate: bool
     reply_encoding: Encoding
     random_seed: int
-    def __init__(self, client_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_below: _Optional[int] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., wants_weight_grads: _Optional[bool] = ..., wants_input_grads: _Optional[_Iterable[bool]] = ..., keep_graph: _Optional[bool] = ..., num_grad_outputs: _Optional[int] = ..., has_inputs: _Optional[bool] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ..., random_seed: _Optional[int] = ...) -> None: ...
+    replica: int
+    def __init__(self, client_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_below: _Optional[int] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., wants_weight_grads: _Optional[bool] = ..., wants_input_grads: _Optional[_Iterable[bool]] = ..., keep_graph: _Optional[bool] = ..., num_grad_outputs: _Optional[int] = ..., has_inputs: _Optional[bool] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ..., random_seed: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class CallResult(_message.Message):
     __slots__ = ("call", "status", "is_sequence", "queue_s", "compute_s", "random_seed")
@@ -277,7 +279,7 @@ class InfoReply(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[ExpertInfo, _Mapping]]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., layouts: _Optional[_Iterable[_Union[StateLayout, _Mapping]]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ExpertInfo(_message.Message):
-    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints", "layout")
+    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints", "layout", "replica")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +291,7 @@ class ExpertInfo(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     WANTS_HINTS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     inputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -300,7 +303,8 @@ class ExpertInfo(_message.Message):
     optimizer: str
     wants_hints: bool
     layout: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ..., wants_hints: _Optional[bool] = ..., layout: _Optional[int] = ...) -> None: ...
+    replica: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ..., wants_hints: _Optional[bool] = ..., layout: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("dtype", "shape", "may_have_more")

@@ -59,6 +59,7 @@ class BackwardHead:
     evaluate: bool = False
     reply_encoding: pb.Encoding = pb.RAW
     random_seed: int = 0
+    replica: int = 0
 
     def message(self) -> pb.BackwardCall:
         """Return it as protobuf's."""
@@ -76,6 +77,7 @@ class BackwardHead:
             evaluate=self.evaluate,
             reply_encoding=self.reply_encoding,
             random_seed=self.random_seed,
+            replica=self.replica,
         )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from experts_server.config import ServingConfig
 from moe_autograd.errors import ExpertNotFoundError, GradientsLostError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from tests.support.hosting import make_modules, sgd
@@ -54,6 +56,40 @@ def servers() -> Iterator[Servers]:
     servers = Servers()
     yield servers
     servers.stop()
+
+
+class Replicas:
+    """Two replicas of `ffn.0`, each with a folder of checkpoints, at two addresses."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.addresses = ["127.0.0.1:0", "127.0.0.1:0"]
+        self._at: list[tuple[int, ExpertsServer]] = []
+        self.restart([0, 1])
+        self.addresses = [server.address for _, server in self._at]
+
+    def restart(self, which: Sequence[int | None]) -> None:
+        """Start at each address this one of them, from its checkpoint."""
+        self.stop()
+        for address, replica in zip(self.addresses, which, strict=True):
+            if replica is not None:
+                module = nn.Linear(4, 4)
+                nn.init.constant_(module.weight, replica + 1.0)
+                config = ServingConfig(checkpoint_dir=self._folder / str(replica))
+                server = ExpertsServer({"ffn.0": module}, optimizer=sgd, listen=address, config=config)
+                self._at.append((replica, server.start()))
+
+    def stop(self) -> None:
+        while self._at:
+            self._at.pop()[1].stop()
+
+    def weight(self, which: int) -> Tensor:
+        """Return the weight that one of them began with."""
+        return torch.full((4, 4), which + 1.0)
+
+    def num_updates(self, which: int) -> int:
+        (server,) = [server for replica, server in self._at if replica == which]
+        return server.num_updates["ffn.0"]
 
 
 @contextlib.contextmanager
@@ -219,3 +255,49 @@ class TestReplicas:
             servers.restart(*(({}, make_modules(0)) if is_first else (make_modules(0), {})))
             with pytest.raises(ExpertNotFoundError, match=r"expert 'ffn\.0'"):
                 y.sum().backward()
+
+
+class TestReplicasThatChangePlaces:
+    """Two replicas with weights of their own, each with checkpoints; the forward is made by one of them."""
+
+    @pytest.fixture
+    def replicas(self, tmp_path) -> Iterator[Replicas]:
+        replicas = Replicas(tmp_path)
+        yield replicas
+        replicas.stop()
+
+    @pytest.fixture
+    def x(self) -> Tensor:
+        return torch.ones(1, 4, requires_grad=True)
+
+    def begin(self, experts: RemoteExperts, replicas: Replicas, x: Tensor) -> tuple[Tensor, int]:
+        """Return the result of a forward, and which of the replicas made it."""
+        y = experts["ffn.0"](x)
+        return y, replicas.addresses.index(y.grad_fn.calls[0].address)
+
+    @pytest.mark.parametrize(
+        "changes", [True, False], ids=["they change places", "they stay where they were"]
+    )
+    @pytest.mark.parametrize("is_looked_for", [False, True], ids=["", "and are found"])
+    def test_a_backward_goes_to_the_one_that_made_the_forward(self, replicas, x, changes, is_looked_for):
+        with connect(replicas.addresses, timeout_s=200.0, retry=PATIENT) as experts:
+            y, which = self.begin(experts, replicas, x)
+            replicas.restart([1, 0] if changes else [0, 1])
+            if is_looked_for:
+                experts.info()
+            y.sum().backward()
+            assert torch.equal(x.grad, replicas.weight(which).sum(dim=0, keepdim=True))
+            RemoteOptimizer(experts).step()
+            assert replicas.num_updates(which) == 1
+
+    def test_where_only_another_one_is_left_a_backward_raises(self, replicas, x):
+        with connect(replicas.addresses, timeout_s=200.0, retry=RetryPolicy(patience_s=0.2)) as experts:
+            y, which = self.begin(experts, replicas, x)
+            replicas.restart([1 - which, None] if which == 0 else [None, 1 - which])
+            with pytest.raises(
+                ExpertNotFoundError, match="expected the replica that made the forward, got another"
+            ):
+                y.sum().backward()
+            assert x.grad is None
+            experts["ffn.0"](x).sum().backward()
+            assert torch.equal(x.grad, replicas.weight(1 - which).sum(dim=0, keepdim=True))

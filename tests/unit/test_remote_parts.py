@@ -74,8 +74,8 @@ class TestNumbering:
         assert Numbering().client_id != Numbering().client_id
 
 
-def reply(*names: str) -> pb.InfoReply:
-    return pb.InfoReply(experts=[pb.ExpertInfo(name=name, kind="Linear") for name in names])
+def reply(*names: str, replica: int = 0) -> pb.InfoReply:
+    return pb.InfoReply(experts=[pb.ExpertInfo(name=name, kind="Linear", replica=replica) for name in names])
 
 
 class TestPlacement:
@@ -151,6 +151,22 @@ class TestPlacement:
         placement.note_replies("ab", {"a": reply("ffn.0")})
         placement.note_replies("ab", {"b": reply("ffn.0")})
         assert placement.moved_to("ffn.0", "a") == ()
+
+    def test_a_replica_that_takes_anothers_place_is_told_from_it(self):
+        placement = self.make()
+        placement.note_replies("ab", {"a": reply("ffn.0", replica=1), "b": reply("ffn.0", replica=2)})
+        assert [placement.replica_of("ffn.0", address) for address in "ab"] == [1, 2]
+        placement.note_replies("ab", {"a": reply("ffn.0", replica=2), "b": reply("ffn.0", replica=1)})
+        assert placement.moved_to("ffn.0", "a", 1) == ("b",)
+        placement.note_replies("ab", {"a": reply("ffn.0", replica=1)})
+        assert placement.moved_to("ffn.0", "a", 1) == ("a",)
+
+    def test_of_one_alone_and_of_copies_of_one_checkpoint_nobody_asks_which_it_is(self):
+        placement = self.make()
+        placement.note_replies("a", {"a": reply("ffn.0", replica=1)})
+        assert placement.replica_of("ffn.0", "a") == 0
+        placement.note_replies("ab", {"a": reply("ffn.0", replica=1), "b": reply("ffn.0", replica=1)})
+        assert placement.replica_of("ffn.0", "a") == 0
 
     def test_an_unknown_expert_has_no_host(self):
         assert self.make(a=()).hosts_of("ffn.0") == ()
