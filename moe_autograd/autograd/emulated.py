@@ -28,6 +28,7 @@ from torch.autograd.function import Function, FunctionCtx
 Options = tuple[torch.Size, torch.dtype, torch.device]
 
 _NO_SETUP_CONTEXT = Function.setup_context
+_MAY_BE_BOXED = hasattr(Function, "boxed_grads_call")  # newer than the oldest torch that we run with
 BACKWARD_TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
     "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
@@ -140,10 +141,8 @@ def call_backward(
         the arguments, as PyTorch does behind a node.
     """
     backward = _backward_of(func)
-    if getattr(func, "boxed_grads_call", False):  # newer than the oldest torch that we run with
-        returned = backward(ctx, list(grad_outputs))
-    else:
-        returned = backward(ctx, *grad_outputs)
+    is_boxed = _MAY_BE_BOXED and func.boxed_grads_call
+    returned = backward(ctx, list(grad_outputs)) if is_boxed else backward(ctx, *grad_outputs)
     return _checked(func, ctx, returned if isinstance(returned, tuple) else (returned,))
 
 

@@ -72,8 +72,6 @@ class FunctionCall:
         args = arguments_of(func, args)
         ctx, returned = call_forward(func, args)
         self._ctx, self._returned = ctx, returned
-        if True not in ctx.needs_input_grad:
-            ctx.to_save = ()  # it has no backward: PyTorch would not even look at them
         self._tensor_arguments: list[int] | None = None  # where they are, if not everywhere
         self.inputs = args
         if None in ctx._emulated_argument_shapes:
@@ -89,6 +87,8 @@ class FunctionCall:
             self.results: tuple[Tensor, ...] = (returned,)
         else:
             self._take_several(returned if isinstance(returned, tuple) else (returned,))
+        if True not in ctx.needs_input_grad:  # it has no backward (the join's Rule 4), and so saves nothing
+            ctx.to_save, ctx.non_differentiable = (), self.results
         if forward_ad._current_level >= 0:
             refuse_tangents(self.results)
 
@@ -136,8 +136,8 @@ class FunctionCall:
 
     @property
     def non_differentiable(self) -> tuple[Tensor, ...]:
-        """A call that takes nothing which requires a gradient gives nothing which does (the join's Rule 4)."""
-        return self._ctx.non_differentiable if True in self._ctx.needs_input_grad else self.results
+        """What the function marked; all results of a call that takes nothing which requires a gradient."""
+        return self._ctx.non_differentiable
 
     def forget_results(self) -> None:
         """See `joined.Call`; free attributes of the context are the function's own business, as in PyTorch."""
@@ -171,13 +171,12 @@ class FunctionCall:
                 grad_outputs = materialize(grad_outputs, self._options)
         self._saved_now.append(saved)
         try:
-            grads = call_backward(self._func, ctx, grad_outputs)
+            grads: Tensors = call_backward(self._func, ctx, grad_outputs)
         finally:
             self._saved_now.pop()
-        own: Tensors = grads
         if self._tensor_arguments is not None:
-            own = [grads[i] for i in self._tensor_arguments]
-        return add_where_possible(own, wanted) if wanted else own
+            grads = [grads[i] for i in self._tensor_arguments]
+        return add_where_possible(grads, wanted) if wanted else grads
 
     def _with_others(self, grad_outputs: Tensors) -> list[Tensor | None]:
         """Put `None` for the results that are no tensors, as PyTorch does."""
