@@ -76,7 +76,7 @@ class ModuleCaller:
             own = tuple(x.to(self.device) for x in inputs)
         elif self.changes_inputs:
             own = tuple([x.clone() for x in inputs])
-        versions = versions_of(inputs)
+        versions = _versions_of(inputs)
         try:
             if self.random.is_silent:
                 result = self.module(*own)
@@ -85,11 +85,11 @@ class ModuleCaller:
                     result = self.module(*own)
         except Exception as error:
             is_refused = type(error) is RuntimeError and "in-place operation" in str(error)
-            if not is_refused or self.changes_inputs or versions != versions_of(inputs):
+            if not is_refused or self.changes_inputs or versions != _versions_of(inputs):
                 raise self._explain(inputs, error) from error
             self.changes_inputs = True
             return self.call(inputs, evaluate, seed)
-        if versions != versions_of(inputs):
+        if versions != _versions_of(inputs):
             self.changes_inputs = True
         return self._outputs_of(result)
 
@@ -162,7 +162,7 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def versions_of(tensors: tuple[Tensor, ...]) -> list[int]:
+def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:
     """Return what grows with each change in place."""
     return [tensor._version for tensor in tensors]
 

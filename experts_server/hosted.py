@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from experts_server.budget import Budget
-from experts_server.calling import ModuleCaller, versions_of
+from experts_server.calling import ModuleCaller
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.checks import check_finite, check_grad_outputs, check_inputs, check_replica
 from experts_server.config import SAVING_NOTHING, MemoryConfig
@@ -218,7 +218,7 @@ class HostedExpert:
                 return self.caller.call(call.inputs, call.evaluate).detached()
         leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
         seed = self.caller.random.next_seed()
-        versions = versions_of(leaves)
+        knew = self.caller.changes_inputs
         if self._saving.recompute:
             with torch.no_grad():
                 outputs = self.caller.call(leaves, call.evaluate, seed)
@@ -228,7 +228,9 @@ class HostedExpert:
             kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed, 0, graph_bytes)
         answer = outputs.detached()
         answer.random_seed = seed if self.caller.random.has_drawn else 0
-        if versions == versions_of(leaves):  # else these are not the inputs any more: they will be sent again
+        if (
+            knew == self.caller.changes_inputs
+        ):  # else these may not be the inputs any more: they will be sent again
             self._keep(call, kept)
         return answer
 

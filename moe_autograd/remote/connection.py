@@ -160,10 +160,12 @@ class Connection:
         for call, args, job in zip(calls, inputs, jobs, strict=True):
             call.address, call.random_seed, call.encoding = job.address, job.outcome.random_seed, encoding
             call.replica = self._finding.placement.replica_of(call.expert, job.address)
-            check_draws(call.expert, call.random_seed)
+            if call.random_seed:
+                check_draws(call.expert)
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
-            job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
+            if not args[0].is_cpu:
+                job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
         return [job.outcome for job in jobs]
 
     def prepare_backward(self, calls: Sequence[Call], results: Sequence[Any]) -> None:

@@ -76,7 +76,7 @@ class InputSpec:
 
 def on_devices_of(inputs: Sequence[Tensor], results: Tensors) -> Tensors:
     """Return what a server sent, each where its input is: outputs of a module are where its inputs are."""
-    if all(x.is_cpu for x in inputs):
+    if len(inputs) == 1 and inputs[0].is_cpu:  # mostly
         return results
     return tuple([y if y is None else y.to(x.device) for x, y in zip(inputs, results, strict=True)])
 
@@ -112,13 +112,13 @@ def check_transforms(name: str, inputs: Iterable[Tensor]) -> None:
         ) from error
 
 
-def check_draws(name: str, random_seed: int) -> None:
-    """Refuse a forward in a backward that has drawn random numbers: the one that it repeats drew others.
+def check_draws(name: str) -> None:
+    """Refuse a forward that has drawn random numbers in a backward: the one that it repeats drew others.
 
     Raises:
         UnsupportedTransformError: it has.
     """
-    if random_seed and torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() != -1:
         raise UnsupportedTransformError(
             f"expert {name!r}: expected no random numbers of a forward that is made in a backward, as by "
             "torch.utils.checkpoint, got some: its server draws others than at first. Leave it out of the checkpoint "

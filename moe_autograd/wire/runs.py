@@ -167,8 +167,8 @@ def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:
         run.call_ids.extend([head.call for head in heads])
         run.queue_s.extend([head.queue_s for head in heads])
         run.compute_s.extend([head.compute_s for head in heads])
-        if any(head.random_seed for head in heads):
-            run.random_seeds.extend([head.random_seed for head in heads])
+        seeds = [head.random_seed for head in heads]
+        run.random_seeds.extend(seeds if any(seeds) else ())
         run.call_result.CopyFrom(common)
         return run
     run.experts.extend([head.expert for head in heads])
