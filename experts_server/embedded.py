@@ -37,7 +37,8 @@ class ExpertsServer:
         config: everything else; what is given above wins.
 
     Raises:
-        ConfigError: an option or a name is not allowed; on entry, if the address is in use.
+        ConfigError: an option or a name is not allowed; on entry, if the address is in use, or an expert uses a weight
+            that another one trains.
         TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
 
     Threads: an event loop on one background thread, shared by all servers of the process, and workers.

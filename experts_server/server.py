@@ -46,6 +46,7 @@ from experts_server.saving import Saver
 from experts_server.security import Gate
 from experts_server.service import Service
 from experts_server.training import Training
+from moe_autograd.errors import ConfigError
 from moe_autograd.wire.options import SERVER_OPTIONS
 from moe_autograd.wire.tensors import TensorLimits
 
@@ -87,10 +88,11 @@ class ExpertServer:
         config: how to serve.
 
     Raises:
-        ConfigError: from `start`, if the address cannot be used.
+        ConfigError: two experts share a weight that one of them trains; from `start`, if the address cannot be used.
     """
 
     def __init__(self, experts: Mapping[str, Hosting], config: ServingConfig) -> None:
+        _check_shared(experts)
         limits = config.limits
         self.config = config
         self.state: State = "starting"
@@ -268,6 +270,19 @@ class ExpertServer:
     def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         assert self._loop is not None, "calls come after start"
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
+
+
+def _check_shared(experts: Mapping[str, Hosting]) -> None:
+    """Refuse weights that are trained under one name and used under another: calls of both run side by side."""
+    users: dict[nn.Parameter, str] = {}
+    for name, hosting in experts.items():
+        for key, parameter in hosting.module.named_parameters():
+            other = users.setdefault(parameter, name)
+            if other != name and (hosting.training or experts[other].training):
+                raise ConfigError(
+                    f"expert {name!r}: expected weights that no other expert uses, got {key!r}, which expert {other!r} "
+                    "uses as well. Host one module that has both, or train neither."
+                )
 
 
 def _memory_for_all(config: ServingConfig) -> SharedMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 
@@ -76,6 +76,18 @@ class RemoteOptimizer:
         names = [name for names in self._names.values() for name in names]
         places = sorted({address for connection in self._names for address in connection.addresses})
         return f"RemoteOptimizer({', '.join(names)} at {', '.join(places)})"
+
+    @property
+    def param_groups(self) -> NoReturn:
+        """Not here; whoever asks, as a `GradScaler` does, is told so.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "RemoteOptimizer: expected to be asked for `step` and `zero_grad` alone, got `param_groups`. Weights and "
+            "gradients are on the servers, and so are learning rates and schedules (their `optimizer`)."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that this client gave since its last `zero_grad`.

@@ -192,3 +192,11 @@ class TestOptimizer:
     def test_zeros_are_not_kept(self, server):
         with connect(server.address) as experts, pytest.raises(ValueError, match="set_to_none=True"):
             RemoteOptimizer(experts).zero_grad(set_to_none=False)
+
+    def test_who_wants_weights_or_gradients_of_it_is_told_where_they_are(self, server):
+        """As a `GradScaler` does, to divide gradients by its scale."""
+        scaler = torch.amp.GradScaler("cpu")
+        with connect(server.address) as experts:
+            scaler.scale(experts["ffn.0"](torch.ones(1, 4)).sum()).backward()
+            with pytest.raises(AttributeError, match="Weights and gradients are on the servers"):
+                scaler.step(RemoteOptimizer(experts))

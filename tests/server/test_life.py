@@ -17,11 +17,13 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.config import ServingConfig
+from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.forked_servers import ForkedServers
 from tests.support.gated import Gated, Waiting
@@ -53,6 +55,21 @@ class Hangs(torch.nn.Linear):
 def test_what_cannot_be_hosted_is_refused_before_it_starts(experts: Any, optimizer: Any, text: str) -> None:
     with pytest.raises(TypeError, match=f"ExpertsServer.*{text}"):
         ExpertsServer(experts, optimizer=optimizer)
+
+
+def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -> None:
+    """Their calls run side by side: a step of one would change the weights under the other's forward."""
+    shared = nn.Linear(D, D)
+    experts = {"a": shared, "b": nn.Sequential(shared, nn.ReLU())}
+    with (
+        pytest.raises(
+            ConfigError, match=r"expert 'b': expected weights that no other expert uses, got '0\.weight'"
+        ),
+        ExpertsServer(experts, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+    ):
+        pass
+    with ExpertsServer(experts) as server, WireClient(server.address) as client:
+        assert len(client.info().experts) == 2
 
 
 def test_a_server_is_started_once_at_a_time_and_may_be_started_again() -> None:
