@@ -118,6 +118,23 @@ class Entrance:
             self._hooks.append(hooks)
             self.aliases[key] = _alias(tensor, anchor, hooks)
 
+    def refuse_replaced(self, caller: str) -> None:
+        """Raise if a call has given an input other memory, by `input.data = ...`: the caller's tensor has its own.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        for hooks, alias in zip(self._hooks, self.aliases.values(), strict=True):
+            tensor = hooks._tensor()
+            assert tensor is not None  # the calls hold it
+            has_memory = type(alias) is Tensor and alias.layout is torch.strided
+            if has_memory and alias.data_ptr() != tensor.data_ptr():
+                raise RuntimeError(
+                    f"{caller}: expected calls to leave the memory of their inputs where it is, got an input of shape "
+                    f"{tuple(alias.shape)} whose `data` a call has set. The caller's tensor would keep its own: change "
+                    "it in place, or make the calls in a plain loop."
+                )
+
     def close(self) -> None:
         """Let go of the aliases when all calls have been made, and move the hooks that these registered."""
         for hooks, alias in zip(self._hooks, self.aliases.values(), strict=True):

@@ -162,6 +162,7 @@ def run_module_calls(
         run_calls(forward, names, max_concurrency, f"{title}, forward")
         if not shares_graph:
             refuse_changed_closures(title, names, held)
+        entrance.refuse_replaced(title)
         for call, name in zip(calls, names, strict=True):
             call.refuse_changed_results(name)
         changed = {id(base): base for call in calls for base in map(base_of, call.changed)}

@@ -297,12 +297,23 @@ def results_that_share_memory_changed_in_place(apply: MapFunction) -> Any:
     return finish(outputs, *xs)
 
 
+def an_inputs_data_set_by_a_call(apply: MapFunction) -> Any:
+    (x,) = leaves(1)
+
+    def set_data(x: Tensor) -> Tensor:
+        x.data = x.data * 2
+        return x * 3
+
+    return finish([*apply([set_data], [(x,)]), x * x], x)
+
+
 # Around the map's back: it may refuse these, but not give a wrong number, or lose a gradient, in silence.
 ESCAPES = [a_state_with_history_kept_between_maps, an_auxiliary_loss_kept_on_a_module]
 ESCAPES += [an_auxiliary_loss_beside_the_outputs, results_in_an_object_of_ones_own]
 ESCAPES += [inputs_in_an_object_of_ones_own, an_input_returned_and_changed_in_place]
 ESCAPES += [an_input_changed_in_place_after_it_was_returned, results_that_share_memory_changed_in_place]
 ESCAPES += [a_tensor_that_no_look_finds_used_by_a_call_and_outside, a_constant_changed_in_place]
+ESCAPES += [an_inputs_data_set_by_a_call]
 
 
 @program
