@@ -228,9 +228,8 @@ class HostedExpert:
             kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed, 0, graph_bytes)
         answer = outputs.detached()
         answer.random_seed = seed if self.caller.random.has_drawn else 0
-        if (
-            knew == self.caller.changes_inputs
-        ):  # else these may not be the inputs any more: they will be sent again
+        # a call that was the first to change its inputs has no others to keep: they will be sent again
+        if knew == self.caller.changes_inputs:
             self._keep(call, kept)
         return answer
 

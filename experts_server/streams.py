@@ -144,9 +144,8 @@ class PassStream:
             if named is not None:
                 call = named[1]
                 call.is_finite = are_finite
-                if (
-                    call.num_bytes <= shared.num_bytes
-                ):  # else in parts, each copied into memory of the call's own
+                # a larger one came in parts, each copied into memory of the call's own
+                if call.num_bytes <= shared.num_bytes:
                     call.message = shared
                 num_bytes += call.num_bytes
                 calls.append(named)

@@ -109,9 +109,14 @@ def renew_views(bases: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
     with torch.autograd._unsafe_preserve_version_counter(bases):
         torch.autograd.graph.increment_version(bases)
         for view in views:
-            view.grad_fn  # noqa: B018  # makes it
+            look_at_history(view)
     for view in views:
-        view.grad_fn  # noqa: B018  # of the version that it has again: the next one would pass for this
+        look_at_history(view)
+
+
+def look_at_history(view: Tensor) -> None:
+    """Let PyTorch make the `grad_fn` of a view for the version that its memory has now, and not for a later one."""
+    _ = view.grad_fn
 
 
 def _uses(changed: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]]) -> list[list[_Use]]:

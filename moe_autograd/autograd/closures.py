@@ -157,7 +157,7 @@ def _first(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def _is_empty(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents  # noqa: B018  # a cell tells only this way
+        _ = cell.cell_contents  # a cell tells only this way
     except ValueError:
         return True
     return False

@@ -263,9 +263,8 @@ class _Backlog:
             self._has_worker = True
         try:
             start_soon(self._work)
-        except (
-            RuntimeError
-        ):  # the system has no thread left to give: whoever wants the promise kept does the work
+        except RuntimeError:
+            # The system has no thread left to give: whoever wants the promise kept does the work.
             self._has_worker = False
 
     def take(self, work: _Work) -> bool:

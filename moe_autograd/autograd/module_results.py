@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
-from moe_autograd.autograd.changes import base_of
+from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
 
 
@@ -220,4 +220,4 @@ class CallResults:
             # The inner graph has saved tensors that know of the real change: this one is not to count.
             with torch.autograd._unsafe_preserve_version_counter(view), torch.enable_grad():
                 view.copy_(copy)
-            view.grad_fn  # noqa: B018  # of the version that it has again: the next one would pass for this
+            look_at_history(view)  # its memory has its version again: the next one would pass for this

@@ -143,9 +143,8 @@ def is_worth_retrying(error: RemoteError, *, was_answered: bool) -> bool:
         error: what became of it.
         was_answered: whether the server answered this very call, and not only the connection broke.
     """
-    if isinstance(
-        error, CorruptDataError
-    ):  # what came whole and is refused, as too large a tensor, will come again
+    if isinstance(error, CorruptDataError):
+        # What came whole and is refused, as too large a tensor, will come again.
         return not isinstance(error.__cause__, InvalidCallError)
     if isinstance(error, ServerUnavailableError | ServerBusyError):
         return True

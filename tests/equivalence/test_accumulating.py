@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import accumulating
 from tests.support import module_programs
+from tests.support.accumulating import WAYS_TO_ASK, ask_for_some
 from tests.support.comparing_modules import ORDER, PROGRAMS, assert_same_modules_program, name_of
 from tests.support.comparison import MapFunction, assert_same, loss_of, one_after_another
 from tests.support.module_programs import leaves, parameters, seeded
@@ -154,23 +155,15 @@ def test_hooks_at_the_node_of_a_weight_get_its_gradient(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-@pytest.mark.parametrize("ask", ["grad", "inputs", "graph"])
-def test_only_who_is_asked_for_a_gradient_gets_one(ask: str) -> None:
+@pytest.mark.parametrize("way", WAYS_TO_ASK)
+def test_only_who_is_asked_for_a_gradient_gets_one(way: str) -> None:
     def run(apply: MapFunction) -> Any:
         modules, xs = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())), leaves()
         weights = parameters(modules)
         for p in weights:
             p.grad = torch.full_like(p, 0.5)
         loss = loss_of(apply(modules, [(x,) for x in xs]))
-        found: Any = ()
-        if ask == "grad":
-            found = torch.autograd.grad(loss, [weights[0], weights[3], xs[1]])
-        elif ask == "inputs":
-            loss.backward(inputs=[weights[2], xs[0]])
-        else:
-            loss.backward(create_graph=True)
-            found = torch.autograd.grad(loss_of([p.grad for p in weights]), xs)
-        return found, [p.grad for p in weights], [x.grad for x in xs]
+        return ask_for_some(way, loss, weights, xs)
 
     assert_same(run(one_after_another), run(parallel_apply), tolerance=ORDER)
 
@@ -223,45 +216,24 @@ def test_sparse_gradients() -> None:
 def test_after_ctrl_c_a_call_that_is_left_to_end_by_itself_adds_nothing() -> None:
     assert_prints(
         """
-    import os, signal, threading, torch
+    import torch
     from torch import nn
     from moe_autograd import parallel_apply
-    from moe_autograd.autograd import accumulating
     from tests.equivalence.test_accumulating import Looks
+    from tests.support.accumulating import InterruptedBackward
 
-    both, caught, ended = threading.Barrier(2), threading.Event(), threading.Event()
-
-    def look():
-        both.wait(60)
-        if threading.current_thread() is threading.main_thread():
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait()
-        caught.wait(60)
+    interrupted = InterruptedBackward()
 
     class Watched(nn.Linear):
         def forward(self, x):
-            return Looks.apply(super().forward(x), look)
-
-    accumulating.LEAST_ADDED = 1
-    has_added = accumulating.Adder.has_added
-    def note(self, grad):
-        result = has_added(self, grad)
-        ended.set()
-        return result
-    accumulating.Adder.has_added = note
+            return Looks.apply(super().forward(x), interrupted.look)
 
     experts = [Watched(4, 4) for _ in range(2)]
     for expert in experts:
         for p in expert.parameters():
             p.grad = torch.zeros_like(p)
-    outputs = parallel_apply(experts, [(torch.ones(2, 4),)] * 2)
-    try:
-        torch.stack(outputs).sum().backward()
-    except KeyboardInterrupt:
-        print("interrupted")
-    caught.set()
-    print(ended.wait(60))
+    print(interrupted.run(parallel_apply(experts, [(torch.ones(2, 4),)] * 2)))
     print(sum(p.grad.abs().sum().item() for expert in experts for p in expert.parameters()))
     """,
-        "interrupted True 0.0",
+        "True 0.0",
     )

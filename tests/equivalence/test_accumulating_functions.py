@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from moe_autograd import map_with_parallel_backward
 from moe_autograd.autograd import accumulating
+from tests.support.accumulating import WAYS_TO_ASK, ask_for_some
 from tests.support.comparison import MapFunction, assert_same, assert_same_program, loss_of, natively
 from tests.support.functions import CATALOGUE, Case, Leaves
 from tests.support.module_programs import leaves
@@ -185,20 +186,12 @@ def test_hooks_get_whole_gradients_once(prepare: Callable[[list[Tensor], list[An
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-@pytest.mark.parametrize("ask", ["grad", "inputs", "graph"])
-def test_only_who_is_asked_for_a_gradient_gets_one(ask: str) -> None:
+@pytest.mark.parametrize("way", WAYS_TO_ASK)
+def test_only_who_is_asked_for_a_gradient_gets_one(way: str) -> None:
     def program(apply: MapFunction) -> Any:
         own, xs = weights(), leaves()
         loss = loss_of(apply(Times, *zip(xs, own, strict=True)))
-        found: Any = ()
-        if ask == "grad":
-            found = torch.autograd.grad(loss, [own[0], own[3], xs[1]])
-        elif ask == "inputs":
-            loss.backward(inputs=[own[2], xs[0]])
-        else:
-            loss.backward(create_graph=True)
-            found = torch.autograd.grad(loss_of([w.grad for w in own]), xs)
-        return found, [w.grad for w in own], [x.grad for x in xs]
+        return ask_for_some(way, loss, own, xs)
 
     assert_same_program(program, tolerance=1e-12)
 
@@ -238,37 +231,15 @@ def test_gradients_that_do_not_fit_are_made_to_or_refused(kind: str, detects_ano
 def test_after_ctrl_c_a_call_that_is_left_to_end_by_itself_adds_nothing() -> None:
     assert_prints(
         """
-    import os, signal, threading, torch
+    import torch
     from moe_autograd import map_with_parallel_backward
-    from moe_autograd.autograd import accumulating
     from tests.equivalence.test_accumulating_functions import Times, weights
+    from tests.support.accumulating import InterruptedBackward
 
-    accumulating.LEAST_ADDED, Times.seen = 1, []
-    both, caught, ended = threading.Barrier(2), threading.Event(), threading.Event()
-
-    def look():
-        both.wait(60)
-        if threading.current_thread() is threading.main_thread():
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait()
-        caught.wait(60)
-
-    has_added = accumulating.Adder.has_added
-    def note(self, grad):
-        result = has_added(self, grad)
-        ended.set()
-        return result
-    accumulating.Adder.has_added = note
-
-    own = weights(2)
-    outputs = map_with_parallel_backward(Times, *[(torch.ones(2, 4).double(), w, look) for w in own])
-    try:
-        torch.stack(outputs).sum().backward()
-    except KeyboardInterrupt:
-        print("interrupted")
-    caught.set()
-    print(ended.wait(60))
-    print(all(bool((w.grad == 0.5).all()) for w in own))
+    Times.seen, interrupted, own = [], InterruptedBackward(), weights(2)
+    args = [(torch.ones(2, 4).double(), weight, interrupted.look) for weight in own]
+    print(interrupted.run(map_with_parallel_backward(Times, *args)))
+    print(all(bool((weight.grad == 0.5).all()) for weight in own))
     """,
-        "interrupted True True",
+        "True True",
     )

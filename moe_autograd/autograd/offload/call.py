@@ -216,9 +216,8 @@ class OffloadedCall:
     def _cut(self, tensors: Sequence[Tensor], rows: tuple[int, int]) -> list[Tensor]:
         if self._is_whole(rows):
             return list(tensors)
-        with (
-            torch.enable_grad()
-        ):  # without it, slices would say that they require a gradient, and lead nowhere
+        # without it, slices would say that they require a gradient, and lead nowhere
+        with torch.enable_grad():
             return [tensor[slice(*rows)] if self._has_rows(tensor.shape) else tensor for tensor in tensors]
 
     def _assembled(self, i: int, grads: list[Tensor | None]) -> Tensor | None:

@@ -49,7 +49,7 @@ _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # malloc.h
 def _of_c_library(name: str, *argument_types: Any) -> Callable[..., int] | None:
     try:
         library = ctypes.CDLL(None)
-        library.malloc_trim  # noqa: B018  # glibc has it, and others do not
+        _ = library.malloc_trim  # glibc has it, and others do not
         function = getattr(library, name)
     except (AttributeError, OSError, TypeError):  # not glibc, or Windows
         return None

@@ -127,9 +127,8 @@ class Transfers:
                 if not self.make_room(part.layout.num_bytes, keep=(), spare_wished=True):
                     return None
                 del self._wishes[part]
-                with contextlib.suppress(
-                    RuntimeError, MemoryError
-                ):  # whoever needs it asks again, and is told
+                # whoever needs it asks again, and is told
+                with contextlib.suppress(RuntimeError, MemoryError):
                     self.take_in([part])
                     part.is_wished = True
                     return part
