@@ -11,6 +11,7 @@ from experts_server import ExpertsServer
 from moe_autograd.errors import UnsupportedTransformError
 from moe_autograd.remote import connect
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 X = torch.ones(2, 4)
 
 
@@ -28,7 +29,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_what_a_server_cannot_see_is_refused(expert, transform):
     with pytest.raises(
