@@ -67,6 +67,7 @@ class ForwardCall(Call):
     input_requires_grad: tuple[bool, ...] = ()
     keep_graph: bool = False
     evaluate: bool = False
+    random_seed: int = 0  # what its random numbers follow from; 0: from the expert's own stream
 
 
 @dataclass(slots=True)
@@ -109,11 +110,11 @@ class InspectCall(Call):
 
 @dataclass(slots=True)
 class Outputs:
-    """The result of a forward: one tensor, or the tensors of a tuple or list; and where its random numbers began."""
+    """The result of a forward: one tensor, or the tensors of a tuple or list; and whether its random seed was used."""
 
     tensors: tuple[Tensor, ...]
     is_sequence: bool
-    random_seed: int = 0
+    has_drawn: bool = False
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:

@@ -19,7 +19,9 @@ from experts_server.gradients import Gradients, dense, differentiate
 from experts_server.joining import Joiner
 from experts_server.kept import KeptForward
 from experts_server.ledger import Reply
+from experts_server.randomness import BACKWARD, LATER
 from moe_autograd.autograd.split_backward import split_backward
+from moe_autograd.errors import InvalidCallError
 
 
 class Differentiator:
@@ -47,7 +49,7 @@ class Differentiator:
         Raises:
             ExpertFailedError: the module raised.
         """
-        with self._caller.random.drawing():  # a module that checkpoints its inside draws again what it drew
+        with self._caller.random.drawing(kept.random_seed, BACKWARD):
             roots, root_grads, wanted = self._starts_and_ends(call, kept)
             targets = [*(kept.inputs[i] for i in wanted), *parameters]
             if not roots or not targets:
@@ -66,7 +68,8 @@ class Differentiator:
         Raises:
             ExpertFailedError: the module raised.
         """
-        with self._caller.random.drawing():
+        seed, drawing = kept.random_seed, self._caller.random.drawing
+        with drawing(seed, BACKWARD):
             roots, root_grads, wanted = self._starts_and_ends(call, kept)
             try:
                 found, pending = split_backward(
@@ -74,7 +77,12 @@ class Differentiator:
                 )
             except Exception as error:
                 raise self._caller.failure("backward", error) from error
-        return _in_place_of(wanted, dense(found), len(kept.inputs)), pending.run
+
+        def weigh() -> Gradients:
+            with drawing(seed, LATER):
+                return pending.run()
+
+        return _in_place_of(wanted, dense(found), len(kept.inputs)), weigh
 
     def joined(
         self, calls: Sequence[BackwardCall], kept: Sequence[KeptForward], parameters: Sequence[nn.Parameter]
@@ -111,8 +119,15 @@ class Differentiator:
         return roots, root_grads, wanted
 
     def _recomputed(self, call: BackwardCall, kept: KeptForward) -> tuple[Tensor, ...]:
+        random = self._caller.random
+        state = None if kept.random_seed else random.state()
         with torch.enable_grad():
             outputs = self._caller.call(kept.inputs, kept.evaluate, kept.random_seed)
+        if random.has_moved_from(state):
+            raise InvalidCallError(
+                f"expert {self._caller.name!r}, backward: expected the random seed of a forward that is computed "
+                "again, got none, and its module draws random numbers. Send one with the forward and with its inputs."
+            )
         if kept.output_shapes is None:
             kept.output_shapes = outputs.shapes
             check_grad_outputs(self._caller.name, call, kept.output_shapes)

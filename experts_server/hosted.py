@@ -170,8 +170,7 @@ class HostedExpert:
     def finish(self) -> None:
         """Do what was left for after the answers."""
         if self._intake.has_left:
-            with self.caller.random.drawing():
-                self._intake.finish()
+            self._intake.finish()
 
     def check(self, call: ForwardCall | BackwardCall) -> None:
         """Raise `InvalidCallError` if this call cannot be right; nothing has changed then.
@@ -215,9 +214,11 @@ class HostedExpert:
     def _forward_alone(self, call: ForwardCall) -> Outputs:
         if not call.keep_graph:
             with torch.no_grad():
-                return self.caller.call(call.inputs, call.evaluate).detached()
+                answer = self.caller.call(call.inputs, call.evaluate, call.random_seed).detached()
+            answer.has_drawn = self.caller.random.has_drawn
+            return answer
         leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
-        seed = self.caller.random.next_seed()
+        seed = call.random_seed or self.caller.random.next_seed()
         knew = self.caller.changes_inputs
         if self._saving.recompute:
             with torch.no_grad():
@@ -227,7 +228,7 @@ class HostedExpert:
             outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate, seed)
             kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed, 0, graph_bytes)
         answer = outputs.detached()
-        answer.random_seed = seed if self.caller.random.has_drawn else 0
+        answer.has_drawn = self.caller.random.has_drawn
         # a call that was the first to change its inputs has no others to keep: they will be sent again
         if knew == self.caller.changes_inputs:
             self._keep(call, kept)
@@ -239,7 +240,7 @@ class HostedExpert:
         for call, outputs in zip(calls, shares, strict=True):
             if call.keep_graph:
                 leaves = self.caller.leaves(call.inputs, call.input_requires_grad)
-                self._keep(call, KeptForward(leaves, None, outputs.shapes, call.evaluate, 0))
+                self._keep(call, KeptForward(leaves, None, outputs.shapes, call.evaluate, call.random_seed))
         return shares
 
     def _keep(self, call: ForwardCall, kept: KeptForward) -> None:

@@ -44,7 +44,7 @@ class KeptForward:
     outputs: tuple[Tensor, ...] | None
     output_shapes: tuple[torch.Size, ...] | None  # `None`: not known yet
     evaluate: bool
-    random_seed: int  # 0: it drew nothing
+    random_seed: int  # 0: nobody gave it one, and it drew nothing here
     input_bytes: int = 0  # in memory of their own
     graph_bytes: int = 0
     message: Message | None = None  # that holds the inputs

@@ -1,21 +1,22 @@
-"""Random numbers of an expert: its own stream, so that threads do not share one, and a forward can be repeated.
+"""Random numbers of an expert: from the seed that came with a call, else from a stream of the expert's own.
 
 torch has one CPU generator for the whole process. Experts run on several threads, and a forward that is computed
-again for its backward has to see the same dropout mask. So an expert that may draw random numbers draws them from
-a generator of its own (`moe_autograd._random` hands it to the operators). A forward that may have a backward takes a
-seed from it and draws from that seed, which goes to the client with the result: so it can be computed again from its
-inputs wherever it has been lost. An expert made only of layers known to draw nothing pays nothing for this.
+again, for its backward or by another server, has to see the same dropout mask. So a client sends a seed with each
+forward, and an expert that may draw random numbers draws them from generators of that seed (`moe_autograd._random`
+hands them to the operators). Where none came, forwards that may have a backward take one from the expert's own stream,
+and all else draws from that. An expert made only of layers known to draw nothing pays nothing for this.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from experts_server.modules import IdentityExpert
-from moe_autograd._random import CallSeeds, own_streams
+from moe_autograd._random import CallSeeds, GivenSeeds, own_streams, running
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 
 DRAWS_NOTHING = frozenset(
@@ -45,6 +46,9 @@ DRAWS_NOTHING = frozenset(
 )
 
 
+FORWARD, BACKWARD, LATER = range(3)  # parts of a call: with one seed, each draws other numbers
+
+
 class RandomStream:
     """The random numbers of one expert.
 
@@ -56,20 +60,24 @@ class RandomStream:
         self._seeds = CallSeeds() if may_draw else None
         if self._seeds is not None:  # seeded now: not by which expert happens to draw first
             self._seeds.draw(0, torch.device("cpu"))
-        self._latest = self._seeds
+        self._latest: GivenSeeds | None = None
         self.is_silent = self._seeds is None
 
-    def drawing(self, seed: int = 0) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def drawing(self, seed: int = 0, part: int = FORWARD) -> Iterator[None]:
         """Let random operators of this thread draw from this stream; with a seed, what always follows that."""
         if self._seeds is None:
-            return contextlib.nullcontext()
-        self._latest = CallSeeds(seed) if seed else self._seeds
-        return own_streams(self._latest)
+            yield
+            return
+        self._latest = GivenSeeds(seed) if seed else None
+        with own_streams(self._latest or self._seeds):
+            running.index = part if seed else 0
+            yield
 
     @property
     def has_drawn(self) -> bool:
-        """Whether the latest call drew, of one with a seed."""
-        return self._latest is not None and not self._latest.is_untouched
+        """Whether the latest call had a seed, and drew."""
+        return self._latest is not None and self._latest.has_drawn
 
     def state(self) -> Tensor | None:
         """Return where the stream is, or `None` if nothing is drawn from it."""

@@ -319,4 +319,5 @@ def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
         wants_hints=hosted.wants_hints,
         layout=layout,
         replica=hosted.replica,
+        may_draw=not hosted.caller.random.is_silent,
     )

@@ -273,7 +273,7 @@ class PassStream:
         tensors: Any = ()
         if isinstance(result, Outputs):
             tensors = result.tensors
-            plain.is_sequence, plain.random_seed = result.is_sequence, result.random_seed
+            plain.is_sequence, plain.has_drawn = result.is_sequence, result.has_drawn
         elif isinstance(result, BaseException):
             head = plain.message()
             head.status.CopyFrom(status_of(result))
@@ -296,15 +296,9 @@ def _forward(
                 "forward: expected tensors as inputs, got None among them. Send tensors only."
             )
     inputs = cast(tuple[Tensor, ...], tensors)
-    call = ForwardCall(
-        head.client_id,
-        reply,
-        head.call_id,
-        inputs,
-        tuple(head.input_requires_grad),
-        head.keep_graph,
-        head.evaluate,
-    )
+    keep_graph, evaluate, seed = head.keep_graph, head.evaluate, head.random_seed
+    requires_grad = tuple(head.input_requires_grad)
+    call = ForwardCall(head.client_id, reply, head.call_id, inputs, requires_grad, keep_graph, evaluate, seed)
     call.reply_encoding = head.reply_encoding
     call.num_tokens = _num_rows(inputs[0]) if inputs else 1
     return call

@@ -16,13 +16,18 @@ thread runs calls of a map, random operators are handed the call's own generator
    and sets it again in the backward, sees the same dropout masks among concurrent calls. From a state that was set,
    draws are not the caller's: a recomputation leaves its stream alone, as it does in plain PyTorch.
 
+4. *Calls elsewhere* (`elsewhere`). An expert on a server draws there, from a generator that is seeded as the call's own
+   would be; the seed travels with the call. Only when a server has said that one drew does the caller's stream advance.
+   Until then calls of other threads pass over the base, or they would draw the same numbers.
+
 Nothing is installed before the first map runs. An operator that is given a generator by the user keeps it.
 
 Threads: one `CallSeeds` belongs to one map and is shared by its threads. Each of them enters `own_streams`, and sets
 `running.index` before each call.
 """
 
+from moe_autograd._random.elsewhere import seeds_elsewhere
 from moe_autograd._random.scope import own_streams
-from moe_autograd._random.seeds import CallSeeds, running, take_places
+from moe_autograd._random.seeds import CallSeeds, GivenSeeds, running, take_places
 
-__all__ = ["CallSeeds", "own_streams", "running", "take_places"]
+__all__ = ["CallSeeds", "GivenSeeds", "own_streams", "running", "seeds_elsewhere", "take_places"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,6 +24,7 @@ class _Running(threading.local):
 
 
 running = _Running()
+_promised: dict[int, CallSeeds] = {}  # bases that calls elsewhere may draw, while the callers' streams stay
 
 
 def take_places(num_calls: int) -> Sequence[int]:
@@ -44,53 +47,78 @@ class CallSeeds:
 
     Construct it on the calling thread, before the calls run.
 
-    Args:
-        base: what the calls' numbers follow from; `None`: a draw from the caller's stream.
+    Attributes:
+        has_drawn: whether a call has drawn, and the caller's stream advanced.
     """
 
-    __slots__ = ("_base", "_generators", "_has_drawn", "_lock", "_parent", "_put_aside")
+    __slots__ = ("_base", "_generators", "_lock", "_num_promises", "_parent", "_put_aside", "has_drawn")
 
-    def __init__(self, base: int | None = None) -> None:
+    def __init__(self) -> None:
         self._parent = (running.seeds, running.index)
         self._lock = threading.Lock()
         self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
         # own states of the calls that have set another one, by index and device
         self._put_aside: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._base = base
-        self._has_drawn = base is not None
+        self._base: int | None = None
+        self._num_promises = 0
+        self.has_drawn = False
 
     def apart(self) -> CallSeeds:
         """Take the base now, and leave the caller's stream alone: for calls that run while the caller goes on."""
         self._base = _mix(_next_draw(self._caller().clone_state()), _APART) >> 1
-        self._has_drawn = True
+        self.has_drawn = True
         return self
+
+    def seed_of(self, index: int) -> int:
+        """Return what the generator of call `index` begins with; the caller's stream stays where it is."""
+        with self._lock:
+            if self._base is None:
+                self._base = self._take_base()
+        return _mix(self._base, index)
+
+    @contextlib.contextmanager
+    def promised(self) -> Iterator[None]:
+        """Inside, calls elsewhere may draw, and other threads take no base that this one's numbers follow from."""
+        outer, _ = self._parent
+        if outer is not None:
+            with outer.promised():
+                yield
+            return
+        with self._lock:
+            self._num_promises += 1
+            if self._base is None:
+                self._base = self._take_base()
+            _promised.setdefault(self._base, self)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_promises -= 1
+                if not self._num_promises and _promised.get(self._base) is self:
+                    del _promised[self._base]
 
     def generator(self, index: int, device: torch.device) -> torch.Generator:
         """Return the generator of call `index`; reading its state does not advance the caller's stream."""
         key = (index, device)
         if (found := self._generators.get(key)) is not None:
             return found
-        with self._lock:
-            if self._base is None:
-                self._base = _next_draw(self._caller().clone_state())
         made = _new_generator(device)
-        made.manual_seed(_mix(self._base, index))
+        made.manual_seed(self.seed_of(index))
         return self._generators.setdefault(key, made)
 
     def draw(self, index: int, device: torch.device) -> torch.Generator:
         """Return the generator of call `index` for an operator that is about to draw from it."""
         generator = self.generator(index, device)
-        if not self._has_drawn and (index, device) not in self._put_aside:
-            with self._lock:
-                if not self._has_drawn:
-                    self._has_drawn = True
-                    self._advance_caller()
+        if not self.has_drawn and (index, device) not in self._put_aside:
+            self.note_drawn()
         return generator
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether no call has drawn, or asked for the state."""
-        return not self._generators
+    def note_drawn(self) -> None:
+        """Advance the caller's stream, as a call has drawn; once."""
+        with self._lock:
+            if not self.has_drawn:
+                self.has_drawn = True
+                self._advance_caller()
 
     def set_state(self, index: int, device: torch.device, state: torch.Tensor) -> None:
         """Continue the stream of call `index` from `state`; from its own one if that is put back (Rule 3)."""
@@ -105,6 +133,15 @@ class CallSeeds:
         self.set_state(index, device, _new_generator(device).manual_seed(seed).get_state())
         return self.generator(index, device)
 
+    def _take_base(self) -> int:
+        """Return what the caller's stream would draw next; what calls of another thread may draw is passed over."""
+        while True:
+            base = _next_draw(self._caller().clone_state())
+            known = _promised.setdefault(base, self) if self._num_promises else _promised.get(base, self)
+            if known is self:
+                return base
+            self._advance_caller()
+
     def _caller(self) -> torch.Generator:
         seeds, index = self._parent
         return PROCESS_GENERATOR if seeds is None else seeds.generator(index, CPU)
@@ -112,6 +149,28 @@ class CallSeeds:
     def _advance_caller(self) -> None:
         seeds, index = self._parent
         _next_draw(PROCESS_GENERATOR if seeds is None else seeds.draw(index, CPU))
+
+
+class GivenSeeds(CallSeeds):
+    """Generators that follow from a seed, and from no caller's stream; call 0 begins with the seed itself."""
+
+    __slots__ = ("_seed",)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def seed_of(self, index: int) -> int:
+        """Return what the generator of call `index` begins with."""
+        return self._seed if index == 0 else _mix(self._seed, index)
+
+    @contextlib.contextmanager
+    def promised(self) -> Iterator[None]:
+        """Nobody else has the seed."""
+        yield
+
+    def _advance_caller(self) -> None:
+        """There is none."""
 
 
 def _new_generator(device: torch.device) -> torch.Generator:
@@ -128,3 +187,7 @@ def _mix(base: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return z ^ (z >> 31)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_promised.clear)  # nobody waits for calls there

@@ -50,7 +50,7 @@ class Request:
         encoding: how the tensors travel; one for all, or for each.
         inputs: of a backward, for a server that no longer has them; None where there are none to send.
         input_encoding: how these travel: as in the forward.
-        random_seed: goes with them.
+        random_seed: of the forward; goes with them.
         replica: the same; which made the forward; 0: there is one only.
         on_settled: called with whether it was answered or failed for good, as soon as that is known; from any thread.
     """
@@ -76,7 +76,7 @@ class Outcome:
         error: None where it went well.
         was_answered: whether the server answered this very call.
         server_s: how long the server had it, in its queue and computing, as it says.
-        random_seed: of a forward, where its random numbers began; 0: it drew none.
+        has_drawn: of a forward with a random seed: whether it drew random numbers.
     """
 
     tensors: Tensors = ()
@@ -84,7 +84,7 @@ class Outcome:
     error: RemoteError | None = None
     was_answered: bool = True
     server_s: float = 0.0
-    random_seed: int = 0
+    has_drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +234,10 @@ class _Stream:
         request = self._requests[index]
         if parcel.error is None and result.status.code == pb.OK:
             server_s = result.queue_s + result.compute_s
-            seed = result.random_seed
-            self._outcomes[index] = Outcome(parcel.tensors, result.is_sequence, None, True, server_s, seed)
+            has_drawn = result.has_drawn
+            self._outcomes[index] = Outcome(
+                parcel.tensors, result.is_sequence, None, True, server_s, has_drawn
+            )
             request.on_settled(True)
         else:
             error = _error_in(parcel, result, request.expert, self._place(index))

@@ -27,7 +27,7 @@ from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.finding import Finding
-from moe_autograd.remote.inputs import check_draws, on_devices_of
+from moe_autograd.remote.inputs import on_devices_of
 from moe_autograd.remote.jobs import Job
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
@@ -158,10 +158,8 @@ class Connection:
         self._delivery.deliver("Forward", jobs, failures)
         _note_failures(calls, jobs, "forward", failures)
         for call, args, job in zip(calls, inputs, jobs, strict=True):
-            call.address, call.random_seed, call.encoding = job.address, job.outcome.random_seed, encoding
+            call.address, call.encoding = job.address, encoding
             call.replica = self._finding.placement.replica_of(call.expert, job.address)
-            if call.random_seed:
-                check_draws(call.expert)
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
             if not args[0].is_cpu:
@@ -229,6 +227,7 @@ class Connection:
             tuple([x.requires_grad and call.keep_graph for x in inputs]),
             call.evaluate,
             encoding,
+            call.random_seed,
         )
         return Request(call.expert, head, inputs, encoding)
 

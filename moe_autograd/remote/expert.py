@@ -16,6 +16,8 @@ Rules:
 4. Outputs that need no gradient (under `no_grad`, or neither weights nor inputs want one) are marked so, and
    the server keeps nothing for them.
 5. The server's answer is a number, not a graph: whoever asks for a second derivative gets an error.
+6. Random numbers follow from a seed of the caller's stream that travels with each call (`_random`, Rule 4): a forward
+   that is repeated, by a retry, a replica or a checkpoint, draws the same.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moe_autograd._random import seeds_elsewhere
 from moe_autograd.autograd.grouping import Failures, call_alone
-from moe_autograd.autograd.joined import has_any, split
+from moe_autograd.autograd.joined import has_any, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.inputs import check_inputs, check_tensors, check_transforms, under_autocast
@@ -176,7 +179,7 @@ class Call:
         is_trained: whether that gives the weights gradients.
         is_sequence: whether it gave a tuple.
         address: the server that ran the forward.
-        random_seed: where its random numbers began there.
+        random_seed: what its random numbers follow from; 0: it draws none.
         replica: which of several it is there; 0: there is one only.
         encoding: how its inputs travelled.
     """
@@ -273,7 +276,13 @@ class _RemoteCalls(torch.autograd.Function):
         *flat_inputs: Tensor,
     ) -> tuple[Tensor | None, ...]:
         inputs = split(flat_inputs, [call.num_inputs for call in calls])
-        outcomes = connection.run_forward(calls, inputs, failures)
+        may_draw = [connection.hosted[call.expert].may_draw for call in calls]
+        with seeds_elsewhere(may_draw) as (seeds, note_drawn):
+            for call, seed in zip(calls, seeds, strict=True):
+                call.random_seed = seed
+            outcomes = connection.run_forward(calls, inputs, failures)
+            if any(seeds) and any(outcome.has_drawn for outcome in outcomes):
+                note_drawn()
         ctx.connection, ctx.calls, ctx.failures = connection, calls, failures
         ctx.set_materialize_grads(False)
         kept = [args for call, args in zip(calls, inputs, strict=True) if call.keep_graph]
@@ -288,7 +297,7 @@ class _RemoteCalls(torch.autograd.Function):
         (anchor_node, _), *edges = ctx.next_functions
         num_inputs = [call.num_inputs for call in calls]
         # What the first part of a split backward leaves out, nobody asks for again.
-        wants = [True] * len(edges) if is_in_first_part() else _which_are_wanted([node for node, _ in edges])
+        wants = [True] * len(edges) if is_in_first_part() else which_are_wanted([node for node, _ in edges])
         wanted = split(wants, num_inputs)
         given = split(flat_grad_outputs, [call.num_outputs for call in calls])
         kept = [call.num_inputs if call.keep_graph else 0 for call in calls]
@@ -301,7 +310,7 @@ class _RemoteCalls(torch.autograd.Function):
         grads_of = ctx.connection.run_backward(
             [part for part in parts if has_any(part.grad_outputs)],  # rule 3
             ctx.failures,
-            wants_weight_grads=_is_wanted(anchor_node) or is_wanted_later(anchor_node),
+            wants_weight_grads=any(which_are_wanted([anchor_node])) or is_wanted_later(anchor_node),
             keep_graph=torch._C._autograd._get_current_graph_task_keep_graph(),
         )
         if torch.is_grad_enabled():  # create_graph=True
@@ -309,23 +318,6 @@ class _RemoteCalls(torch.autograd.Function):
                 _refuse_a_second_time(ctx.connection.anchor, part, grads_of.get(part.call.call_id, []))
         grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
         return (None, None, None, None, *grads)
-
-
-def _which_are_wanted(nodes: Sequence[Any]) -> list[bool]:
-    try:  # in one go: mostly none is asked for by name
-        return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
-    except RuntimeError:
-        return [_is_wanted(node) for node in nodes]
-
-
-def _is_wanted(node: Any) -> bool:
-    """Tell whether the backward that runs now wants the gradient that goes to `node` (rule 2)."""
-    if node is None:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it is a leaf that `torch.autograd.grad` was asked for
-        return True
 
 
 def _refuse_a_second_time(anchor: Tensor, part: BackwardPart, grads: list[Tensor | None]) -> None:

@@ -112,20 +112,6 @@ def check_transforms(name: str, inputs: Iterable[Tensor]) -> None:
         ) from error
 
 
-def check_draws(name: str) -> None:
-    """Refuse a forward that has drawn random numbers in a backward: the one that it repeats drew others.
-
-    Raises:
-        UnsupportedTransformError: it has.
-    """
-    if torch._C._current_graph_task_id() != -1:
-        raise UnsupportedTransformError(
-            f"expert {name!r}: expected no random numbers of a forward that is made in a backward, as by "
-            "torch.utils.checkpoint, got some: its server draws others than at first. Leave it out of the checkpoint "
-            "(it keeps only its inputs here), or call it by `eval()`."
-        )
-
-
 def under_autocast(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Under autocast, convert floating inputs to the dtype that the expert takes, as operators convert theirs."""
 

@@ -38,6 +38,7 @@ class HostedExpert:
         optimizer: the optimizer's class; empty for none.
         inputs: what its inputs have to be, as far as the server says so.
         wants_hints: whether it comes and goes on its server, and is there sooner if that knows in time.
+        may_draw: random numbers, in its forwards.
         layout: of its state, on the first of the servers.
     """
 
@@ -51,6 +52,7 @@ class HostedExpert:
     optimizer: str
     inputs: tuple[InputSpec, ...] = ()
     wants_hints: bool = False
+    may_draw: bool = False
     layout: pb.StateLayout = field(default_factory=pb.StateLayout, repr=False, compare=False)
 
 
@@ -226,5 +228,6 @@ def _hosted(
         optimizer=info.optimizer,
         inputs=tuple(InputSpec.of(spec) for spec in info.inputs),
         wants_hints=info.wants_hints,
+        may_draw=any(info.may_draw for _, info in places),
         layout=layouts[info.layout] if info.layout < len(layouts) else pb.StateLayout(),
     )

@@ -181,7 +181,7 @@ class TensorHeader(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., encoding: _Optional[_Union[Encoding, str]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class ForwardCall(_message.Message):
-    __slots__ = ("client_id", "call_id", "expert", "keep_graph", "input_requires_grad", "evaluate", "reply_encoding")
+    __slots__ = ("client_id", "call_id", "expert", "keep_graph", "input_requires_grad", "evaluate", "reply_encoding", "random_seed")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class ForwardCall(_message.Message):
     INPUT_REQUIRES_GRAD_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     REPLY_ENCODING_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_SEED_FIELD_NUMBER: _ClassVar[int]
     client_id: bytes
     call_id: int
     expert: str
@@ -196,7 +197,8 @@ class ForwardCall(_message.Message):
     input_requires_grad: _containers.RepeatedScalarFieldContainer[bool]
     evaluate: bool
     reply_encoding: Encoding
-    def __init__(self, client_id: _Optional[bytes] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., keep_graph: _Optional[bool] = ..., input_requires_grad: _Optional[_Iterable[bool]] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ...) -> None: ...
+    random_seed: int
+    def __init__(self, client_id: _Optional[bytes] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., keep_graph: _Optional[bool] = ..., input_requires_grad: _Optional[_Iterable[bool]] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ..., random_seed: _Optional[int] = ...) -> None: ...
 
 class BackwardCall(_message.Message):
     __slots__ = ("client_id", "sequence", "settled_below", "call_id", "expert", "wants_weight_grads", "wants_input_grads", "keep_graph", "num_grad_outputs", "has_inputs", "evaluate", "reply_encoding", "random_seed", "replica")
@@ -231,20 +233,20 @@ class BackwardCall(_message.Message):
     def __init__(self, client_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_below: _Optional[int] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., wants_weight_grads: _Optional[bool] = ..., wants_input_grads: _Optional[_Iterable[bool]] = ..., keep_graph: _Optional[bool] = ..., num_grad_outputs: _Optional[int] = ..., has_inputs: _Optional[bool] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ..., random_seed: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class CallResult(_message.Message):
-    __slots__ = ("call", "status", "is_sequence", "queue_s", "compute_s", "random_seed")
+    __slots__ = ("call", "status", "is_sequence", "queue_s", "compute_s", "has_drawn")
     CALL_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     IS_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
-    RANDOM_SEED_FIELD_NUMBER: _ClassVar[int]
+    HAS_DRAWN_FIELD_NUMBER: _ClassVar[int]
     call: int
     status: Status
     is_sequence: bool
     queue_s: float
     compute_s: float
-    random_seed: int
-    def __init__(self, call: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., is_sequence: _Optional[bool] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., random_seed: _Optional[int] = ...) -> None: ...
+    has_drawn: bool
+    def __init__(self, call: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., is_sequence: _Optional[bool] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., has_drawn: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")
@@ -279,7 +281,7 @@ class InfoReply(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., server_id: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[ExpertInfo, _Mapping]]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., layouts: _Optional[_Iterable[_Union[StateLayout, _Mapping]]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ExpertInfo(_message.Message):
-    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints", "layout", "replica")
+    __slots__ = ("name", "kind", "inputs", "outputs", "num_parameters", "is_trained", "update", "num_updates", "optimizer", "wants_hints", "layout", "replica", "may_draw")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +294,7 @@ class ExpertInfo(_message.Message):
     WANTS_HINTS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    MAY_DRAW_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     inputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -304,7 +307,8 @@ class ExpertInfo(_message.Message):
     wants_hints: bool
     layout: int
     replica: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ..., wants_hints: _Optional[bool] = ..., layout: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
+    may_draw: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., num_parameters: _Optional[int] = ..., is_trained: _Optional[bool] = ..., update: _Optional[_Union[UpdateMode, str]] = ..., num_updates: _Optional[int] = ..., optimizer: _Optional[str] = ..., wants_hints: _Optional[bool] = ..., layout: _Optional[int] = ..., replica: _Optional[int] = ..., may_draw: _Optional[bool] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("dtype", "shape", "may_have_more")

@@ -28,6 +28,7 @@ class ForwardHead:
     input_requires_grad: tuple[bool, ...]
     evaluate: bool = False
     reply_encoding: pb.Encoding = pb.RAW
+    random_seed: int = 0
 
     def message(self) -> pb.ForwardCall:
         """Return it as protobuf's."""
@@ -39,6 +40,7 @@ class ForwardHead:
             input_requires_grad=self.input_requires_grad,
             evaluate=self.evaluate,
             reply_encoding=self.reply_encoding,
+            random_seed=self.random_seed,
         )
 
 
@@ -91,7 +93,7 @@ class ResultHead:
     is_sequence: bool = False
     queue_s: float = 0.0
     compute_s: float = 0.0
-    random_seed: int = 0
+    has_drawn: bool = False
 
     def message(self) -> pb.CallResult:
         """Return it as protobuf's."""
@@ -100,7 +102,7 @@ class ResultHead:
             is_sequence=self.is_sequence,
             queue_s=self.queue_s,
             compute_s=self.compute_s,
-            random_seed=self.random_seed,
+            has_drawn=self.has_drawn,
         )
 
 

@@ -42,7 +42,7 @@ _LIKENESS_OF: dict[type[PlainHead], Callable[[Any], Any]] = {
         "reply_encoding",
         "random_seed",
     ),
-    ResultHead: attrgetter("is_sequence"),
+    ResultHead: attrgetter("is_sequence", "has_drawn"),
 }
 
 
@@ -167,8 +167,6 @@ def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:
         run.call_ids.extend([head.call for head in heads])
         run.queue_s.extend([head.queue_s for head in heads])
         run.compute_s.extend([head.compute_s for head in heads])
-        seeds = [head.random_seed for head in heads]
-        run.random_seeds.extend(seeds if any(seeds) else ())
         run.call_result.CopyFrom(common)
         return run
     run.experts.extend([head.expert for head in heads])
@@ -177,6 +175,8 @@ def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:
         run.sequences.extend([head.sequence for head in heads])
         run.backward_call.CopyFrom(common)
     else:
+        seeds = [head.random_seed for head in heads]
+        run.random_seeds.extend(seeds if any(seeds) else ())
         run.forward_call.CopyFrom(common)
     return run
 
@@ -184,9 +184,10 @@ def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:
 def _forwards(run: pb.Run, common: pb.ForwardCall) -> list[ForwardHead]:
     client_id, keep_graph, evaluate = common.client_id, common.keep_graph, common.evaluate
     requires_grad, encoding = tuple(common.input_requires_grad), common.reply_encoding
+    seeds = run.random_seeds or [0] * len(run.num_rows)
     return [
-        ForwardHead(client_id, call_id, expert, keep_graph, requires_grad, evaluate, encoding)
-        for _, expert, call_id in zip(run.num_rows, run.experts, run.call_ids, strict=True)
+        ForwardHead(client_id, call_id, expert, keep_graph, requires_grad, evaluate, encoding, seed)
+        for _, expert, call_id, seed in zip(run.num_rows, run.experts, run.call_ids, seeds, strict=True)
     ]
 
 
@@ -218,10 +219,10 @@ def _backwards(run: pb.Run, common: pb.BackwardCall) -> list[BackwardHead]:
 
 
 def _results(run: pb.Run, common: pb.CallResult) -> list[ResultHead]:
-    is_sequence, seeds = common.is_sequence, run.random_seeds or [0] * len(run.num_rows)
+    is_sequence, has_drawn = common.is_sequence, common.has_drawn
     return [
-        ResultHead(call, is_sequence, queue_s, compute_s, seed)
-        for _, call, queue_s, compute_s, seed in zip(
-            run.num_rows, run.call_ids, run.queue_s, run.compute_s, seeds, strict=True
+        ResultHead(call, is_sequence, queue_s, compute_s, has_drawn)
+        for _, call, queue_s, compute_s in zip(
+            run.num_rows, run.call_ids, run.queue_s, run.compute_s, strict=True
         )
     ]

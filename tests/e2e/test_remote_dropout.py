@@ -7,12 +7,9 @@ import contextlib
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
 from experts_server.config import LimitsConfig, MemoryConfig, ServingConfig
-from moe_autograd import MixtureOfExperts, TopKRouter
-from moe_autograd.errors import UnsupportedTransformError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 from tests.support.hosting import sgd
 
@@ -90,23 +87,3 @@ def test_after_an_update_too() -> None:
         RemoteOptimizer(experts).step()
         experts.load_state_dict(before)
         check_gradients(experts, xs, ys)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("is_layer", [False, True])
-def test_a_checkpoint_around_one_would_draw_others_in_the_backward_and_is_refused(
-    use_reentrant: bool, is_layer: bool
-) -> None:
-    with ExpertsServer(make_modules(), optimizer=sgd) as server, connect(server.address) as experts:
-        called: nn.Module = experts[NAMES[0]]
-        if is_layer:
-            called = MixtureOfExperts(TopKRouter(4, len(NAMES), top_k=2), experts)
-        x = torch.ones(8, 4, requires_grad=True)
-        for mode in (called.eval(), called.train()):
-            y = checkpoint(mode, x, use_reentrant=use_reentrant).sum()
-            if not mode.training:
-                y.backward()  # draws nothing
-        with pytest.raises(
-            UnsupportedTransformError, match=r"expert 'dropout\.\d': expected no random numbers"
-        ):
-            y.backward()

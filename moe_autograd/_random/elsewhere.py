@@ -1,0 +1,38 @@
+"""Seeds for calls that draw their numbers in another process (Rule 4 of `_random`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from moe_autograd._random.seeds import CallSeeds, running
+
+
+@contextlib.contextmanager
+def seeds_elsewhere(may_draw: Sequence[bool]) -> Iterator[tuple[list[int], Callable[[], None]]]:
+    """Enter this around calls that are made elsewhere, together.
+
+    The caller's stream stays where it is: calls that fail, or draw nothing, leave no trace.
+
+    Args:
+        may_draw: for each call whether it may draw random numbers.
+
+    Returns:
+        Yields a seed for each call, 0 where it draws nothing; and what to call if one has drawn, which advances the
+        caller's stream.
+    """
+    own, places = running.seeds, running.places
+    running.places = None
+    if own is None or places is None:  # they are a map of their own
+        own, places = CallSeeds(), range(len(may_draw))
+    if not any(may_draw):
+        yield [0] * len(may_draw), own.note_drawn
+        return
+    with own.promised():
+        yield (
+            [
+                (own.seed_of(place) or 1) if draws else 0
+                for draws, place in zip(may_draw, places, strict=True)
+            ],
+            own.note_drawn,
+        )
