@@ -16,10 +16,12 @@ import torch
 from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._ops import OpOverload
 
-from moe_autograd._random.seeds import CPU, running
+from moe_autograd._random.seeds import CPU, VMAP, running
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+# Under `is_grads_batched=True` the calling thread alone refuses to draw; the calls that it runs are like the others.
+_PASSED_BY = DispatchKeySet(KEY) | VMAP
 
 # Every aten operator that takes a generator and is not composed of others (a test compares with torch's own list).
 RANDOM_OPERATORS = (
@@ -70,7 +72,7 @@ def _is_composite(operator: OpOverload) -> bool:
 
 def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
     given = args[position] if position < len(args) else kwargs.get("generator")
-    with _ExcludeDispatchKeyGuard(DispatchKeySet(KEY)):
+    with _ExcludeDispatchKeyGuard(_PASSED_BY):
         device = _device_of(args, kwargs)
         if given is not None or running.seeds is None or device.type == "meta" or _is_tracing():
             return operator(*args, **kwargs)

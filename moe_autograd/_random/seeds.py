@@ -8,9 +8,11 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
 
 PROCESS_GENERATOR = torch.default_generator
 CPU = torch.device("cpu")
+VMAP = DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
 
 _APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
 
@@ -178,7 +180,8 @@ def _new_generator(device: torch.device) -> torch.Generator:
 
 
 def _next_draw(generator: torch.Generator) -> int:
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+    with _ExcludeDispatchKeyGuard(VMAP):  # of a backward with `is_grads_batched=True`, which refuses to draw
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 
 def _mix(base: int, index: int) -> int:

@@ -136,6 +136,19 @@ def test_a_vectorised_backward_is_refused_or_right(function: Callable[[Tensor], 
     torch.testing.assert_close(batched, expected)
 
 
+@pytest.mark.parametrize("how", [{"recompute": True}, {"defer_weight_grads": True}], ids=str)
+def test_a_vectorised_backward_may_have_random_numbers_of_its_own(how: dict[str, Any]) -> None:
+    """PyTorch refuses to draw under vmap; the calls' numbers follow from a draw, and masks are drawn again."""
+    modules = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)) for _ in range(4)]
+    xs = [torch.ones(3, requires_grad=True) for _ in modules]
+    outputs = parallel_apply(modules, [(x,) for x in xs], **how)
+    wanted = [*xs, *[p for module in modules for p in module.parameters()]]
+    one_by_one = [torch.autograd.grad(outputs, wanted, [v] * 4, retain_graph=True) for v in torch.eye(3)]
+    batched = torch.autograd.grad(outputs, wanted, [torch.eye(3)] * 4, is_grads_batched=True)
+    for grad, *expected in zip(batched, *one_by_one, strict=True):
+        torch.testing.assert_close(grad, torch.stack(expected))
+
+
 def test_a_map_works_again_after_it_was_refused() -> None:
     with pytest.raises(UnsupportedTransformError):
         torch.func.grad(mapped)(torch.ones(3))
