@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 WARN_AFTER_S = 60.0
 
@@ -124,9 +125,14 @@ def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any)
 
 
 def _is_settled(module: nn.Module) -> bool:
-    return (
-        isinstance(module, _NormBase | _SpectralNorm) or getattr(module, "keeps_statistics", None) is not None
-    )
+    is_known = isinstance(module, _NormBase) or _normalizes_spectrum(module)
+    return is_known or getattr(module, "keeps_statistics", None) is not None
+
+
+def _normalizes_spectrum(module: nn.Module) -> bool:
+    """Whether a module is a parametrization by the spectral norm, or has one of the older kind, a hook."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -135,4 +141,4 @@ def _keeps_statistics(module: nn.Module) -> bool:
         return bool(said)
     if isinstance(module, _NormBase):
         return module.training and module.running_mean is not None
-    return isinstance(module, _SpectralNorm) and module.training
+    return module.training and _normalizes_spectrum(module)

@@ -84,6 +84,11 @@ def a_spectral_norm(norm: nn.Module, gate: Gate) -> list[Any]:
     return calls_of_one_module(copy.deepcopy(SPECTRAL), gate)
 
 
+def a_spectral_norm_of_the_older_kind(norm: nn.Module, gate: Gate) -> list[Any]:
+    (module,) = seeded(lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), 1)
+    return calls_of_one_module(module, gate)
+
+
 class Averages(nn.Module):
     """Statistics of one's own."""
 
@@ -107,7 +112,7 @@ def statistics_of_ones_own(norm: nn.Module, gate: Gate) -> list[Any]:
 
 
 SHARED = [calls_of_one_module, closures_over_it, one_lambda_in_all_places, a_chain_of_two, a_spectral_norm]
-SHARED += [statistics_of_ones_own]
+SHARED += [a_spectral_norm_of_the_older_kind, statistics_of_ones_own]
 
 
 def buffers_of(calls: list[Any]) -> list[Tensor]:
