@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils import parametrize
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
 
@@ -126,6 +127,10 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
             stand_in: Any = part
             parts.append(stand_in.stands_for)
         if children:
+            if parametrize._cache_enabled and "parametrizations" in children:
+                # What is computed now stands for all calls inside of `parametrize.cached()`.
+                weights = [getattr(part, name) for name in children["parametrizations"]._modules]
+                found += [weight for weight in weights if weight.grad_fn is not None]
             parts += [child for child in children.values() if child is not None]
     return found
 

@@ -218,6 +218,20 @@ def test_nested_tensors_are_taken_where_pytorchs_functions_take_them_and_else_re
         parallel_apply([to_nested] * 2, [tuple(leaves(2))] * 2)
 
 
+def test_weights_that_parametrize_keeps_for_a_while_serve_several_maps() -> None:
+    def program(apply: MapFunction) -> Any:
+        modules = seeded(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+        xs = leaves()
+        outputs: Any = xs
+        with nn.utils.parametrize.cached():
+            for _ in range(3):
+                outputs = apply([lambda x, m=m: m(x).tanh() for m in modules], [(x,) for x in outputs])
+            squares = [module.weight.square() for module in modules]  # type: ignore[union-attr, operator]
+        return finish([*outputs, *squares], *xs, *parameters(modules))
+
+    assert not isinstance(assert_same_modules_program(program), Raised)
+
+
 def test_no_modules_give_an_empty_list() -> None:
     assert parallel_apply([], []) == []
 
