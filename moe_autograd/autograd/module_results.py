@@ -39,6 +39,21 @@ def refuse_lost(values: Iterable[Any], known: Collection[int]) -> None:
             )
 
 
+def refuse_other_shape(tensor: Tensor, alias: Tensor) -> None:
+    """Raise if a call has given an input another shape, by `input.unsqueeze_` and its like: the caller's has its own.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    is_plain = type(alias) is Tensor and alias.layout is torch.strided
+    if is_plain and (alias.shape != tensor.shape or alias.stride() != tensor.stride()):
+        raise RuntimeError(
+            "parallel_apply: expected calls to leave the shape and strides of their inputs as they are, got an input "
+            f"of shape {tuple(tensor.shape)} and strides {tensor.stride()} turned in place into one of "
+            f"{tuple(alias.shape)} and {alias.stride()}. Make a view, as by `unsqueeze` instead of `unsqueeze_`."
+        )
+
+
 def _is_plain_view(value: Tensor, base: Tensor) -> bool:
     """Whether `value` shows memory of `base` as it is, and has the gradient of a view of it."""
     if value.dtype is not base.dtype or (value.is_conj(), value.is_neg()) != (base.is_conj(), base.is_neg()):
@@ -151,7 +166,7 @@ class CallResults:
         for value, owner in zip(inner, owners, strict=True):
             result = value.detach()
             if owner.grad_fn is None or id(owner) in outer or num_owned[id(owner)] > 1:
-                result = result.view_as(result)
+                result = result.expand_as(result)  # `view_as` would give other strides to what has one row
                 shared.append(result)
             results.append(result)
         self.results = tuple(results)
@@ -174,6 +189,8 @@ class CallResults:
 
     def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
         """Rule 7."""
+        for tensor, alias in zip(changed, aliases, strict=True):
+            refuse_other_shape(tensor, alias)
         self.touched = changed
         self._edges += [edge_of(alias) for alias in aliases]
         self.changed = [t for t, alias in zip(changed, aliases, strict=True) if not is_as_entered(alias)]

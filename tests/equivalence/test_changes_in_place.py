@@ -262,6 +262,25 @@ def test_a_change_that_nobody_else_sees_is_differentiated_as_natively(
         assert_same(program(one_after_another), program(apply), tolerance=1e-12)
 
 
+@pytest.mark.parametrize(
+    "turn", [lambda t: t.t_(), lambda t: t.unsqueeze_(0), lambda t: t.as_strided_((2,), (1,))]
+)
+def test_an_input_that_is_given_another_shape_in_place_is_refused(turn: Callable[[Tensor], Tensor]) -> None:
+    """The caller's tensor would keep its own, and the result is that tensor."""
+    (x,) = leaves(1, 3, 3)
+    with pytest.raises(RuntimeError, match=r"(?s)expected calls to leave the shape .* call 0"):
+        parallel_apply([turn], [(x * 2,)])
+
+    def there_and_back(t: Tensor) -> Tensor:
+        size, stride = t.size(), t.stride()
+        return (turn(t) * 3).sum() * t.as_strided_(size, stride)
+
+    def program(apply: MapFunction) -> Any:
+        return finish(apply([there_and_back], [(x * 2,)]), x)
+
+    assert_same(attempt(program, one_after_another), attempt(program, parallel_apply), tolerance=1e-12)
+
+
 def test_what_autograd_does_not_see_written_to_a_view_that_is_changed_stays() -> None:
     def program(apply: MapFunction) -> Any:
         (x,) = leaves(1)

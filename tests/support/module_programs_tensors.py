@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
 
 from tests.support.comparison import MapFunction, facts
 from tests.support.module_programs import NUM_CALLS, finish, leaves, parameters, program, seeded
@@ -81,6 +82,15 @@ def leaves_and_tensors_of_a_closure_returned_as_they_are(apply: MapFunction) -> 
     returned[3].mul_(5)
     said = finish([*returned, hidden, part], x, weight, scale, *parameters([module]))
     return same, said, returned[4].is_leaf, returned[4].grad
+
+
+@program
+def views_of_one_row_or_column(apply: MapFunction) -> Any:
+    """Their strides are those of what they show, though any would do for one."""
+    xs = leaves()
+    calls = [lambda x: x[:1], lambda x: x[:, :1].t(), lambda x: x[None, 0], lambda x: (x * 2)[:1].unbind(1)]
+    outputs = apply(calls, [(x,) for x in xs])
+    return [t.stride() for t in tree_leaves(outputs)], finish(outputs, *xs)
 
 
 @program
