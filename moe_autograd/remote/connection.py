@@ -10,14 +10,15 @@ Threads: any number of operations at once.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_autograd.autograd.grouping import CallFailure, Failures
+from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, RemoteError
 from moe_autograd.remote.calls import Outcome, Request
 from moe_autograd.remote.channel import Channel
@@ -25,10 +26,9 @@ from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.delivery import Delivery, Settings
 from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
-from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.inputs import on_devices_of
-from moe_autograd.remote.jobs import Job
+from moe_autograd.remote.jobs import Job, note_failures
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert
@@ -155,8 +155,9 @@ class Connection:
                 if failures is None:
                     raise
                 job.outcome = Outcome(error=error)
-        self._delivery.deliver("Forward", jobs, failures)
-        _note_failures(calls, jobs, "forward", failures)
+        with self._delivery.operations.begin() as operation:
+            self._delivery.deliver("Forward", jobs, operation, failures)
+        note_failures(jobs, "forward", failures)
         for call, args, job in zip(calls, inputs, jobs, strict=True):
             call.address, call.encoding = job.address, encoding
             call.replica = self._finding.placement.replica_of(call.expert, job.address)
@@ -189,34 +190,37 @@ class Connection:
                 wanted.append(part)
         jobs = []
         encoding = self._delivery.settings.encodings.encoding("Backward")
-        with self.numbering.sequences(len(wanted)) as (sequences, settled_below):
+        gathered = [p.wants_weight_grads and self.hosted[p.call.expert].update == "on_step" for p in wanted]
+        names = list(itertools.compress([part.call.expert for part in wanted], gathered))
+        with (
+            self._delivery.operations.begin() as operation,
+            self._updates.turns.turn("Backward", names, operation),
+            self.numbering.sequences(len(wanted)) as (sequences, settled_below),
+        ):
             for part, sequence in zip(wanted, sequences, strict=True):
                 request = self._backward_request(part, sequence, settled_below, keep_graph, encoding)
                 jobs.append(Job(request, part.call.address, index=part.call.index))
             has_come_back = False  # Ctrl-C may end it anywhere
             try:
-                self._delivery.deliver("Backward", jobs, failures)
+                self._delivery.deliver("Backward", jobs, operation, failures)
                 has_come_back = True
             finally:
-                self._note_gathered(wanted, jobs, has_come_back)
+                self._note_gathered(itertools.compress(jobs, gathered), has_come_back)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
                 job.outcome.error = _mismatch(part, job.outcome)
-        _note_failures([part.call for part in wanted], jobs, "backward", failures)
+        note_failures(jobs, "backward", failures)
         return {
             part.call.call_id: list(on_devices_of(part.inputs, job.outcome.tensors))
             for part, job in zip(wanted, jobs, strict=True)
             if job.outcome.error is None
         }
 
-    def _note_gathered(self, parts: Sequence[BackwardPart], jobs: Sequence[Job], has_come_back: bool) -> None:
+    def _note_gathered(self, jobs: Iterable[Job], has_come_back: bool) -> None:
         """Count the backwards gathered at each server; one that failed may have been."""
-        gathered = [
-            (part.call.expert, job.address, has_come_back and job.outcome.error is None)
-            for part, job in zip(parts, jobs, strict=True)
-            if part.wants_weight_grads and self.hosted[part.call.expert].update == "on_step"
-        ]
-        self._updates.note_backwards(gathered)
+        self._updates.note_backwards(
+            (job.request.expert, job.address, has_come_back and job.outcome.error is None) for job in jobs
+        )
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor], encoding: pb.Encoding) -> Request:
         head = ForwardHead(
@@ -260,7 +264,7 @@ class Connection:
 
     def update(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
         """Send `Step` or `ZeroGrad` to where gradients of these experts are; see `Updates.send`."""
-        self._updates.send(rpc, names, failures)
+        self._updates.send(rpc, [name for name in names if self.hosted[name].update == "on_step"], failures)
 
     # ---- weights
 
@@ -314,16 +318,6 @@ class Connection:
             for new in self._finding.placement.now_at(name, address) or (address,):
                 parts.setdefault(new, {})[name] = state
         return {} if parts.keys() == {address} else parts
-
-
-def _note_failures(calls: Sequence[Call], jobs: Sequence[Job], phase: str, failures: Failures | None) -> None:
-    """Raise the first failure, or, where the user wants a list of them, add all to it."""
-    errors = [(call, job.outcome.error) for call, job in zip(calls, jobs, strict=True) if job.outcome.error]
-    if failures is None:
-        raise_first([error for _, error in errors], "calls of this pass")
-    else:
-        for call, error in errors:
-            failures.append(CallFailure(call.index, call.expert, phase, error))
 
 
 def _mismatch(part: BackwardPart, outcome: Outcome) -> CorruptDataError | None:

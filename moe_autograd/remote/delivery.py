@@ -94,15 +94,14 @@ class Delivery:
         if self.operations.is_here:
             self._channel(address).tell("Expect", pb.ExpectRequest(experts=names))
 
-    def deliver(self, rpc: str, jobs: Sequence[Job], failures: Failures | None = None) -> None:
+    def deliver(
+        self, rpc: str, jobs: Sequence[Job], operation: Operation, failures: Failures | None = None
+    ) -> None:
         """Send each job to its address until it has its final outcome, or `failures` gives up on it.
 
         Jobs that have failed already stay as they are.
         """
-        with (
-            self.operations.begin() as operation,
-            attended(rpc, jobs, failures, operation.cancellation),
-        ):
+        with attended(rpc, jobs, failures, operation.cancellation):
             to_send = [job for job in jobs if job.outcome.error is None]
 
             def at(_: str, own: list[Job]) -> None:

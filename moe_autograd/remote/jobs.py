@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from moe_autograd.autograd.grouping import Failures
+from moe_autograd.autograd.grouping import CallFailure, Failures
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote.calls import Outcome, Request
-from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.fanout import Cancellation, raise_first
 
 _NOT_YET = Outcome()  # shared: what becomes of a job takes its place
 
@@ -59,6 +59,16 @@ def note_lost(jobs: Sequence[Job], place: str, reason: Exception) -> None:
     for job in jobs:
         error = error_of_lost(f"expert {job.request.expert!r} at {place}", reason)
         job.outcome = Outcome(error=error, was_answered=False)
+
+
+def note_failures(jobs: Sequence[Job], phase: str, failures: Failures | None) -> None:
+    """Raise the first failure, or, where the user wants a list of them, add all to it."""
+    failed = [(job, job.outcome.error) for job in jobs if job.outcome.error]
+    if failures is None:
+        raise_first([error for _, error in failed], "calls of this pass")
+    else:
+        for job, error in failed:
+            failures.append(CallFailure(job.index, job.request.expert, phase, error))
 
 
 def error_of_lost(place: str, reason: Exception) -> ServerUnavailableError:

@@ -34,7 +34,8 @@ class RemoteOptimizer:
         ValueError: there is nothing to train; or another `on_failure`.
         TypeError: one of them is not a remote expert; or it is one alone.
 
-    Threads: one at a time, and not beside a backward of the same experts, as in `torch.optim`.
+    Threads: any. Updates wait for backwards of the same experts that are under way, and those that come later for them;
+        `failures` are of the update that began last.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ from moe_autograd.remote.delivery import Delivery
 from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
+from moe_autograd.remote.turns import Turns
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.status import error_of
 
@@ -62,6 +63,7 @@ class Updates:
     def __init__(self, delivery: Delivery, numbering: Numbering) -> None:
         self._delivery = delivery
         self._numbering = numbering
+        self.turns = Turns()
         self._lock = threading.Lock()
         self._gathered: dict[str, dict[str, _Gathered]] = {}  # by expert and address
 
@@ -85,13 +87,12 @@ class Updates:
             failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
                 could not be forgotten is not stepped before they are.
         """
-        gathered_at: dict[str, dict[str, _Gathered]] = {}
-        with self._lock:
-            for name in names:
-                for address, gathered in self._gathered.get(name, {}).items():
-                    if rpc == "ZeroGrad" or not gathered.is_stale:
-                        gathered_at.setdefault(address, {})[name] = gathered
-        with self._numbering.sequences(1) as ((sequence,), settled_below):
+        with (
+            self._delivery.operations.begin() as operation,
+            self.turns.turn(rpc, names, operation),
+            self._numbering.sequences(1) as ((sequence,), settled_below),
+        ):
+            gathered_at = self._gathered_at(rpc, names)
 
             def once(channel: Channel, own: dict[str, _Gathered], operation: Operation) -> None:
                 request = pb.UpdateRequest(
@@ -115,15 +116,24 @@ class Updates:
                         for name in own:
                             self._gathered[name].pop(channel.address, None)
 
-            with self._delivery.operations.begin() as operation:
-                self._delivery.at_each(
-                    gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
-                )
-        if rpc == "ZeroGrad":
-            with self._lock:
-                for name in names:
-                    for gathered in self._gathered.get(name, {}).values():
-                        gathered.is_stale = True
+            self._delivery.at_each(
+                gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
+            )
+            if rpc == "ZeroGrad":
+                with self._lock:
+                    for name in names:
+                        for gathered in self._gathered.get(name, {}).values():
+                            gathered.is_stale = True
+
+    def _gathered_at(self, rpc: str, names: Sequence[str]) -> dict[str, dict[str, _Gathered]]:
+        """Return what is to be applied, or forgotten, by address and expert."""
+        found: dict[str, dict[str, _Gathered]] = {}
+        with self._lock:
+            for name in names:
+                for address, gathered in self._gathered.get(name, {}).items():
+                    if rpc == "ZeroGrad" or not gathered.is_stale:
+                        found.setdefault(address, {})[name] = gathered
+        return found
 
     def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
         """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""
