@@ -29,12 +29,18 @@ Options = tuple[torch.Size, torch.dtype, torch.device]
 
 _NO_SETUP_CONTEXT = Function.setup_context
 _MAY_BE_BOXED = hasattr(Function, "boxed_grads_call")  # newer than the oldest torch that we run with
+_MAY_CLEAR = hasattr(Function, "clear_saved_tensors_on_access")  # as new
 BACKWARD_TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
     "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
     "Specify retain_graph=True if you need to backward through the graph a second time or if you need to access "
     "saved tensors after calling backward."
 )
+_ACCESSED_TWICE = (
+    "saved_tensors can only be accessed once when clear_saved_tensors_on_access=True is set on the autograd.Function. "
+    "Either access saved_tensors only once, or set clear_saved_tensors_on_access=False."
+)
+_CLEARED: Any = object()  # in place of what was saved
 
 
 class EmulatedAutogradContext(FunctionCtx):
@@ -61,6 +67,7 @@ class EmulatedAutogradContext(FunctionCtx):
     # What the library keeps here has a prefix, since other names belong to the function. What was saved has one entry
     # for each backward that runs, put and taken by one operation each: several threads may use a graph at once.
     _emulated_saved: Sequence[Sequence[Tensor | None]] = ((),)
+    _emulated_clears = False  # what was saved, as soon as somebody asks for it
     _emulated_argument_shapes: Sequence[torch.Size | None] = ()  # None: not a tensor
     _emulated_kept: tuple[Any, ...] = ()  # SavedTensor objects of an isolated call
     _emulated_result_options: Sequence[Options | None] = ()  # of an isolated call
@@ -78,9 +85,15 @@ class EmulatedAutogradContext(FunctionCtx):
         if self._emulated_kept:
             return tuple(None if kept is None else kept.unpack() for kept in self._emulated_kept)
         try:
-            return tuple(self._emulated_saved[-1])
+            saved = self._emulated_saved[-1]
         except IndexError:
             raise RuntimeError(BACKWARD_TWICE) from None
+        tensors = tuple(saved)
+        if self._emulated_clears and isinstance(saved, list):
+            if tensors == (_CLEARED,):
+                raise RuntimeError(_ACCESSED_TWICE)
+            saved[:] = [_CLEARED]
+        return tensors
 
 
 def arguments_of(func: type[Function], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -117,6 +130,8 @@ def call_forward(
         shapes.append(argument.shape if is_tensor else None)
     ctx = EmulatedAutogradContext(tuple(needs_input_grad))
     ctx._emulated_argument_shapes = shapes
+    if _MAY_CLEAR and func.clear_saved_tensors_on_access:
+        ctx._emulated_clears = True
     if detach:
         args = tuple(map(_detached, args))
     if func.setup_context is _NO_SETUP_CONTEXT:

@@ -142,7 +142,7 @@ def _run(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
 
 def _take_saved(ctx: Any) -> list[Sequence[Tensor | None]]:
     """Return for each call what it saved."""
-    saved = split(ctx.saved_tensors, ctx.joined.num_saved)
+    saved = split([*ctx.saved_tensors], ctx.joined.num_saved)  # lists, which a call may empty
     ctx.maybe_clear_saved_tensors()  # Rule 2
     return saved
 

@@ -5,6 +5,7 @@ Each program runs natively and through the map; every fact, value and gradient h
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +268,35 @@ def hooks_on_leaves_of_calls_without_a_gradient(apply: MapFunction) -> Any:
         x.register_hook(lambda grad: grad * 2)
     loss_of(apply(SavesInput, *[(x,) for x in xs])[1::2]).backward()
     return [x.grad for x in xs]
+
+
+@program
+def saved_tensors_that_go_when_they_are_asked_for(apply: MapFunction) -> Any:
+    log = []
+
+    class Clears(Function):
+        clear_saved_tensors_on_access = True  # which older versions of torch do not know
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x.cos())
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (cosine,) = ctx.saved_tensors
+            is_gone, grad = weakref.ref(cosine), grad * cosine
+            del cosine
+            log.append(is_gone() is None)
+            try:
+                log.append(len(ctx.saved_tensors))
+            except RuntimeError as error:
+                log.append(str(error))
+            return grad
+
+    xs = leaves()
+    loss_of(apply(Clears, *[(x,) for x in xs])).backward()
+    return log, [x.grad for x in xs]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
