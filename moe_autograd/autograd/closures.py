@@ -57,21 +57,26 @@ def look_into(module: object) -> Held:
     """
     owners: list[torch.nn.Module] = []
     if isinstance(module, torch.nn.Module):
-        tensors = _held_by_module(module, owners)
-        return Held([(get_gradient_edge(tensor), tensor) for tensor in tensors] if tensors else [], owners)
-    found: dict[int, Tensor] = {}
+        return Held(_cuts(_held_by_module(module, owners)), owners)
+    found: list[Tensor] = []
     seen = {id(module)}
     to_visit = [module]
     for held in to_visit:  # grows
         if isinstance(held, Tensor):
             if held.grad_fn is not None:
-                found[id(held)] = held
+                found.append(held)
             continue
         for value in _held_by(held, owners):
             if not isinstance(value, _HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:
                 seen.add(id(value))
                 to_visit.append(value)
-    return Held([(get_gradient_edge(tensor), tensor) for tensor in found.values()], owners)
+    return Held(_cuts(found), owners)
+
+
+def _cuts(found: Iterable[Tensor]) -> list[Cut]:
+    """Return one for each place in the graph: a module may hold a tensor in several places."""
+    cuts = [(get_gradient_edge(tensor), tensor) for tensor in found]
+    return list({(edge.node, edge.output_nr): (edge, tensor) for edge, tensor in cuts}.values())
 
 
 def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:

@@ -85,6 +85,19 @@ def leaves_and_tensors_of_a_closure_returned_as_they_are(apply: MapFunction) -> 
 
 
 @program
+def a_computed_weight_that_modules_hold_in_several_places(apply: MapFunction) -> Any:
+    """As an attribute and as a parameter, as with `FullyShardedDataParallel`; and in parts that stand twice."""
+    modules, xs, weights = seeded(lambda: nn.Linear(4, 4)), leaves(), leaves(NUM_CALLS, 4, 4)
+    for module, weight in zip(modules, weights, strict=True):
+        del module.weight
+        module.weight = weight * 2
+        module._parameters["weight"] = module.weight  # type: ignore[assignment]
+        module.list = [module.weight]  # type: ignore[assignment]
+    calls = [*modules[:2], nn.Sequential(modules[2], modules[2]), lambda x: modules[3](x)]
+    return finish(apply(calls, [(x,) for x in xs]), *xs, *weights, *[m.bias for m in modules])
+
+
+@program
 def views_of_one_row_or_column(apply: MapFunction) -> Any:
     """Their strides are those of what they show, though any would do for one."""
     xs = leaves()
