@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.subprocesses import ROOT
+from tests.support.subprocesses import ROOT, assert_prints
 
 
 @pytest.mark.parametrize(("find_unused", "defers"), [(False, False), (True, False), (True, True)])
@@ -34,3 +34,53 @@ def test_two_processes_have_the_gradients_of_one(find_unused: bool, defers: bool
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_mapped_layer_may_be_sharded_and_its_calls_by_fully_shard_are_refused() -> None:
+    assert_prints(
+        """
+        import warnings
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from moe_autograd import parallel_apply
+        from tests.support.comparison import one_after_another
+
+        class Layer(nn.Module):
+            def __init__(self, apply):
+                super().__init__()
+                torch.manual_seed(1)
+                self.experts, self.apply_to = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)]), apply
+
+            def forward(self, x):
+                return sum(y.tanh() for y in self.apply_to([lambda x, m=m: m(x) for m in self.experts], [(x,)] * 4))
+
+        def losses_of(model):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                loss = model(torch.ones(3, 4, requires_grad=True)).square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield round(loss.item(), 5)
+
+        warnings.simplefilter("ignore")  # torch has some to say about one process
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.init_device_mesh("cpu", (1,))
+        shard_outside = lambda layer: FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device("cpu"))
+        for shard in (shard_outside, lambda layer: fully_shard(layer, mesh=mesh)):
+            natively, mapped = [list(losses_of(shard(Layer(apply)))) for apply in (one_after_another, parallel_apply)]
+            assert natively == mapped, (natively, mapped)
+        layer = Layer(parallel_apply)
+        for expert in layer.experts:
+            fully_shard(expert, mesh=mesh)
+        try:
+            list(losses_of(layer))
+        except TypeError as error:
+            print("fully_shard" in str(error))
+        with torch.no_grad():
+            layer(torch.ones(3, 4))
+        dist.destroy_process_group()
+        """,
+        "True",
+    )
