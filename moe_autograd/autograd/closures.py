@@ -131,8 +131,7 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
         if hasattr(type(part), "set_reshard_after_backward") and torch.is_grad_enabled():
             raise TypeError(
                 "parallel_apply: expected calls without modules that `fully_shard` has wrapped, got "
-                f"{type(part).__name__}, whose gradients would be a step late. Shard what makes the map, and not what it "
-                "calls."
+                f"{type(part).__name__}, whose gradients would be a step late. Shard what makes the map, not its calls."
             )
         if hasattr(type(part), "stands_for"):  # an offloaded expert
             stand_in: Any = part

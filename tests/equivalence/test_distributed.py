@@ -67,8 +67,11 @@ def test_a_mapped_layer_may_be_sharded_and_its_calls_by_fully_shard_are_refused(
         warnings.simplefilter("ignore")  # torch has some to say about one process
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = dist.init_device_mesh("cpu", (1,))
-        shard_outside = lambda layer: FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device("cpu"))
-        for shard in (shard_outside, lambda layer: fully_shard(layer, mesh=mesh)):
+        options = dict(use_orig_params=True, device_id=torch.device("cpu"))
+        for shard in (
+            lambda layer: FullyShardedDataParallel(layer, **options),
+            lambda layer: fully_shard(layer, mesh=mesh),
+        ):
             natively, mapped = [list(losses_of(shard(Layer(apply)))) for apply in (one_after_another, parallel_apply)]
             assert natively == mapped, (natively, mapped)
         layer = Layer(parallel_apply)
