@@ -19,8 +19,8 @@ Rule 3. From `late` on everything is the engine's, as ever: sums with other uses
         `torch.autograd.grad`. A second part that failed raises there.
 Rule 4. A promise may be kept at once. So it is where a backward cannot be in two parts: with `retain_graph` or
         `create_graph`, among saved-tensor hooks, with a graph that calls share or that reaches tensors with history;
-        where an accelerator is in use, whose kernels wait in streams and not on the host; and where only some of the
-        leaves are asked for.
+        where an accelerator is in use, whose kernels wait in streams and not on the host; where only some of the
+        leaves are asked for; and where modules of this process are sharded by `fully_shard`.
 Rule 5. One worker at a time takes from the backlog, and nobody waits for what has not begun, but runs it himself:
         second parts may hold maps that defer, and nothing waits in a circle.
 
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -45,6 +46,7 @@ from torch.autograd.graph import Node
 
 from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
+from moe_autograd._streams import accelerator_in_use
 from moe_autograd._threads import start_soon
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
@@ -55,6 +57,13 @@ from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
 from moe_autograd.autograd.this_backward import kept_by_this_backward
+
+
+def may_defer() -> bool:
+    """Whether gradients of weights may come later than those of inputs (Rule 4)."""
+    # Of `fully_shard`: it knows the modules of this process, and reduces what is there when a backward has passed them.
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    return accelerator_in_use() is None and not (states and states._module_state_mapping)
 
 
 class DeferringModules(JoinedModules):

@@ -31,7 +31,7 @@ from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.alone import apply_alone, run_alone
 from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.closures import Held, look_into
-from moe_autograd.autograd.deferred import DeferringModules
+from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions
 from moe_autograd.autograd.grouping import Unit, group_calls, ungroup
@@ -289,8 +289,7 @@ def _apply(
         ]
     held = [_held_by_group(unit, modules) if unit.is_group else look_into(unit.call) for unit in together]
     turns = Turns([own.owners for own in held], [unit.name for unit in together])
-    # On an accelerator nobody waits for the gradients of weights: their kernels are queued.
-    defers = defer_weight_grads and how is None and accelerator_in_use() is None
+    defers = defer_weight_grads and how is None and may_defer()
     returned = run_module_calls(
         turns.wrap(called, range(len(together))),
         [unit.args for unit in together],

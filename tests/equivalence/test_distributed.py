@@ -39,7 +39,7 @@ def test_two_processes_have_the_gradients_of_one(find_unused: bool, defers: bool
 def test_a_mapped_layer_may_be_sharded_and_its_calls_by_fully_shard_are_refused() -> None:
     assert_prints(
         """
-        import warnings
+        import functools, warnings
         import torch, torch.distributed as dist
         from torch import nn
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -72,8 +72,9 @@ def test_a_mapped_layer_may_be_sharded_and_its_calls_by_fully_shard_are_refused(
             lambda layer: FullyShardedDataParallel(layer, **options),
             lambda layer: fully_shard(layer, mesh=mesh),
         ):
-            natively, mapped = [list(losses_of(shard(Layer(apply)))) for apply in (one_after_another, parallel_apply)]
-            assert natively == mapped, (natively, mapped)
+            applies = one_after_another, parallel_apply, functools.partial(parallel_apply, defer_weight_grads=True)
+            natively, mapped, deferred = [list(losses_of(shard(Layer(apply)))) for apply in applies]
+            assert natively == mapped == deferred, (natively, mapped, deferred)
         layer = Layer(parallel_apply)
         for expert in layer.experts:
             fully_shard(expert, mesh=mesh)
