@@ -21,13 +21,13 @@ def seeds_elsewhere(may_draw: Sequence[bool]) -> Iterator[tuple[list[int], Calla
         Yields a seed for each call, 0 where it draws nothing; and what to call if one has drawn, which advances the
         caller's stream.
     """
+    if not any(may_draw):
+        yield [0] * len(may_draw), _do_nothing
+        return
     own, places = running.seeds, running.places
     running.places = None
     if own is None or places is None:  # they are a map of their own
         own, places = CallSeeds(), range(len(may_draw))
-    if not any(may_draw):
-        yield [0] * len(may_draw), own.note_drawn
-        return
     with own.promised():
         yield (
             [
@@ -36,3 +36,7 @@ def seeds_elsewhere(may_draw: Sequence[bool]) -> Iterator[tuple[list[int], Calla
             ],
             own.note_drawn,
         )
+
+
+def _do_nothing() -> None:
+    return None
