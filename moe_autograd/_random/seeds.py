@@ -53,7 +53,7 @@ class CallSeeds:
         has_drawn: whether a call has drawn, and the caller's stream advanced.
     """
 
-    __slots__ = ("_base", "_generators", "_lock", "_num_promises", "_parent", "_put_aside", "has_drawn")
+    __slots__ = ("_base", "_generators", "_lock", "_parent", "_promises", "_put_aside", "has_drawn")
 
     def __init__(self) -> None:
         self._parent = (running.seeds, running.index)
@@ -62,7 +62,7 @@ class CallSeeds:
         # own states of the calls that have set another one, by index and device
         self._put_aside: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._base: int | None = None
-        self._num_promises = 0
+        self._promises: set[object] = set()  # of calls elsewhere that are under way
         self.has_drawn = False
 
     def apart(self) -> CallSeeds:
@@ -86,17 +86,18 @@ class CallSeeds:
             with outer.promised():
                 yield
             return
-        with self._lock:
-            self._num_promises += 1
-            if self._base is None:
-                self._base = self._take_base()
-            _promised.setdefault(self._base, self)
-        try:
+        own = object()
+        try:  # which Ctrl-C may end anywhere
+            with self._lock:
+                self._promises.add(own)
+                if self._base is None:
+                    self._base = self._take_base()
+                _promised.setdefault(self._base, self)
             yield
         finally:
             with self._lock:
-                self._num_promises -= 1
-                if not self._num_promises and _promised.get(self._base) is self:
+                self._promises.discard(own)
+                if not self._promises and self._base is not None and _promised.get(self._base) is self:
                     del _promised[self._base]
 
     def generator(self, index: int, device: torch.device) -> torch.Generator:
@@ -139,7 +140,7 @@ class CallSeeds:
         """Return what the caller's stream would draw next; what calls of another thread may draw is passed over."""
         while True:
             base = _next_draw(self._caller().clone_state())
-            known = _promised.setdefault(base, self) if self._num_promises else _promised.get(base, self)
+            known = _promised.setdefault(base, self) if self._promises else _promised.get(base, self)
             if known is self:
                 return base
             self._advance_caller()
