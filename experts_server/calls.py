@@ -85,6 +85,9 @@ class BackwardCall(Call):
     evaluate: bool = False
     random_seed: int = 0  # with inputs: that of the forward
     replica: int = 0  # with inputs: that made the forward; 0: whichever
+    wants_no_step: bool = (
+        False  # set when its gradients are taken in: whether they are applied without a step
+    )
 
 
 @dataclass(slots=True)

@@ -67,6 +67,7 @@ class Intake:
         if self._trainer is not None and self.wants(call):
             self._trainer.take_in(call.client_id, grads, num_rows)
             self._ledger.record(call.client_id, call.sequence, self.num_updates, answer)
+            call.wants_no_step = self._trainer.training.update != "on_step"
 
     @property
     def is_in_parts(self) -> bool:

@@ -279,6 +279,7 @@ class PassStream:
             head.status.CopyFrom(status_of(result))
         else:
             tensors = result
+            plain.wants_no_step = isinstance(call, BackwardCall) and call.wants_no_step
         try:
             self._writer.add(head, tensors, pb.RAW if call is None else call.reply_encoding)
         except TypeError as error:  # the module returned something that cannot travel

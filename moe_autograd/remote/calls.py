@@ -77,6 +77,7 @@ class Outcome:
         was_answered: whether the server answered this very call.
         server_s: how long the server had it, in its queue and computing, as it says.
         has_drawn: of a forward with a random seed: whether it drew random numbers.
+        wants_no_step: of a backward: whether its gradients of weights are applied without a step.
     """
 
     tensors: Tensors = ()
@@ -85,6 +86,7 @@ class Outcome:
     was_answered: bool = True
     server_s: float = 0.0
     has_drawn: bool = False
+    wants_no_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +236,14 @@ class _Stream:
         request = self._requests[index]
         if parcel.error is None and result.status.code == pb.OK:
             server_s = result.queue_s + result.compute_s
-            has_drawn = result.has_drawn
             self._outcomes[index] = Outcome(
-                parcel.tensors, result.is_sequence, None, True, server_s, has_drawn
+                parcel.tensors,
+                result.is_sequence,
+                None,
+                True,
+                server_s,
+                result.has_drawn,
+                result.wants_no_step,
             )
             request.on_settled(True)
         else:

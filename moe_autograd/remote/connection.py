@@ -190,8 +190,9 @@ class Connection:
                 wanted.append(part)
         jobs = []
         encoding = self._delivery.settings.encodings.encoding("Backward")
-        gathered = [p.wants_weight_grads and self.hosted[p.call.expert].update == "on_step" for p in wanted]
-        names = list(itertools.compress([part.call.expert for part in wanted], gathered))
+        gives = [part.wants_weight_grads for part in wanted]
+        given = itertools.compress([part.call.expert for part in wanted], gives)
+        names = [name for name in given if self.hosted[name].update == "on_step"]
         with (
             self._delivery.operations.begin() as operation,
             self._updates.turns.turn("Backward", names, operation),
@@ -205,7 +206,7 @@ class Connection:
                 self._delivery.deliver("Backward", jobs, operation, failures)
                 has_come_back = True
             finally:
-                self._note_gathered(itertools.compress(jobs, gathered), has_come_back)
+                self._note_gathered(itertools.compress(jobs, gives), has_come_back)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
                 job.outcome.error = _mismatch(part, job.outcome)
@@ -217,9 +218,11 @@ class Connection:
         }
 
     def _note_gathered(self, jobs: Iterable[Job], has_come_back: bool) -> None:
-        """Count the backwards gathered at each server; one that failed may have been."""
+        """Count the backwards gathered at each server, which says if they are not; one that failed may have been."""
         self._updates.note_backwards(
-            (job.request.expert, job.address, has_come_back and job.outcome.error is None) for job in jobs
+            (job.request.expert, job.address, has_come_back and job.outcome.error is None)
+            for job in jobs
+            if not job.outcome.wants_no_step
         )
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor], encoding: pb.Encoding) -> Request:
@@ -264,7 +267,7 @@ class Connection:
 
     def update(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
         """Send `Step` or `ZeroGrad` to where gradients of these experts are; see `Updates.send`."""
-        self._updates.send(rpc, [name for name in names if self.hosted[name].update == "on_step"], failures)
+        self._updates.send(rpc, names, failures)
 
     # ---- weights
 

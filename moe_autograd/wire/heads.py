@@ -94,6 +94,7 @@ class ResultHead:
     queue_s: float = 0.0
     compute_s: float = 0.0
     has_drawn: bool = False
+    wants_no_step: bool = False
 
     def message(self) -> pb.CallResult:
         """Return it as protobuf's."""
@@ -103,6 +104,7 @@ class ResultHead:
             queue_s=self.queue_s,
             compute_s=self.compute_s,
             has_drawn=self.has_drawn,
+            wants_no_step=self.wants_no_step,
         )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 
+from experts_server import ExpertsServer
 from moe_autograd.errors import GradientsLostError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.hosting import LR, sgd
 from tests.support.servers import ServerProcess, WireClient
 
 SERVE = ("--expert", "ffn", "--num-experts", "2", "--d-model", "8", "--optimizer", "sgd", "--lr", "0.1")
 PATIENT = RetryPolicy(patience_s=60.0)
+UPDATE_MODES = ["on_step", "on_backward", "on_samples"]
 
 
 def server_at(folder: Path, address: str = "127.0.0.1:0") -> ServerProcess:
@@ -86,3 +90,27 @@ def test_gradients_that_were_forgotten_after_the_checkpoint_do_not_count_again(t
             backward(experts)
             with pytest.raises(GradientsLostError, match=r"of 1 backwards, got those of 2"):
                 optimizer.step()
+
+
+@pytest.mark.parametrize("after", UPDATE_MODES)
+@pytest.mark.parametrize("before", UPDATE_MODES)
+def test_a_server_that_returns_with_another_way_of_updating_loses_no_update(before, after):
+    """Whether a step is wanted is what the server says with each backward, and not what it said at `connect`."""
+    module, samples = torch.nn.Linear(4, 4), {"on_samples": 1}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.ExitStack())
+        there = {"update": before, "samples_per_update": samples.get(before), "optimizer": sgd}
+        address = server.enter_context(ExpertsServer({"a": module}, **there)).address
+        experts = stack.enter_context(connect(address))
+        optimizer = RemoteOptimizer(experts)
+        for update in (before, after):
+            if update != before:
+                server.close()
+                there = {"update": update, "samples_per_update": samples.get(update), "optimizer": sgd}
+                server.enter_context(ExpertsServer({"a": module}, listen=address, **there))
+            bias = module.bias.detach().clone()
+            for _ in range(2):
+                optimizer.zero_grad()
+                experts["a"](torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            torch.testing.assert_close(module.bias, bias - 2 * LR)

@@ -76,6 +76,7 @@ heads = st.one_of(
         st.floats(0, 9),
         st.floats(0, 9),
         st.booleans(),
+        st.booleans(),
     ),
 )
 shapes = st.sampled_from([(), (0, 4), (1, 4), (3, 4), (3, 4), (2, 4), (5,), (2, 3, 4), (200, 200)])
