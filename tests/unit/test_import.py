@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +74,44 @@ def test_every_public_name_is_there_documented_and_listed() -> None:
         "TopKRouter",
     } <= documentation.keys()
     assert [name for name, text in documentation.items() if not text] == []
+
+
+def test_a_server_saves_and_exports_with_nothing_installed_but_what_its_extra_names(tmp_path: Path) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    named = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["remote"],
+        *project["optional-dependencies"]["server"],
+    ]
+    code = f"""
+import importlib.abc, importlib.metadata as metadata, re, sys
+
+def plain(name):
+    return re.sub("[-_.]+", "-", re.match("[A-Za-z0-9._-]+", name)[0]).lower()
+
+needed, to_visit = {{"moe-autograd"}}, {named!r}
+while to_visit:
+    name = plain(to_visit.pop())
+    if name not in needed and name in {{plain(one.name) for one in metadata.distributions()}}:
+        needed.add(name)
+        to_visit += [said for said in metadata.requires(name) or () if "extra ==" not in said]
+
+class NotInstalled(importlib.abc.MetaPathFinder):
+    owners = metadata.packages_distributions()
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.owners and not needed.intersection(map(plain, self.owners[name])):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+from pathlib import Path
+import torch
+from experts_server import ExpertsServer
+from experts_server.config import ServingConfig
+from experts_server.console import ask_save, export_weights
+terms = dict(token_file=None, ca=None, cert=None, key=None, timeout_s=60.0)
+with ExpertsServer({{"e": torch.nn.Linear(2, 2)}}, config=ServingConfig(checkpoint_dir={str(tmp_path)!r})) as server:
+    print(ask_save(server.address, **terms))
+    export_weights(server.address, "e", Path({str(tmp_path / "e")!r}), **terms)
+"""
+    assert fresh_interpreter(code).split() == ["generation-00000002"]
