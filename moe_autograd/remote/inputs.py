@@ -21,6 +21,13 @@ from moe_autograd.wire.tensors import TORCH_DTYPES, check_can_travel
 if TYPE_CHECKING:
     from moe_autograd.remote.placement import HostedExpert
 
+_Mode: Any = torch._C._TorchDispatchModeKey
+_WITHOUT_NUMBERS = (
+    _Mode.FAKE,
+    _Mode.PROXY,
+    _Mode.FUNCTIONAL,
+)  # modes that record operators, or make up results
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -82,7 +89,12 @@ def on_devices_of(inputs: Sequence[Tensor], results: Tensors) -> Tensors:
 
 
 def check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:
-    """Refuse what cannot travel."""
+    """Refuse what cannot travel, and to be called where there are no numbers."""
+    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _WITHOUT_NUMBERS)):
+        raise UnsupportedTransformError(
+            f"expert {expert!r}: expected numbers, got torch.export, make_fx or a FakeTensorMode around it. Its server "
+            "cannot take part, and what it answers would be a constant there: use a local expert."
+        )
     if not inputs:
         raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
     for position, x in enumerate(inputs):

@@ -94,7 +94,9 @@ _NOTHING = Travelling(b"", None)
 
 
 def check_can_travel(tensor: torch.Tensor) -> None:
-    """Raise `TypeError` where a tensor's dtype, layout or device cannot travel."""
+    """Raise `TypeError` where a tensor's dtype, layout, device or kind cannot travel."""
+    if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):  # it may have no memory of its own
+        raise TypeError(f"tensor: expected plain memory, got a {type(tensor).__name__}. Convert it first.")
     if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         layout = "nested layout" if tensor.is_nested else f"layout {tensor.layout}"
@@ -118,14 +120,14 @@ def travelling_form(tensor: torch.Tensor | Travelling | None, encoding: pb.Encod
     """Return a tensor as it travels; what does already, as it is.
 
     Raises:
-        TypeError: its dtype or layout cannot travel.
+        TypeError: its dtype, layout or kind cannot travel.
     """
     if tensor is None:
         return _NOTHING
     if isinstance(tensor, Travelling):
         return tensor
     dtype = tensor.dtype
-    if dtype not in DTYPES or tensor.layout is not torch.strided:
+    if dtype not in DTYPES or tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
         check_can_travel(tensor)
     form = plain(tensor)
     if encoding != pb.RAW and compression.is_applicable(dtype, encoding):

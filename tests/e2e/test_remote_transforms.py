@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
 from moe_autograd.errors import UnsupportedTransformError
 from moe_autograd.remote import connect
 
@@ -40,6 +44,36 @@ def test_what_a_server_cannot_see_is_refused(expert, transform):
 def test_a_forward_mode_tangent_is_refused(expert):
     with forward_ad.dual_level(), pytest.raises(UnsupportedTransformError, match="expert 'linear'"):
         expert(forward_ad.make_dual(X, X))
+
+
+RECORDERS = {
+    "export": lambda expert, x: torch.export.export(nn.Sequential(expert), (x,)),
+    "make_fx": lambda expert, x: make_fx(expert)(x),
+    "fake": lambda expert, x: _in_fake_mode(expert),
+    "parallel": lambda expert, x: make_fx(lambda x: parallel_apply([expert, expert], [(x,), (x,)])[0])(x),
+}
+
+
+def _in_fake_mode(expert):
+    with FakeTensorMode():
+        expert(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_what_has_no_numbers_is_refused(expert, recorder):
+    with pytest.raises(
+        UnsupportedTransformError, match=r"expert 'linear': expected numbers, got torch\.export"
+    ):
+        RECORDERS[recorder](expert, X)
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused(expert):
+    fake = FakeTensorMode().from_tensor(X)
+    for x in (fake, TwoTensor(X, X)):
+        with pytest.raises(
+            TypeError, match=f"expert 'linear', input 0: .* plain memory, got a {type(x).__name__}"
+        ):
+            expert(x)
 
 
 def test_what_compiles_around_it_goes_on(expert):
