@@ -152,7 +152,10 @@ def import_weights(address: str, expert: str, file: Path, **connection: Any) -> 
     writer = ParcelWriter()
     writer.add(pb.StateUpdate(client_id=secrets.token_bytes(16), sequence=1, num_entries=len(state)))
     for key, tensor in state.items():
-        writer.add(pb.StateEntry(expert=expert, key=key), [tensor])
+        try:
+            writer.add(pb.StateEntry(expert=expert, key=key), [tensor])
+        except TypeError as error:
+            raise ConfigError(f"import: {key!r} of {str(file)!r}: {error}") from error
     with _connected(address, **connection) as line:
         call = line.channel.stream_unary(methods.path("SetState"), None, None)
         reply = unseal(pb.UpdateReply, cast(bytes, call(iter(writer.next_message, None), **line.terms)))

@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch import Tensor
 
 from experts_server.cli import main
@@ -85,3 +86,11 @@ def test_an_export_of_good_entries_is_a_file(tmp_path: Path) -> None:
     assert (ended.exit_code, [path.name for path in tmp_path.iterdir()]) == (0, ["e.safetensors"]), (
         ended.output
     )
+
+
+def test_an_import_of_a_dtype_that_does_not_travel_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "e.safetensors"
+    save_file({"weight": torch.ones(3, dtype=torch.float8_e4m3fn)}, file)
+    ended = CliRunner().invoke(main, ["import", "127.0.0.1:9", "e", str(file)])
+    assert (ended.exit_code, type(ended.exception)) == (1, SystemExit)
+    assert f"import: 'weight' of '{file}': tensor: expected a dense tensor of float64" in ended.output
