@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd.autograd.parallel import check_max_concurrency, parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute
+from moe_autograd.errors import UnsupportedTransformError
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch, select
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import Rests, Tolerance
@@ -140,9 +141,17 @@ class MixtureOfExperts(nn.Module):
 
         Returns:
             A tensor of the shape and dtype of `x`; with `return_routing`, a tuple of it and the `Routing`.
+
+        Raises:
+            UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD or `torch.export`.
         """
         if not torch.compiler.is_compiling():  # dispatch would fail first, in words of its own
             refuse_transforms([x])
+        elif torch.compiler.is_exporting():
+            raise UnsupportedTransformError(
+                "MixtureOfExperts: expected to be run, got torch.export around it. How many tokens an expert has is "
+                "known only then. Export router and experts each for itself."
+            )
         routing = _checked(self.router(x))
         x_TD = x.reshape(routing.num_tokens, x.shape[-1])
         plan = plan_dispatch(routing.expert_index, routing.tokens_per_expert)

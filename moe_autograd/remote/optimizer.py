@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote.connection import Connection
 from moe_autograd.remote.expert import RemoteExpert
+
+_ELSEWHERE = {
+    "param_groups",
+    "state",
+    "defaults",
+    *vars(torch.optim.Optimizer),
+}  # what others have, and it has not
 
 
 class RemoteOptimizer:
@@ -78,17 +85,21 @@ class RemoteOptimizer:
         places = sorted({address for connection in self._names for address in connection.addresses})
         return f"RemoteOptimizer({', '.join(names)} at {', '.join(places)})"
 
-    @property
-    def param_groups(self) -> NoReturn:
-        """Not here; whoever asks, as a `GradScaler` does, is told so.
+    if not TYPE_CHECKING:  # for which nothing is here
 
-        Raises:
-            AttributeError: always.
-        """
-        raise AttributeError(
-            "RemoteOptimizer: expected to be asked for `step` and `zero_grad` alone, got `param_groups`. Weights and "
-            "gradients are on the servers, and so are learning rates and schedules (their `optimizer`)."
-        )
+        def __getattr__(self, name: str) -> NoReturn:
+            """Tell whoever asks for more of an optimizer, as a `GradScaler` or a loop that saves does.
+
+            Raises:
+                AttributeError: always.
+            """
+            if name in _ELSEWHERE:
+                raise AttributeError(
+                    f"RemoteOptimizer: expected to be asked for `step` and `zero_grad` alone, got `{name}`. Weights, "
+                    "gradients and the optimizers' state are on the servers, which save them in checkpoints, and so "
+                    "are learning rates and schedules (their `optimizer`)."
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that this client gave since its last `zero_grad`.

@@ -198,5 +198,17 @@ class TestOptimizer:
         scaler = torch.amp.GradScaler("cpu")
         with connect(server.address) as experts:
             scaler.scale(experts["ffn.0"](torch.ones(1, 4)).sum()).backward()
-            with pytest.raises(AttributeError, match="Weights and gradients are on the servers"):
+            with pytest.raises(AttributeError, match=r"Weights, gradients and the .* are on the servers"):
                 scaler.step(RemoteOptimizer(experts))
+
+    @pytest.mark.parametrize("name", ["state_dict", "load_state_dict", "state", "add_param_group"])
+    def test_who_wants_more_of_an_optimizer_is_told_where_it_is(self, server, name):
+        with connect(server.address) as experts:
+            optimizer = RemoteOptimizer(experts)
+            with pytest.raises(
+                AttributeError, match=rf"got `{name}`.* on the servers, which save them in ch"
+            ):
+                getattr(optimizer, name)
+            with pytest.raises(AttributeError, match="'RemoteOptimizer' object has no attribute 'stpe'"):
+                optimizer.stpe()
+            assert repr(copy.deepcopy(optimizer)) == repr(optimizer)

@@ -167,3 +167,9 @@ def test_a_trace_follows_its_inputs_or_is_refused(function: Callable[[Tensor], T
         except RuntimeError:
             return
         assert torch.equal(said, function(torch.full((3,), 2.0)))
+
+
+def test_a_layer_is_not_exported() -> None:
+    layer = MixtureOfExperts(TopKRouter(4, 2, top_k=1), [nn.Linear(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(UnsupportedTransformError, match=r"expected to be run, got torch\.export around it"):
+        torch.export.export(layer, (torch.ones(3, 4),))
