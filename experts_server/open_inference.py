@@ -163,6 +163,7 @@ class OpenInference:
         self._doorway = doorway
         self._is_ready = is_ready
         self._max_tensor_bytes = max_tensor_bytes
+        self._server_version = metadata.version("moe-autograd")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the handlers."""
@@ -206,8 +207,7 @@ class OpenInference:
         return _make("ModelReadyResponse", ready=self._is_ready() and is_there)
 
     async def _server_metadata(self, _: Any, __: Context) -> Any:
-        version = metadata.version("moe-autograd")
-        return _make("ServerMetadataResponse", name="experts-server", version=version)
+        return _make("ServerMetadataResponse", name="experts-server", version=self._server_version)
 
     async def _model_metadata(self, request: Any, _: Context) -> Any:
         hosted = self._registry[request.name].hosted

@@ -81,6 +81,9 @@ class Service:
         self.doorway = Doorway(max_concurrent_rpcs)
         self.gate = gate
         self._save = save
+        self._version = metadata.version(
+            "moe-autograd"
+        )  # read once: of what runs, also when no file can be opened
         self._layouts: dict[str, bytes] = {}  # by expert; they never change, and take long to find out
 
     async def drain(self, timeout_s: float) -> bool:
@@ -188,7 +191,7 @@ class Service:
             layout = layouts.setdefault(self._layouts[name], len(layouts))
             experts.append(_expert_info(queue.hosted, layout))
         return pb.InfoReply(
-            server_version=metadata.version("moe-autograd"),
+            server_version=self._version,
             server_id=self.server_id,
             experts=experts,
             layouts=map(pb.StateLayout.FromString, layouts),

@@ -1,0 +1,36 @@
+"""A server that can open no file and take no connection goes on with those it has, and saves when it can again."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from tests.support.servers import ServerProcess, WireClient
+
+
+def test_a_server_without_a_descriptor_left_computes_and_tells_what_it_hosts(tmp_path: Path) -> None:
+    flags = ("--expert", "ffn", "--d-model", "4", "--checkpoint-dir", str(tmp_path))
+    with ServerProcess(*flags) as server, WireClient(server.address) as client:
+        client.forward("ffn.0", torch.ones(1, 4))
+        process = server.process.pid
+        limits = resource.prlimit(process, resource.RLIMIT_NOFILE)
+        num_open = len(os.listdir(f"/proc/{process}/fd"))
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (num_open, limits[1]))
+
+        assert [expert.name for expert in client.info().experts] == ["ffn.0"]
+        assert client.forward("ffn.0", torch.ones(1, 4), call_id=2).code == "OK"
+        assert client.backward("ffn.0", torch.ones(1, 4), call_id=2).code == "OK"
+        client.step("ffn.0")
+        with pytest.raises(grpc.RpcError, match="Too many open files"):
+            client.save()
+
+        resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+        assert client.save() == "generation-00000002"
+        with WireClient(server.address, client_id=b"another") as another:
+            assert another.num_updates() == {"ffn.0": 1}
+        assert server.stop() == 0
