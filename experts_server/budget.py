@@ -23,6 +23,7 @@ class Budget:
         self.what = what
         self.retry_after_s = retry_after_s
         self.in_use = 0
+        self._has_refused = False
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -32,6 +33,7 @@ class Budget:
         """Take `amount` if there is room; return whether there was."""
         with self._lock:
             if self.in_use + amount > self.limit:
+                self._has_refused = True
                 return False
             self.in_use += amount
             return True
@@ -48,6 +50,12 @@ class Budget:
                 "Try again later, or raise the server's limit.",
                 retry_after_s=self.retry_after_s,
             )
+
+    def has_refused(self) -> bool:
+        """Whether there was no room for somebody since this was last asked."""
+        with self._lock:
+            had_refused, self._has_refused = self._has_refused, False
+            return had_refused
 
     def give_back(self, amount: int) -> None:
         """Return what was taken."""

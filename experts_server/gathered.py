@@ -1,7 +1,9 @@
 """Gradients that wait to be applied, by client, within a budget that all experts share.
 
-A client that goes away leaves its gradients behind. They are let go after `max_age_s`, so that they do not hold the
-budget for ever; a client that comes back with a step after that is told, since a step without them would count as one.
+A client that goes away leaves its gradients behind, at least those of its last step: they stay until `zero_grad`, as in
+torch. They are let go after `max_age_s`, so that they do not hold the budget for ever. Where it has no room for others,
+what a step has applied goes at once and the rest after `CROWDED_AGE_S`, or trainings that ended or crashed would keep
+the next one out. A client that comes back with a step after that is told, since a step without them would count as one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from experts_server.budget import Budget
 from experts_server.gradients import Gradients, num_bytes
 
+CROWDED_AGE_S = 60.0
 MAX_LOST = 4096  # clients; a step of one that is forgotten fails for its count of backwards
 
 
@@ -34,7 +37,7 @@ class GatheredGradients:
         max_age_s: since a client's last backward.
         clock: seconds that only grow.
 
-    Threads: one at a time, as the expert itself; `has_stale` and `len` may be asked from any.
+    Threads: one at a time, as the expert itself; `stale` and `len` may be asked from any.
     """
 
     def __init__(self, budget: Budget, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,6 +46,7 @@ class GatheredGradients:
         self._clock = clock
         self._by_client: dict[bytes, Gathered] = {}
         self._touched_at: dict[bytes, float] = {}
+        self._applied: set[bytes] = set()  # clients that stepped, and gave nothing since
         self._lost: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -66,6 +70,7 @@ class GatheredGradients:
         self._budget.take(num_bytes(gathered.grads) - num_bytes(before.grads if before else ()))
         self._by_client[client_id] = gathered
         self._touched_at[client_id] = self._clock()
+        self._applied.discard(client_id)
         self._lost.pop(client_id, None)
 
     def forget(self, client_id: bytes) -> None:
@@ -73,6 +78,7 @@ class GatheredGradients:
         gathered = self._by_client.pop(client_id, None)
         self._budget.give_back(num_bytes(gathered.grads if gathered else ()))
         self._touched_at.pop(client_id, None)
+        self._applied.discard(client_id)
         self._lost.pop(client_id, None)
 
     def has_lost(self, client_id: bytes) -> bool:
@@ -81,15 +87,20 @@ class GatheredGradients:
         self._lost.pop(client_id, None)
         return was_lost
 
-    def has_stale(self) -> bool:
-        """Whether a client has been away for too long."""
-        oldest = self._clock() - self.max_age_s
-        return any(at < oldest for at in list(self._touched_at.values()))
+    def note_applied(self, client_id: bytes) -> None:
+        """Remember that a step has applied them; they stay, for a second step, as long as there is room."""
+        self._applied.add(client_id)
 
-    def forget_stale(self) -> None:
+    def stale(self, *, is_crowded: bool) -> list[bytes]:
+        """Return the clients that have been away for too long, which is sooner where there is no room for others."""
+        longest = min(self.max_age_s, CROWDED_AGE_S) if is_crowded else self.max_age_s
+        oldest = self._clock() - longest
+        is_over = self._applied.copy() if is_crowded else ()
+        return [client for client, at in list(self._touched_at.items()) if at < oldest or client in is_over]
+
+    def forget_stale(self, *, is_crowded: bool) -> None:
         """Let go of the gradients of clients that have been away for too long."""
-        oldest = self._clock() - self.max_age_s
-        for client_id in [client for client, at in self._touched_at.items() if at < oldest]:
+        for client_id in self.stale(is_crowded=is_crowded):
             self.forget(client_id)
             self._lost[client_id] = None
             if len(self._lost) > MAX_LOST:

@@ -229,9 +229,15 @@ class ExpertServer:
         for queue in self.registry.values():
             if len(queue):
                 queue.let_go_of_late()
+        is_crowded = self.memory.gathered.has_refused()
         trainers = {name: queue.hosted.trainer for name, queue in self.registry.items()}
-        lost = [name for name, trainer in trainers.items() if trainer and trainer.gathered.has_stale()]
-        call = InspectCall(b"", lambda call, result: None, _forget_stale)
+        lost = [
+            name
+            for name, trainer in trainers.items()
+            if trainer and trainer.gathered.stale(is_crowded=is_crowded)
+        ]
+        forget = functools.partial(_forget_stale, is_crowded=is_crowded)
+        call = InspectCall(b"", lambda call, result: None, forget)
         self.registry.submit([(name, dataclasses.replace(call)) for name in lost])
 
     def _collector(self) -> ServerCollector:
@@ -289,7 +295,7 @@ def _memory_for_all(config: ServingConfig) -> SharedMemory:
     limits = config.limits
     return SharedMemory(
         KeptForwards(limits.kept_forward_bytes, limits.kept_forward_s),
-        Budget(limits.gathered_gradient_bytes, "bytes of gathered gradients"),
+        Budget(limits.gathered_gradient_bytes, "bytes of gathered gradients", retry_after_s=UPKEEP_S),
         Budget(limits.ledger_reply_bytes, "bytes of kept answers"),
         limits.max_clients,
         limits.gathered_gradient_s,
@@ -310,9 +316,9 @@ def _open_offload_memory(config: OffloadConfig | None) -> OffloadMemory | None:
     return None if config is None else OffloadMemory(config.max_resident_bytes, config.store)
 
 
-def _forget_stale(hosted: HostedExpert) -> None:
+def _forget_stale(hosted: HostedExpert, *, is_crowded: bool) -> None:
     if hosted.trainer is not None:
-        hosted.trainer.gathered.forget_stale()
+        hosted.trainer.gathered.forget_stale(is_crowded=is_crowded)
 
 
 def check_buildable(config: ServerConfig) -> None:

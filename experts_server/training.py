@@ -146,8 +146,8 @@ class Trainer:
             return
         if self.gathered.has_lost(client_id):
             raise GradientsLostError(
-                f"expert {self.name!r}: expected a step within {self.gathered.max_age_s:g} s of the backward, got one "
-                "later, when its gradients had been let go. Repeat the backward."
+                f"expert {self.name!r}: expected a step soon after the backward, got one when its gradients had "
+                f"been let go (after {self.gathered.max_age_s:g} s, or as others had no room). Repeat the backward."
             )
         least, most = num_backwards or (0, math.inf)
         gathered = self.gathered.get(client_id)
@@ -159,6 +159,7 @@ class Trainer:
             )
         if gathered is not None:
             self._update(gathered.grads)
+            self.gathered.note_applied(client_id)
 
     def _update(self, grads: Gradients) -> None:
         """Apply one update; a parameter without a gradient is skipped, as in torch."""

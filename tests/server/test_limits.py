@@ -19,6 +19,7 @@ from experts_server.config import LimitsConfig, ServingConfig
 from experts_server.gathered import Gathered, GatheredGradients
 from experts_server.kept import RECORD_BYTES, SAVED_BYTES
 from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
@@ -179,6 +180,36 @@ def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back
         assert client.step("e").updates[0].num_updates == 0
 
 
+def test_gradients_that_trainings_leave_behind_give_room_to_the_next() -> None:
+    """Each ends after its step, as most do, and the server has room for one."""
+    num_bytes = sum(p.nbytes for p in FeedForwardExpert(D).parameters())
+    config = ServingConfig(limits=LimitsConfig(gathered_gradient_bytes=num_bytes))
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server:
+        for _ in range(3):
+            with connect(server.address) as experts:
+                experts["e"](tokens(3, D)).sum().backward()
+                RemoteOptimizer(experts).step()
+        with WireClient(server.address) as client:
+            assert client.num_updates() == {"e": 3}
+
+
+def test_gradients_that_no_step_has_applied_stay_a_minute_where_others_have_no_room() -> None:
+    def num_left(age_s: float) -> int:
+        at = [0.0]
+        gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
+        gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
+        at[0] = age_s
+        gathered.put(b"two", Gathered((torch.ones(1),), 1, 1))
+        gathered.forget_stale(is_crowded=True)
+        return len(gathered)
+
+    assert (num_left(59.0), num_left(61.0)) == (2, 1)
+
+
 def test_only_so_many_copies_of_weights_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that reads slowly holds one."""
     monkeypatch.setattr(service_module, "MAX_WEIGHTS_UNDER_WAY", 2)
@@ -211,7 +242,7 @@ def test_only_so_many_clients_that_went_away_are_remembered(monkeypatch: pytest.
     for number in range(5):
         waiting.put(bytes([number]), Gathered([torch.ones(1)], 1, 1))
         now += 2.0
-        waiting.forget_stale()
+        waiting.forget_stale(is_crowded=False)
     assert len(waiting) == 0
     assert [waiting.has_lost(bytes([number])) for number in range(5)] == [False, False, True, True, True]
 
