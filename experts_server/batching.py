@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -31,7 +32,9 @@ from experts_server.executor import WorkerPool
 from experts_server.hosted import HostedExpert
 from experts_server.metrics import ExpertStats
 from experts_server.turn_lengths import TurnLength
-from moe_autograd.errors import DeadlineExceededError
+from moe_autograd.errors import DeadlineExceededError, MoeAutogradError
+
+logger = logging.getLogger(__name__)
 
 Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
 
@@ -307,6 +310,12 @@ class ExpertQueue:
             return self._call_expert(batch)
         except BaseException as error:  # whatever a user's module raises is that call's answer
             if len(batch) == 1:
+                if not isinstance(
+                    error, MoeAutogradError
+                ):  # nor its module's: a disk that fails, or a bug of ours
+                    logger.error(
+                        "expert %r: a call failed in the server itself", self.hosted.name, exc_info=error
+                    )
                 return [error]
         return [self._results([call])[0] for call in batch]
 

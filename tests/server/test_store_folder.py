@@ -89,3 +89,24 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
         ConfigError, match=r"offload.store '.*': expected a folder to write to, got 'Not a dir"
     ):
         server.start()
+
+
+def test_a_store_that_cannot_be_read_is_in_the_answer_and_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = ServingConfig(
+        memory=MemoryConfig(recompute=True, offload=True),
+        offload=OffloadConfig(max_resident_bytes=4500, store=tmp_path),
+    )
+    names = ["one", "two", "three"]  # and room for two
+    with (
+        ExpertsServer({name: FeedForwardExpert(D) for name in names}, config=serving) as server,
+        WireClient(server.address) as client,
+    ):
+        assert {client.forward(name, tokens(1, D)).code for name in names} == {"OK"}
+        away = (tmp_path / "resident-store").rename(tmp_path / "away")
+        answers = [client.forward(name, tokens(1, D), call_id=2) for name in names]
+        assert any(answer.code == "INTERNAL" and "No such file" in answer.text for answer in answers)
+        assert "a call failed in the server itself" in caplog.text
+        away.rename(tmp_path / "resident-store")
+        assert {client.forward(name, tokens(1, D), call_id=3).code for name in names} == {"OK"}
