@@ -182,13 +182,14 @@ class ModuleCall(CallResults):
         return met, leaf_nodes
 
     def _cuts_above(self, ends: set[_Edge]) -> set[_Edge]:
-        """Return those cuts that lead on to others of the ends."""
+        """Return those cuts that lead on to others of the ends, by whichever output: the engine marks nodes."""
         above: set[_Edge] = set()
+        nodes = {node for node, _ in ends}
         for edge, _ in self.cuts:
             cut = (edge.node, edge.output_nr)
             if cut not in ends or type(edge.node) is ACCUMULATE_GRAD:
                 continue
-            if _leads(edge.node.next_functions, ends):
+            if _leads(edge.node.next_functions, nodes):
                 above.add(cut)
         return above
 
@@ -317,8 +318,10 @@ def _renewed(cuts: Sequence[Cut]) -> list[Cut]:
     return [(now, view) for edge, view, now in views if now.node is not edge.node]
 
 
-def _leads(edges: Sequence[_Edge], ends: Collection[_Edge], stop_at: Collection[_Edge] = ()) -> bool:
-    """Whether one of `edges` leads to one of `ends`, other than through where it is to stop."""
+def _leads(
+    edges: Sequence[_Edge], ends: Collection[_Edge | Node | None], stop_at: Collection[_Edge] = ()
+) -> bool:
+    """Whether one of `edges` leads to one of `ends`, edges or nodes, other than through where it is to stop."""
     seen: set[Node] = set()
     to_visit = list(edges)
     while to_visit:
@@ -326,7 +329,7 @@ def _leads(edges: Sequence[_Edge], ends: Collection[_Edge], stop_at: Collection[
         node = edge[0]
         if edge in stop_at:
             continue
-        if edge in ends:
+        if edge in ends or node in ends:
             return True
         if node is not None and node not in seen:
             seen.add(node)

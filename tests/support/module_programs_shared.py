@@ -361,3 +361,15 @@ def a_nested_backward_over_parameters_with_hooks(apply: MapFunction) -> Any:
     calls = [lambda x, m=modules[0]: Probes.apply(m(x)), lambda x, m=modules[1]: m(x) * probe]
     said = finish(apply(calls, [(x,) for x in xs]), *xs, *parameters(modules))
     return said, sorted(log), probe.grad
+
+
+@program
+def outputs_of_one_node_held_beside_what_was_computed_from_the_others(apply: MapFunction) -> Any:
+    """The results of a map have one node, and so have the parts of a tensor."""
+    xs = leaves()
+    first = apply([torch.sin, torch.cos], [(xs[0],), (xs[1],)])
+    second = apply([torch.exp, torch.tanh], [(first[0],), (xs[2],)])
+    one, other = (xs[3] * 2).chunk(2, dim=1)
+    third = other.exp()
+    calls = [lambda x: x * first[1] * second[0], lambda x: x[:, :2] * one * third]
+    return finish([*apply(calls, [(xs[2],), (xs[3],)]), *first, *second, third], *xs)
