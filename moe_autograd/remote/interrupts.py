@@ -7,16 +7,15 @@ server works in vain.
 
 from __future__ import annotations
 
-import inspect
+import _signal  # type: ignore[import-not-found]  # of CPython and PyPy; typeshed leaves it out
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-# Without the enums that `signal` puts around them: looking up a handler that is a function in an enum of constants
-# takes 2 us, and there are four such looks for each stream.
-_get_handler = inspect.unwrap(signal.getsignal)
-_set_handler = inspect.unwrap(signal.signal)
+# What `signal` is made of, without the enums around it: looking up a handler that is a function in an enum of constants
+# takes 2 us, and there are three such looks for each stream.
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
 
 
 class interrupts_held_back:
