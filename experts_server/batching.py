@@ -310,12 +310,9 @@ class ExpertQueue:
             return self._call_expert(batch)
         except BaseException as error:  # whatever a user's module raises is that call's answer
             if len(batch) == 1:
-                if not isinstance(
-                    error, MoeAutogradError
-                ):  # nor its module's: a disk that fails, or a bug of ours
-                    logger.error(
-                        "expert %r: a call failed in the server itself", self.hosted.name, exc_info=error
-                    )
+                if not isinstance(error, MoeAutogradError):  # a disk that fails, or a bug of ours
+                    what = "expert %r: a call failed in the server itself"
+                    logger.error(what, self.hosted.name, exc_info=error)
                 return [error]
         return [self._results([call])[0] for call in batch]
 

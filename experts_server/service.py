@@ -81,9 +81,8 @@ class Service:
         self.doorway = Doorway(max_concurrent_rpcs)
         self.gate = gate
         self._save = save
-        self._version = metadata.version(
-            "moe-autograd"
-        )  # read once: of what runs, also when no file can be opened
+        # read once: it is that of what runs, and no file may be opened later
+        self._version = metadata.version("moe-autograd")
         self._layouts: dict[str, bytes] = {}  # by expert; they never change, and take long to find out
 
     async def drain(self, timeout_s: float) -> bool:

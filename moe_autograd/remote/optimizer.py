@@ -11,12 +11,8 @@ from moe_autograd.errors import RemoteError
 from moe_autograd.remote.connection import Connection
 from moe_autograd.remote.expert import RemoteExpert
 
-_ELSEWHERE = {
-    "param_groups",
-    "state",
-    "defaults",
-    *vars(torch.optim.Optimizer),
-}  # what others have, and it has not
+# What other optimizers have, and this one has not.
+_ELSEWHERE = {"param_groups", "state", "defaults", *vars(torch.optim.Optimizer)}
 
 
 class RemoteOptimizer:
