@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
+NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
 
 Cut = tuple[GradientEdge, Tensor]  # where an inner graph ends, and the outer tensor that stands there
 
@@ -126,7 +127,7 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
         for held in (*parameters.values(), *buffers.values()):
             if held is not None and held.grad_fn is not None:
                 found.append(held)
-        if buffers:
+        if buffers or NOT_MADE_YET in attributes:
             owners.append(part)
         if hasattr(type(part), "set_reshard_after_backward") and torch.is_grad_enabled():
             raise TypeError(

@@ -3,8 +3,9 @@
 `BatchNorm` and its like add to their buffers in the forward. In a plain loop each call adds to what the one before it
 left; side by side, additions get lost, and which ones is left to chance. So the forward of such a call begins when
 those before it that share such a module are over, whether they share it as a whole, as a part of different modules,
-or through a closure. Calls that share none do not wait, and a backward changes statistics only where it runs the
-forward again: there calls take turns as well, in the same order.
+or through a closure. So do calls of a lazy module, whose first one makes its parameters. Calls that share none do not
+wait, and a backward changes statistics only where it runs the forward again: there calls take turns as well, in the
+same order.
 
 Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
 its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
@@ -27,6 +28,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+
+from moe_autograd.autograd.closures import NOT_MADE_YET
 
 WARN_AFTER_S = 60.0
 
@@ -136,6 +139,8 @@ def _normalizes_spectrum(module: nn.Module) -> bool:
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
+    if NOT_MADE_YET in module.__dict__:
+        return True
     said = getattr(module, "keeps_statistics", None)
     if said is not None:
         return bool(said)

@@ -136,6 +136,18 @@ def test_statistics_that_calls_share_are_those_of_a_loop(
     assert not isinstance(said, Raised)
 
 
+def test_a_lazy_module_that_calls_share_is_made_by_the_first_of_them() -> None:
+    def program(apply: MapFunction, gate: Gate) -> Any:
+        torch.manual_seed(3)
+        module, xs = nn.LazyLinear(4).double(), leaves()
+        outputs = apply([First(module, gate), module, lambda x: module(x), gate.open], [(x,) for x in xs])
+        loss_of(outputs).backward()
+        return outputs, [*module.parameters()], [x.grad for x in [*xs, *module.parameters()]]
+
+    in_order = functools.partial(parallel_apply, max_concurrency=1)
+    assert_same(program(in_order, Gate(one_after_another)), program(parallel_apply, Gate(parallel_apply)))
+
+
 def test_statistics_of_forwards_that_are_run_again_are_those_of_a_loop_that_runs_them_twice() -> None:
     """In the backward the first call comes last, unless it takes its turn."""
     (norm, plain), xs = seeded(lambda: nn.BatchNorm1d(4), 2), leaves(5)
