@@ -10,6 +10,7 @@ What is guaranteed:
    it costs a thread and nothing else, up to `max_threads` of them. A turn that was thought shorter and lasts
    counts as long from then on.
 4. A worker that nobody needs for `IDLE_S` ends.
+5. Where the system has no thread to give, turns wait for the workers that there are, or for it to have one again.
 
 Knows nothing of experts, tensors or grpc. One lock guards all state; turns run without it.
 """
@@ -106,6 +107,7 @@ class WorkerPool:
         self._idle: list[_Worker] = []  # the last to rest is the first to be woken: its caches are warm
         self._num_woken = 0  # workers that were woken or started and have not looked yet
         self._num_started = 0
+        self._lacks_threads = False
         self._is_closed = False
         self._is_watching = False
         self._watcher = threading.Thread(target=self._watch, name="expert-watcher", daemon=True)
@@ -167,21 +169,29 @@ class WorkerPool:
         for _ in range(num_wanted - self._num_woken):
             if self._idle:
                 self._wake_one()
-            elif len(self._workers) < self.max_threads:
-                self._start_worker()
-            else:
+            elif len(self._workers) >= self.max_threads or not self._has_started_worker():
                 return
 
     def _wake_one(self) -> None:
         self._num_woken += 1
         self._idle.pop().bell.release()
 
-    def _start_worker(self) -> None:
+    def _has_started_worker(self) -> bool:
+        worker = _Worker(self, self._num_started + 1)
+        try:
+            worker.start()
+        except RuntimeError as error:  # the watcher tries again
+            if not self._lacks_threads:
+                logger.error(
+                    "workers: expected another thread, got %r. Calls wait; raise the limit of threads.", error
+                )
+            self._lacks_threads = True
+            return False
+        self._lacks_threads = False
         self._num_woken += 1
         self._num_started += 1
-        worker = _Worker(self, self._num_started)
         self._workers.append(worker)
-        worker.start()
+        return True
 
     def _work(self, worker: _Worker) -> None:
         with self._lock:

@@ -88,3 +88,21 @@ def test_an_expert_is_long_by_what_it_computes_and_waits_for_not_by_the_crowd(
         clock.cpu += cpu_ms / 1e3
         length.end()
     assert (length.expected_s >= MIDDLING_S) is is_long, length
+
+
+def test_turns_wait_for_a_system_that_has_no_thread_to_give(caplog: pytest.LogCaptureFixture) -> None:
+    pool = WorkerPool(num_computing=1)
+    first, second = Lasting(0.0), Lasting(1.0)
+    threading.stack_size(1 << 46)  # more than there is address space for
+    try:
+        pool.put([first])
+        pool.put([second])
+        assert not first.has_begun.wait(0.1)
+    finally:
+        threading.stack_size(0)
+    for turn in (first, second):
+        turn.may_end.set()
+        assert turn.has_begun.wait(START_S)
+    assert pool.close(START_S)
+    assert not pool.has_threads
+    assert caplog.text.count("expected another thread, got RuntimeError") == 1
