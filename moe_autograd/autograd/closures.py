@@ -129,11 +129,8 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
                 found.append(held)
         if buffers or NOT_MADE_YET in attributes:
             owners.append(part)
-        if hasattr(type(part), "set_reshard_after_backward") and torch.is_grad_enabled():
-            raise TypeError(
-                "parallel_apply: expected calls without modules that `fully_shard` has wrapped, got "
-                f"{type(part).__name__}, whose gradients would be a step late. Shard what makes the map, not its calls."
-            )
+        if attributes.get("_forward_pre_hooks"):
+            _refuse_sharded(part)
         if hasattr(type(part), "stands_for"):  # an offloaded expert
             stand_in: Any = part
             parts.append(stand_in.stands_for)
@@ -144,6 +141,15 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
                 found += [weight for weight in weights if weight.grad_fn is not None]
             parts += [child for child in children.values() if child is not None]
     return found
+
+
+def _refuse_sharded(module: torch.nn.Module) -> None:
+    """Raise for what `fully_shard` has wrapped: it reduces gradients in the call's backward, before they are added."""
+    if hasattr(type(module), "set_reshard_after_backward") and torch.is_grad_enabled():
+        raise TypeError(
+            "parallel_apply: expected calls without modules that `fully_shard` has wrapped, got "
+            f"{type(module).__name__}, whose gradients would be a step late. Shard what makes the map, not its calls."
+        )
 
 
 def _of_script(module: torch.nn.Module) -> dict[str, Any]:

@@ -211,8 +211,8 @@ def parallel_apply(
 
     Raises:
         ValueError: lists of different lengths; `max_concurrency` less than 1.
-        TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do. Another
-            `recompute`.
+        TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do. A
+            call holds a module that `fully_shard` has wrapped. Another `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
         RuntimeError: calls that share a module have changed its buffers side by side (`statistics`); a call has changed
             in place what another takes, or it takes by another way (`changes`).
