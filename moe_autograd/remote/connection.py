@@ -195,18 +195,21 @@ class Connection:
         names = [name for name in given if self.hosted[name].update == "on_step"]
         with (
             self._delivery.operations.begin() as operation,
-            self._updates.turns.turn("Backward", names, operation),
+            self._updates.turns.turn("Backward", names, operation) as hindrance,
             self.numbering.sequences(len(wanted)) as (sequences, settled_below),
         ):
+            if hindrance is not None and failures is None:
+                raise hindrance
             for part, sequence in zip(wanted, sequences, strict=True):
                 request = self._backward_request(part, sequence, settled_below, keep_graph, encoding)
-                jobs.append(Job(request, part.call.address, index=part.call.index))
+                jobs.append(Job(request, part.call.address, Outcome(error=hindrance), part.call.index))
             has_come_back = False  # Ctrl-C may end it anywhere
             try:
                 self._delivery.deliver("Backward", jobs, operation, failures)
                 has_come_back = True
             finally:
-                self._note_gathered(itertools.compress(jobs, gives), has_come_back)
+                if hindrance is None:
+                    self._note_gathered(itertools.compress(jobs, gives), has_come_back)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
                 job.outcome.error = _mismatch(part, job.outcome)

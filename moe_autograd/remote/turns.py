@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
+from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.channel import PHASES
 from moe_autograd.remote.operations import Operation
 
@@ -54,21 +54,19 @@ class Turns:
         return f"Turns({len(self._under_way)} under way, {len(self._waiting)} waiting)"
 
     @contextmanager
-    def turn(self, rpc: str, names: Collection[str], operation: Operation) -> Iterator[None]:
+    def turn(self, rpc: str, names: Collection[str], operation: Operation) -> Iterator[RemoteError | None]:
         """Wait until an RPC for these experts may go, and keep those that it excludes waiting meanwhile.
 
-        Raises:
-            DeadlineExceededError: others were under way until the operation's deadline.
-            ServerUnavailableError: the operation was cancelled meanwhile.
+        Returns:
+            Yields why it may not go: a DeadlineExceededError if others were under way until the operation's deadline,
+            a ServerUnavailableError if it was cancelled meanwhile.
         """
         if not names:
-            yield
+            yield None
             return
         own = _Turn(names, is_alone=rpc != "Backward")
         try:
-            if not self._has_begun(own):
-                self._wait(own, rpc, operation)
-            yield
+            yield None if self._has_begun(own) else self._wait(own, rpc, operation)
         finally:
             self._end(own)
 
@@ -79,23 +77,24 @@ class Turns:
             (self._waiting if has_to_wait else self._under_way).append(own)
         return not has_to_wait
 
-    def _wait(self, own: _Turn, rpc: str, operation: Operation) -> None:
+    def _wait(self, own: _Turn, rpc: str, operation: Operation) -> RemoteError | None:
         operation.cancellation.add(own.ring)
         try:
             own.bell.get(timeout=min(operation.deadline.remaining_s, threading.TIMEOUT_MAX))
         except queue.Empty:
             what = "backward or update" if own.is_alone else "update"
-            raise DeadlineExceededError(
+            return DeadlineExceededError(
                 f"{_place(own, rpc, operation)}: expected another thread's {what} to end, got one that is under way. "
                 "Nothing was changed."
-            ) from None
+            )
         finally:
             operation.cancellation.remove(own.ring)
-        if own not in self._under_way:
-            raise ServerUnavailableError(
-                f"{_place(own, rpc, operation)}: expected to wait for another thread, got cancelled: the connection "
-                "was closed, or a task. Nothing was changed."
-            )
+        if own in self._under_way:
+            return None
+        return ServerUnavailableError(
+            f"{_place(own, rpc, operation)}: expected to wait for another thread, got cancelled: the connection "
+            "was closed, or a task. Nothing was changed."
+        )
 
     def _end(self, own: _Turn) -> None:
         with self._lock:

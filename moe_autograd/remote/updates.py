@@ -89,10 +89,11 @@ class Updates:
         """
         with (
             self._delivery.operations.begin() as operation,
-            self.turns.turn(rpc, names, operation),
+            self.turns.turn(rpc, names, operation) as hindrance,
             self._numbering.sequences(1) as ((sequence,), settled_below),
         ):
-            gathered_at = self._gathered_at(rpc, names)
+            if hindrance is not None and failures is None:
+                raise hindrance
 
             def once(channel: Channel, own: dict[str, _Gathered], operation: Operation) -> None:
                 request = pb.UpdateRequest(
@@ -116,9 +117,13 @@ class Updates:
                         for name in own:
                             self._gathered[name].pop(channel.address, None)
 
-            self._delivery.at_each(
-                gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
-            )
+            if hindrance is None:
+                gathered_at = self._gathered_at(rpc, names)
+                self._delivery.at_each(
+                    gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
+                )
+            elif failures is not None:
+                failures.append(hindrance)
             if rpc == "ZeroGrad":
                 with self._lock:
                     for name in names:

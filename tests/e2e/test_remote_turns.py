@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from moe_autograd.autograd.grouping import CallFailure
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
@@ -206,3 +207,31 @@ def test_threads_that_train_side_by_side_lose_no_update_and_count_none_twice() -
         assert before[0] == pytest.approx(before[1])  # a pass of both was applied to both or to none
         optimizer.step()
         assert weight(experts) - before[0] == pytest.approx(-LR * 3 * num_each, rel=1e-4)
+
+
+def test_who_drops_failures_goes_on_without_what_waited_in_vain() -> None:
+    with hosting() as (_, experts, _):
+        optimizer = RemoteOptimizer(experts, on_failure="drop")
+        backward(experts, "a", 1.0)
+        failures: list[CallFailure] = []
+        x = torch.ones(1, requires_grad=True)
+        connection = experts.connection
+        pair = [experts["a"], experts["b"]]
+        ys = connection.call_together(pair, [(x,)] * 2, [{}] * 2, failures=failures)
+        with (
+            connection._delivery.operations.begin() as operation,
+            connection._updates.turns.turn("Step", ["a"], operation),
+        ):
+            connection._delivery.operations._timeout_s = 0.2
+            torch.stack([*ys]).sum().backward()
+            optimizer.step()
+        assert [(failure.expert, failure.phase) for failure in failures] == [
+            ("a", "backward"),
+            ("b", "backward"),
+        ]
+        assert x.grad is None or not x.grad.any()
+        (late,) = optimizer.failures
+        assert isinstance(late, DeadlineExceededError)
+        connection._delivery.operations._timeout_s = START_S
+        optimizer.step()
+        assert (optimizer.failures, weight(experts)) == ([], pytest.approx(-LR))
