@@ -67,7 +67,7 @@ class CallSeeds:
 
     def apart(self) -> CallSeeds:
         """Take the base now, and leave the caller's stream alone: for calls that run while the caller goes on."""
-        self._base = _mix(_next_draw(self._caller().clone_state()), _APART) >> 1
+        self._base = _mix(self._peek(), _APART) >> 1
         self.has_drawn = True
         return self
 
@@ -111,17 +111,20 @@ class CallSeeds:
 
     def draw(self, index: int, device: torch.device) -> torch.Generator:
         """Return the generator of call `index` for an operator that is about to draw from it."""
-        generator = self.generator(index, device)
         if not self.has_drawn and (index, device) not in self._put_aside:
             self.note_drawn()
-        return generator
+        return self.generator(index, device)
 
     def note_drawn(self) -> None:
-        """Advance the caller's stream, as a call has drawn; once."""
+        """Advance the caller's stream, as a call has drawn; once. The base, if none is known, is what that gives."""
         with self._lock:
             if not self.has_drawn:
                 self.has_drawn = True
-                self._advance_caller()
+                base = self._advance_caller()
+                if self._base is None:
+                    while self._is_promised(base):
+                        base = self._advance_caller()
+                    self._base = base
 
     def set_state(self, index: int, device: torch.device, state: torch.Tensor) -> None:
         """Continue the stream of call `index` from `state`; from its own one if that is put back (Rule 3)."""
@@ -139,19 +142,34 @@ class CallSeeds:
     def _take_base(self) -> int:
         """Return what the caller's stream would draw next; what calls of another thread may draw is passed over."""
         while True:
-            base = _next_draw(self._caller().clone_state())
-            known = _promised.setdefault(base, self) if self._promises else _promised.get(base, self)
-            if known is self:
+            base = self._peek()
+            if self._is_promised(base):
+                self._advance_caller()
+            elif not self._promises:
                 return base
-            self._advance_caller()
+            elif _promised.setdefault(base, self) is self:
+                if self._peek() == base:
+                    return base
+                del _promised[base]  # another thread has drawn it meanwhile
+
+    def _is_promised(self, base: int) -> bool:
+        """Whether calls of another thread may draw it."""
+        known = _promised.get(base, self)
+        if known is not self and not known._promises:  # they have ended, or Ctrl-C left it behind
+            _promised.pop(base, None)
+            return False
+        return known is not self
+
+    def _peek(self) -> int:
+        return _next_draw(self._caller().clone_state())
 
     def _caller(self) -> torch.Generator:
         seeds, index = self._parent
         return PROCESS_GENERATOR if seeds is None else seeds.generator(index, CPU)
 
-    def _advance_caller(self) -> None:
+    def _advance_caller(self) -> int:
         seeds, index = self._parent
-        _next_draw(PROCESS_GENERATOR if seeds is None else seeds.draw(index, CPU))
+        return _next_draw(PROCESS_GENERATOR if seeds is None else seeds.draw(index, CPU))
 
 
 class GivenSeeds(CallSeeds):
@@ -172,8 +190,8 @@ class GivenSeeds(CallSeeds):
         """Nobody else has the seed."""
         yield
 
-    def _advance_caller(self) -> None:
-        """There is none."""
+    def _advance_caller(self) -> int:
+        return 0  # there is none
 
 
 def _new_generator(device: torch.device) -> torch.Generator:

@@ -129,3 +129,36 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     assert operators._device_of((), {"device": "cuda"}) == torch.device("cuda", 1)
     assert operators._device_of((), {"device": "cuda:0"}) == torch.device("cuda", 0)
     assert operators._device_of((), {}) == torch.device("cpu")
+
+
+def test_maps_of_two_threads_that_meet_draw_different_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second draws when the first is about to."""
+    first, second = CallSeeds(), CallSeeds()
+    mix, met = seeds._mix, []
+
+    def meet(base: int, index: int) -> int:
+        if not met:
+            met.append(base)
+            met.append(second.draw(0, seeds.CPU).initial_seed())
+        return mix(base, index)
+
+    monkeypatch.setattr(seeds, "_mix", meet)
+    assert first.draw(0, seeds.CPU).initial_seed() != met[1]
+
+
+def test_ctrl_c_while_a_seed_is_promised_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    expected = CallSeeds().seed_of(0)
+    monkeypatch.setattr(seeds, "_promised", promised := Interrupted())
+    with pytest.raises(KeyboardInterrupt), CallSeeds().promised():
+        pass
+    assert promised
+    assert CallSeeds().seed_of(0) == expected
+
+
+class Interrupted(dict[int, CallSeeds]):
+    def setdefault(self, base: int, owner: CallSeeds) -> CallSeeds:
+        super().setdefault(base, owner)
+        raise KeyboardInterrupt
