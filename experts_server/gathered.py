@@ -71,7 +71,6 @@ class GatheredGradients:
         self._by_client[client_id] = gathered
         self._touched_at[client_id] = self._clock()
         self._applied.discard(client_id)
-        self._lost.pop(client_id, None)
 
     def forget(self, client_id: bytes) -> None:
         """Let go of a client's gradients, as it wished or because they are applied."""

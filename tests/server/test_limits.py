@@ -210,6 +210,16 @@ def test_gradients_that_no_step_has_applied_stay_a_minute_where_others_have_no_r
     assert (num_left(59.0), num_left(61.0)) == (2, 1)
 
 
+def test_a_client_that_gives_more_after_its_gradients_were_let_go_is_told_at_its_step() -> None:
+    at = [0.0]
+    gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
+    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
+    at[0] = 61.0
+    gathered.forget_stale(is_crowded=True)
+    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
+    assert gathered.has_lost(b"one")
+
+
 def test_only_so_many_copies_of_weights_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that reads slowly holds one."""
     monkeypatch.setattr(service_module, "MAX_WEIGHTS_UNDER_WAY", 2)
