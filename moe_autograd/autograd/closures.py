@@ -90,7 +90,7 @@ def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:
     if isinstance(value, types.MethodType):
         return (value.__func__, value.__self__)
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        cells = _in_closure(value)
         # Of the globals no functions and objects: following them would walk through whole libraries.
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
         named = [held for held in named if isinstance(held, _FOLLOWED_BY_NAME)]
@@ -107,8 +107,9 @@ def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:
 def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> list[Tensor]:
     """Return the tensors with history that a module holds, and add its parts that have buffers to `owners`.
 
-    Computed weights stand as attributes, in lists of them, as parameters (`functional_call`) or as buffers. Every call
-    of a module asks, so this reads the dictionaries themselves, not `Module.modules()`.
+    Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or in the
+    closure of `forward`. Every call of a module asks, so this reads the dictionaries themselves, not
+    `Module.modules()`.
     """
     found: list[Tensor] = []
     parts = [module]
@@ -124,9 +125,14 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
                     found.append(held)
             elif kind in _CONTAINERS and held:
                 found += _within(held)
+            elif kind is types.FunctionType and held.__closure__:  # a `forward` of its own, too
+                found += _within(_enclosed_by(held))
         for held in (*parameters.values(), *buffers.values()):
             if held is not None and held.grad_fn is not None:
                 found.append(held)
+        forward = getattr(type(part), "forward", None)
+        if getattr(forward, "__closure__", None):
+            found += _within(_enclosed_by(forward))
         if buffers or NOT_MADE_YET in attributes:
             owners.append(part)
         if attributes.get("_forward_pre_hooks"):
@@ -170,6 +176,22 @@ def _within(container: Any) -> list[Tensor]:
             elif kind in _CONTAINERS and len(containers) < MOST_LOOKED_AT:
                 containers.append(value)
     return found
+
+
+def _enclosed_by(function: Any) -> list[Any]:
+    """Return what stands in a function's closure, and in those of the functions there: it may be decorated."""
+    functions, values = [function], list[Any]()
+    for each in functions:  # grows
+        for value in _in_closure(each):
+            if not isinstance(value, types.FunctionType):
+                values.append(value)
+            elif value not in functions and len(functions) < MOST_LOOKED_AT:
+                functions.append(value)
+    return values
+
+
+def _in_closure(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
 
 
 def _first(values: Iterable[Any]) -> tuple[Any, ...]:
