@@ -95,7 +95,8 @@ _NOTHING = Travelling(b"", None)
 
 def check_can_travel(tensor: torch.Tensor) -> None:
     """Raise `TypeError` where a tensor's dtype, layout, device or kind cannot travel."""
-    if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):  # it may have no memory of its own
+    # A subclass may have no memory of its own, and may have a plain tensor to give.
+    if _is_dispatched_in_python(tensor) and _is_dispatched_in_python(tensor.detach().cpu()):
         raise TypeError(f"tensor: expected plain memory, got a {type(tensor).__name__}. Convert it first.")
     if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -104,6 +105,10 @@ def check_can_travel(tensor: torch.Tensor) -> None:
             f"tensor: expected a dense tensor of {known}, got {tensor.dtype} with {layout} on {tensor.device}. "
             "Convert it first."
         )
+
+
+def _is_dispatched_in_python(tensor: torch.Tensor) -> bool:
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
