@@ -25,8 +25,13 @@ SERVER_SIZES = (  # experts, layers, width, tokens
     *((1, 2, 1024, 1024), (1, 3, 1024, 1024), (1, 2, 1024, 256), (1, 3, 1024, 256)),
     *((4, 2, 1024, 256), (4, 3, 2048, 256)),
 )
-NUM_LAYERS, NUM_EXPERTS, STACK_WIDTH, STACK_TOKENS = 6, 4, 256, 256
-WAITS_S = (0.0, 0.05)
+NUM_LAYERS, NUM_EXPERTS = 6, 4
+STACKS = (
+    (256, 256, 0.0),
+    (256, 256, 0.05),
+    (1024, 512, 0.0),
+    (1024, 512, 0.05),
+)  # width, tokens, waits in seconds
 
 
 def expert(num_layers: int, width: int) -> nn.Sequential:
@@ -140,12 +145,12 @@ class Waits(torch.autograd.Function):
         return grad, None
 
 
-def measure_stack(wait_s: float) -> dict[str, dict[str, Times]]:
+def measure_stack(width: int, num_tokens: int, wait_s: float) -> dict[str, dict[str, Times]]:
     """Return the time of a whole backward through layers of experts, with something that waits before each."""
-    layers = [[expert(2, STACK_WIDTH) for _ in range(NUM_EXPERTS)] for _ in range(NUM_LAYERS)]
+    layers = [[expert(2, width) for _ in range(NUM_EXPERTS)] for _ in range(NUM_LAYERS)]
 
     def backward(defers: bool) -> dict[str, float]:
-        h: Tensor = torch.randn(STACK_TOKENS, STACK_WIDTH, requires_grad=True)
+        h: Tensor = torch.randn(num_tokens, width, requires_grad=True)
         for experts in layers:
             inputs = [(Waits.apply(h, wait_s),)] * NUM_EXPERTS  # type: ignore[no-untyped-call]
             h = torch.stack(parallel_apply(experts, inputs, defer_weight_grads=defers)).mean(0)
@@ -161,12 +166,13 @@ def measure_stack(wait_s: float) -> dict[str, dict[str, Times]]:
 
 def print_in_a_stack() -> None:
     rows = []
-    for wait_s in WAITS_S:
-        took = measure_stack(wait_s)
+    for width, num_tokens, wait_s in STACKS:
+        took = measure_stack(width, num_tokens, wait_s)
         at_once, defers = took["at once"]["all"], took["defers"]["all"]
         times = [f"{one.median_ms:.0f} ms" for one in (at_once, defers)]
-        rows.append([f"{1000 * wait_s:.0f} ms", *times, defers.ratio_to(at_once)])
-    print_table(("waits at each layer", "at once", "deferring", "deferring / at once"), rows)
+        rows.append([width, num_tokens, f"{1000 * wait_s:.0f} ms", *times, defers.ratio_to(at_once)])
+    heads = ("width", "tokens", "waits at each layer", "at once", "deferring", "deferring / at once")
+    print_table(heads, rows)
 
 
 def main() -> None:
