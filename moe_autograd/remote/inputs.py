@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from moe_autograd.remote.placement import HostedExpert
 
 _Mode: Any = torch._C._TorchDispatchModeKey
-_WITHOUT_NUMBERS = (
-    _Mode.FAKE,
-    _Mode.PROXY,
-    _Mode.FUNCTIONAL,
-)  # modes that record operators, or make up results
+# Modes that record operators, or make up results.
+_WITHOUT_NUMBERS = (_Mode.FAKE, _Mode.PROXY, _Mode.FUNCTIONAL)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -90,19 +90,26 @@ def weight(experts: RemoteExperts, name: str = "a") -> float:
     return float(experts[name].state_dict()["weight"])
 
 
+def between_backwards(
+    update: Callable[[], None], module: Gated, experts: RemoteExperts, threads: ThreadPoolExecutor
+) -> None:
+    """Let an update of "a" wait for a backward of 10, and one of 100 for the update; return when all are over."""
+    after = forward(experts, "a", 100.0)
+    under_way = begun(threads, module, experts, "a", 10.0)
+    updating = threads.submit(update)
+    wait_until(lambda: num_waiting(experts) == 1)
+    later = threads.submit(after.backward)
+    wait_until(lambda: num_waiting(experts) == 2)
+    module.may_go.set()
+    for future in (under_way, updating, later):
+        future.result(START_S)
+
+
 def test_a_step_waits_for_a_backward_of_another_thread_and_counts_it() -> None:
     with hosting() as (modules, experts, threads):
         optimizer = RemoteOptimizer(experts)
         backward(experts, "a", 1.0)
-        after = forward(experts, "a", 100.0)
-        other = begun(threads, modules["a"], experts, "a", 10.0)
-        step = threads.submit(optimizer.step)
-        wait_until(lambda: num_waiting(experts) == 1)
-        later = threads.submit(after.backward)
-        wait_until(lambda: num_waiting(experts) == 2)
-        modules["a"].may_go.set()
-        for future in (other, step, later):
-            future.result(START_S)
+        between_backwards(optimizer.step, modules["a"], experts, threads)
         assert weight(experts) == pytest.approx(-LR * 11)
         optimizer.step()
         assert weight(experts) == pytest.approx(-LR * (11 + 111))
@@ -114,15 +121,7 @@ def test_a_step_waits_for_a_backward_of_another_thread_and_counts_it() -> None:
 def test_zero_grad_forgets_a_backward_that_was_under_way_and_keeps_those_after_it() -> None:
     with hosting() as (modules, experts, threads):
         optimizer = RemoteOptimizer(experts)
-        after = forward(experts, "a", 100.0)
-        other = begun(threads, modules["a"], experts, "a", 10.0)
-        forgetting = threads.submit(optimizer.zero_grad)
-        wait_until(lambda: num_waiting(experts) == 1)
-        later = threads.submit(after.backward)
-        wait_until(lambda: num_waiting(experts) == 2)
-        modules["a"].may_go.set()
-        for future in (other, forgetting, later):
-            future.result(START_S)
+        between_backwards(optimizer.zero_grad, modules["a"], experts, threads)
         optimizer.step()
         assert weight(experts) == pytest.approx(-LR * 100)
 
