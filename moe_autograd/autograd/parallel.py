@@ -16,6 +16,7 @@ random numbers `_random`'s, the node is `join`'s.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -290,19 +291,18 @@ def _apply(
     held = [_held_by_group(unit, modules) if unit.is_group else look_into(unit.call) for unit in together]
     turns = Turns([own.owners for own in held], [unit.name for unit in together])
     defers = defer_weight_grads and how is None and may_defer()
-    returned = run_module_calls(
-        turns.wrap(called, range(len(together))),
-        [unit.args for unit in together],
-        [unit.kwargs for unit in together],
-        names=[unit.name for unit in together],
-        max_concurrency=max_concurrency,
-        title="parallel_apply",
-        cuts=[own.cuts for own in held],
-        joined=DeferringModules if defers else JoinedModules,
-        turns=None if how is None else turns,
-    )
-    if max_concurrency != 1:
-        turns.check()
+    with contextlib.nullcontext() if max_concurrency == 1 else turns:
+        returned = run_module_calls(
+            turns.wrap(called, range(len(together))),
+            [unit.args for unit in together],
+            [unit.kwargs for unit in together],
+            names=[unit.name for unit in together],
+            max_concurrency=max_concurrency,
+            title="parallel_apply",
+            cuts=[own.cuts for own in held],
+            joined=DeferringModules if defers else JoinedModules,
+            turns=None if how is None else turns,
+        )
     if accelerator_in_use() is not None:
         use_here(tree_leaves(returned))
     return ungroup(together, returned, len(modules))

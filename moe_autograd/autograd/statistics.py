@@ -65,7 +65,7 @@ class Turn:
 
 
 class Turns:
-    """Which calls of one map share modules that keep statistics.
+    """Which calls of one map share modules that keep statistics; a context around those that run side by side.
 
     Args:
         owners: for each call the modules with buffers that it reaches.
@@ -105,21 +105,34 @@ class Turns:
             for i, call in zip(calls, called, strict=True)
         ]
 
-    def check(self) -> None:
-        """Raise if calls that ran side by side have changed a buffer.
+    def __enter__(self) -> None:
+        """Enter this around calls that run side by side."""
+
+    def __exit__(self, _: object, error: BaseException | None, *traceback: object) -> None:
+        """Look whether they have changed a buffer.
 
         Raises:
-            RuntimeError: they have; it names the buffer, and one of the calls.
+            RuntimeError: they have; it names the buffer, and one of the calls. If a call failed, which a buffer
+                changed under it may bring about, that error gets this one's message as a note.
         """
+        message = self._find_changed()
+        if message is None:
+            return
+        if error is None:
+            raise RuntimeError(message)
+        error.add_note(message)
+
+    def _find_changed(self) -> str | None:
         for call, module, name, buffer, version in self._watched:
             is_same = getattr(module, name, None) is buffer
             if not is_same or (not buffer.is_inference() and buffer._version != version):
-                raise RuntimeError(
+                return (
                     f"parallel_apply: expected calls that share a {type(module).__qualname__} to leave its buffers "
                     f"alone, got {name!r} changed (one of them is {call}). What it is now depends on who came first. "
                     "Set keeps_statistics = True on the class, and its calls take turns; or False, if any order will "
                     "do."
                 )
+        return None
 
 
 def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -265,6 +265,7 @@ def test_an_expert_that_a_closure_holds_as_well_changes_its_buffers_in_turn_or_i
         return both_ways if first == "it" else both_ways[::-1]
 
     if keeps_statistics is None:
+        # Or PyTorch is the first to see it, in the hook that packs the buffer, and its error has this note.
         with pytest.raises(RuntimeError, match=r"calls that share a .*Counting to leave its buffers"):
             parallel_apply(calls(expert), [(x,) for x in xs])
     else:

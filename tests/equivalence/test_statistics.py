@@ -193,6 +193,26 @@ def test_a_buffer_that_calls_have_changed_side_by_side_is_reported() -> None:
             parallel_apply(calls, [(x,) for x in leaves(2)])
 
 
+def test_a_call_that_fails_beside_such_a_change_is_told_of_it() -> None:
+    """What failed may have failed because of it: a hook, for one, whose input another call changed meanwhile."""
+    module, is_changed = AveragesInSecret(), threading.Event()
+
+    def changes(x: Tensor) -> Tensor:
+        try:
+            return cast(Tensor, module(x))
+        finally:
+            is_changed.set()
+
+    def fails(x: Tensor) -> Tensor:
+        assert is_changed.wait(PATIENCE_S)
+        raise ValueError(f"expected a mean of 0, got {module.mean}")
+
+    with pytest.raises(
+        ValueError, match=r"(?s)expected a mean of 0.*share a AveragesInSecret .* 'mean' changed"
+    ):
+        parallel_apply([changes, fails], [(x,) for x in leaves(2)])
+
+
 def test_calls_of_one_at_a_time_may_change_any_buffer() -> None:
     def program(apply: MapFunction) -> Any:
         module = AveragesInSecret()
