@@ -199,10 +199,14 @@ def test_a_forked_child_maps_with_workers_of_its_own() -> None:
 
 
 def test_children_forked_while_maps_run_can_map() -> None:
-    """Whatever lock is held at the fork by a thread that the child does not have."""
+    """Whatever lock is held at the fork by a thread that the child does not have.
+
+    But for PyTorch's own: each operator takes one the first time it is called in a process.
+    """
     assert_prints(
         PREAMBLE
         + """
+    assert run([None] * 6) == meet(6) == 24.0
     stop = threading.Event()
     def keep_mapping():
         while not stop.is_set():
@@ -241,6 +245,7 @@ def test_a_child_forked_inside_a_call_can_map() -> None:
                 os._exit(2)
             os._exit(0 if ok else 1)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert meet(4) == 16.0
     run([fork, fork])
     run([None, fork], "backward")
     print(codes)
