@@ -18,7 +18,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -29,12 +28,11 @@ from typing import Any, cast
 from experts_server.budget import Budget
 from experts_server.calls import BackwardCall, Call, ForwardCall, InspectCall, UpdateCall
 from experts_server.executor import WorkerPool
+from experts_server.failing import FailureLog
 from experts_server.hosted import HostedExpert
 from experts_server.metrics import ExpertStats
 from experts_server.turn_lengths import TurnLength
-from moe_autograd.errors import DeadlineExceededError, MoeAutogradError
-
-logger = logging.getLogger(__name__)
+from moe_autograd.errors import DeadlineExceededError
 
 Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
 
@@ -75,6 +73,7 @@ class ExpertQueue:
         pool: where turns are taken.
         limits: shared with the other experts' queues.
         call_later: runs a function after so many seconds, from any thread; needed only if `max_wait_s > 0`.
+        failures: of all experts of a server; by default, of this one.
     """
 
     def __init__(
@@ -84,6 +83,7 @@ class ExpertQueue:
         limits: QueueLimits,
         *,
         call_later: Callable[[float, Callable[[], None]], None] | None = None,
+        failures: FailureLog | None = None,
     ) -> None:
         self.hosted = hosted
         self._length = TurnLength()
@@ -91,6 +91,7 @@ class ExpertQueue:
         self._pool = pool
         self._limits = limits
         self._call_later = call_later
+        self._failures = failures or FailureLog()
         self.stats = ExpertStats()
         self._lock = threading.Lock()
         self._epochs: deque[Waiting] = deque(
@@ -310,9 +311,7 @@ class ExpertQueue:
             return self._call_expert(batch)
         except BaseException as error:  # whatever a user's module raises is that call's answer
             if len(batch) == 1:
-                if not isinstance(error, MoeAutogradError):  # a disk that fails, or a bug of ours
-                    what = "expert %r: a call failed in the server itself"
-                    logger.error(what, self.hosted.name, exc_info=error)
+                self._failures.note(self.hosted.name, error)
                 return [error]
         return [self._results([call])[0] for call in batch]
 

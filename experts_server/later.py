@@ -21,19 +21,17 @@ There is a step to say it only with `update = "on_step"`; where a backward is an
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from experts_server.calls import BackwardCall
+from experts_server.failing import FailureLog
 from experts_server.gradients import Gradients, dense
 from experts_server.ledger import Ledger, Reply
 from experts_server.training import Trainer
 from moe_autograd.errors import GradientsLostError
-
-logger = logging.getLogger(__name__)
 
 MAX_REFUSED = 4096  # clients; a step of one that is forgotten fails for its count of backwards
 
@@ -65,6 +63,7 @@ class LaterGradients:
         self._trainer = trainer
         self._ledger = ledger
         self._left: list[Left] = []
+        self._failures = FailureLog()
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # by client: why
 
     def __repr__(self) -> str:
@@ -98,9 +97,7 @@ class LaterGradients:
                 self._trainer.take_in(call.client_id, dense(left.compute()), left.num_rows)
                 self._ledger.record(call.client_id, call.sequence, self._trainer.num_updates, left.answer)
         except Exception as error:
-            # Why, is for the client alone: a module's own text may tell of its tensors.
-            kind = type(error).__name__
-            logger.warning("expert %r: gradients of an answered backward were refused: %s", self.name, kind)
+            self._failures.warn(self.name, "gradients of an answered backward were refused", error)
             self._refused[call.client_id] = f"{type(error).__name__}: {error}"
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)

@@ -33,6 +33,7 @@ from experts_server.config import (
     ServingConfig,
 )
 from experts_server.executor import WorkerPool
+from experts_server.failing import FailureLog
 from experts_server.health import MAX_STREAMS, Health
 from experts_server.hosted import HostedExpert, SharedMemory
 from experts_server.kept import KeptForwards
@@ -100,6 +101,7 @@ class ExpertServer:
         self.pool = WorkerPool(max_threads=limits.max_threads)
         self.memory = _memory_for_all(config)
         self.queue_limits = _queue_limits(config)
+        self.failures = FailureLog()
         self.registry = Registry(
             [self._queue_of(name, hosting) for name, hosting in experts.items()],
             self.pool,
@@ -132,7 +134,9 @@ class ExpertServer:
 
     def _queue_of(self, name: str, hosting: Hosting) -> ExpertQueue:
         hosted = hosting.host(check_name(name), self.memory)
-        return ExpertQueue(hosted, self.pool, self.queue_limits, call_later=self._call_later)
+        return ExpertQueue(
+            hosted, self.pool, self.queue_limits, call_later=self._call_later, failures=self.failures
+        )
 
     def __repr__(self) -> str:
         return f"<ExpertServer {self.state} at {self.address}, {len(self.registry)} experts>"
