@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from experts_server.names import counted
 from experts_server.security import server_credentials
 from experts_server.server import check_buildable
 from experts_server.settings import load_config
+from experts_server.stdout import to_stdout
 from experts_server.top import watch
 from moe_autograd.errors import ConfigError, MoeAutogradError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
@@ -72,14 +74,35 @@ def _default(model: type[BaseModel], key: str) -> str:
     return f"  [default: {model.model_fields[key].default}]"
 
 
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Show an error of ours as one line and exit 1."""
+    try:
+        yield
+    except MoeAutogradError as error:
+        raise click.ClickException(str(error)) from error
+
+
+class _Command(click.Command):
+    """Makes its context, in which `--help` prints, where stdout may take nothing."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with to_stdout():
+            return super().make_context(*args, **kwargs)
+
+
 class _Group(click.Group):
     """Shows an error of ours as one line and exits 1."""
 
+    command_class = _Command
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _in_one_line(), to_stdout():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _in_one_line():
             return super().invoke(ctx)
-        except MoeAutogradError as error:
-            raise click.ClickException(str(error)) from error
 
 
 @click.group(cls=_Group)
@@ -166,12 +189,13 @@ def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
             replies[address] = console.ask_info(address, **connection)
         except RemoteError as error:
             errors.append(error)
-    if as_json and (replies or len(addresses) > 1):
-        found = [console.as_plain(address, reply) for address, reply in replies.items()]
-        click.echo(json.dumps(found if len(addresses) > 1 else found[0], indent=2))
-    elif not as_json:
-        for address, reply in replies.items():
-            console.print_table(address, reply)
+    with to_stdout():
+        if as_json and (replies or len(addresses) > 1):
+            found = [console.as_plain(address, reply) for address, reply in replies.items()]
+            click.echo(json.dumps(found if len(addresses) > 1 else found[0], indent=2))
+        elif not as_json:
+            for address, reply in replies.items():
+                console.print_table(address, reply)
     for earlier in errors[:-1]:
         click.echo(f"Error: {earlier}", err=True)
     if errors:
@@ -188,7 +212,8 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
     METRICS_HOST:PORT is what the server was started with as --metrics-listen, and its log names. While the server is
     away, top says so, and goes on when it is back.
     """
-    watch(address, interval_s, looks)
+    with to_stdout():
+        watch(address, interval_s, looks)
 
 
 @main.command("config")
@@ -203,7 +228,8 @@ def check(file: Path) -> None:
     config = load_config(file)
     check_buildable(config)
     server_credentials(config.security)
-    click.echo(f"{file}: {counted(len(config.experts))}, no mistakes")
+    with to_stdout():
+        click.echo(f"{file}: {counted(len(config.experts))}, no mistakes")
 
 
 @main.command()
@@ -214,16 +240,18 @@ def save(address: str, **connection: Any) -> None:
 
     Prints the name of the checkpoint when it is safe on the disk.
     """
-    click.echo(console.ask_save(address, **connection))
+    saved = console.ask_save(address, **connection)
+    with to_stdout():
+        click.echo(saved)
 
 
 @main.command("export")
 @click.argument("address", metavar="HOST:PORT", callback=_check_address)
 @click.argument("expert")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file")
 @_connection_options(60.0)
-def export_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
-    """Write the weights of EXPERT to FILE.
+def export_weights(address: str, expert: str, file: str, **connection: Any) -> None:
+    """Write the weights of EXPERT to FILE, or to stdout for "-".
 
     FILE is plain safetensors, with the keys of the expert's state_dict.
     """
@@ -233,10 +261,10 @@ def export_weights(address: str, expert: str, file: Path, **connection: Any) -> 
 @main.command("import")
 @click.argument("address", metavar="HOST:PORT", callback=_check_address)
 @click.argument("expert")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file")
 @_connection_options(60.0)
-def import_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
-    """Set the weights of EXPERT to those in FILE.
+def import_weights(address: str, expert: str, file: str, **connection: Any) -> None:
+    """Set the weights of EXPERT to those in FILE, or from stdin for "-".
 
     FILE is plain safetensors, with the keys of the expert's state_dict. The optimizer's state stays as it is.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from experts_server.names import counted
+from experts_server.stdout import open_stream, to_stdout
 from experts_server.tables import console_of_any_width, fit, plain_table
 from moe_autograd.errors import ConfigError, CorruptDataError, DeadlineExceededError
 from moe_autograd.wire import experts_pb2 as pb
@@ -25,6 +27,8 @@ from moe_autograd.wire.options import CHANNEL_OPTIONS
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import error_of, error_of_rpc
 from moe_autograd.wire.tokens import read_token
+
+STANDARD = "-"  # output, or input, in place of a file; a file of that name is `./-`
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,8 @@ def ask_save(address: str, **connection: Any) -> str:
         return unseal(pb.SaveReply, line.ask("Save", seal(request))).generation
 
 
-def export_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
-    """Write an expert's `state_dict` to a safetensors file."""
+def export_weights(address: str, expert: str, file: str, **connection: Any) -> None:
+    """Write an expert's `state_dict` to a safetensors file; `-` is stdout."""
     reader = ParcelReader()
     state: dict[str, torch.Tensor] = {}
     num_entries = None
@@ -132,30 +136,41 @@ def export_weights(address: str, expert: str, file: Path, **connection: Any) -> 
             f"expert {expert!r} at {address}, export: expected {num_entries} entries, got {len(state)}. Try again."
         )
     try:
-        _write_whole(file, safetensors.torch.save(state))
-    except OSError as error:
-        raise ConfigError(
-            f"export: expected a file to write to, got {str(file)!r} ({error.strerror}). Check path and permissions."
-        ) from error
+        content = safetensors.torch.save(state)
     except (KeyError, ValueError, SafetensorError) as error:  # each for another kind of tensor
         raise ConfigError(
             f"export: expected tensors that safetensors can hold, got one that it cannot ({error!r})."
         ) from error
+    if file == STANDARD:
+        with to_stdout():
+            stream = open_stream("stdout", sys.stdout)
+            stream.write(content)
+            stream.flush()
+        return
+    try:
+        _write_whole(Path(file), content)
+    except OSError as error:
+        raise ConfigError(
+            f"export: expected a file to write to, got {file!r} ({error.strerror}). Check path and permissions."
+        ) from error
 
 
-def import_weights(address: str, expert: str, file: Path, **connection: Any) -> None:
-    """Set an expert's weights to those of a safetensors file; all of them or, if they do not fit, none."""
+def import_weights(address: str, expert: str, file: str, **connection: Any) -> None:
+    """Set an expert's weights to those of a safetensors file; all of them or, if they do not fit, none.
+
+    The file `-` is stdin.
+    """
     try:
         state = safetensors.torch.load(_read(file))
     except SafetensorError as error:
-        raise ConfigError(f"import: expected a safetensors file, got {str(file)!r} ({error}).") from error
+        raise ConfigError(f"import: expected a safetensors file, got {file!r} ({error}).") from error
     writer = ParcelWriter()
     writer.add(pb.StateUpdate(client_id=secrets.token_bytes(16), sequence=1, num_entries=len(state)))
     for key, tensor in state.items():
         try:
             writer.add(pb.StateEntry(expert=expert, key=key), [tensor])
         except TypeError as error:
-            raise ConfigError(f"import: {key!r} of {str(file)!r}: {error}") from error
+            raise ConfigError(f"import: {key!r} of {file!r}: {error}") from error
     with _connected(address, **connection) as line:
         call = line.channel.stream_unary(methods.path("SetState"), None, None)
         reply = unseal(pb.UpdateReply, cast(bytes, call(iter(writer.next_message, None), **line.terms)))
@@ -219,9 +234,9 @@ def _update(expert: pb.ExpertInfo) -> str | None:
     return pb.UpdateMode.Name(expert.update).lower() if expert.is_trained else None
 
 
-def _read(file: Path) -> bytes:
+def _read(file: str) -> bytes:
     try:
-        return file.read_bytes()
+        return open_stream("stdin", sys.stdin).read() if file == STANDARD else Path(file).read_bytes()
     except OSError as error:
         raise ConfigError(_unreadable(error)) from error
 

@@ -12,6 +12,7 @@ import sys
 from experts_server.config import ServerConfig
 from experts_server.names import counted
 from experts_server.server import from_config
+from experts_server.stdout import forget_stdout
 from moe_autograd.autograd.offload.freed_memory import limit_heaps
 from moe_autograd.errors import CheckpointError
 
@@ -61,6 +62,7 @@ async def run(config: ServerConfig) -> int:
         print(ready_line(len(server.registry), server.address), flush=True)
     except OSError as error:  # its terminal has just gone; how to stop is a signal's business
         logger.warning("expected somebody to read stdout, got %s", error)
+        forget_stdout()
     await stopping.wait()
     leaving_out.cancel()
     status = 0

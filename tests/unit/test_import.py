@@ -104,7 +104,6 @@ class NotInstalled(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, NotInstalled())
-from pathlib import Path
 import torch
 from experts_server import ExpertsServer
 from experts_server.config import ServingConfig
@@ -112,6 +111,6 @@ from experts_server.console import ask_save, export_weights
 terms = dict(token_file=None, ca=None, cert=None, key=None, timeout_s=60.0)
 with ExpertsServer({{"e": torch.nn.Linear(2, 2)}}, config=ServingConfig(checkpoint_dir={str(tmp_path)!r})) as server:
     print(ask_save(server.address, **terms))
-    export_weights(server.address, "e", Path({str(tmp_path / "e")!r}), **terms)
+    export_weights(server.address, "e", {str(tmp_path / "e")!r}, **terms)
 """
     assert fresh_interpreter(code).split() == ["generation-00000002"]

@@ -1,0 +1,110 @@
+"""What commands do with stdout and stdin: full ones, closed ones, and `-` as the name of a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from experts_server import ExpertsServer
+from experts_server.config import ServingConfig
+from tests.support.servers import ROOT, START_S, WireClient
+
+FULL = (
+    "stdout: expected to be written to, got 'No space left on device'. Look at where it goes, and try again."
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertsServer]:
+    config = ServingConfig(checkpoint_dir=tmp_path_factory.mktemp("c"), metrics_listen="127.0.0.1:0")
+    with ExpertsServer({"e": nn.Linear(2, 2)}, config=config) as server:
+        yield server
+
+
+def buffered() -> dict[str, str]:
+    """Return an environment in which Python writes at its end what could not be written before."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**own, "PYTHONPATH": str(ROOT)}
+
+
+def run(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "experts_server", *arguments]
+    given = {"stdout": subprocess.PIPE, **streams}
+    return subprocess.run(
+        command, stderr=subprocess.PIPE, timeout=START_S, check=False, env=buffered(), **given
+    )
+
+
+@pytest.mark.parametrize(
+    "command", ["info", "info --json", "save", "export", "top", "config", "--help", "info --help"]
+)
+def test_a_stdout_that_takes_nothing_is_one_line_and_exits_1(
+    server: ExpertsServer, command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "c.toml").write_text('[experts.e]\nclass = "identity"\n')
+    assert server.metrics_address is not None
+    rest = {
+        "export": [server.address, "e", "-"],
+        "top": ["--looks", "1", server.metrics_address],
+        "config": ["--check", str(tmp_path / "c.toml")],
+    }
+    arguments = rest.get(command, [] if "--help" in command else [server.address])
+    with open("/dev/full", "wb") as full:
+        ended = run(*command.split(), *arguments, stdout=full)
+    assert (ended.returncode, ended.stderr.decode()) == (1, f"Error: {FULL}\n")
+
+
+def test_serve_goes_on_with_a_stdout_that_takes_nothing_and_exits_0() -> None:
+    flags = ("serve", "--expert", "identity", "--listen", "127.0.0.1:0")
+    with (
+        open("/dev/full", "wb") as full,
+        subprocess.Popen(
+            [sys.executable, "-m", "experts_server", *flags],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=buffered(),
+        ) as process,
+    ):
+        assert process.stderr is not None
+        told = next(line for line in process.stderr if "expected somebody to read stdout" in line)
+        process.terminate()
+        log = process.stderr.read()
+    assert "No space left on device" in told
+    assert (process.returncode, log.splitlines()[-1].endswith("stopped")) == (0, True), log
+
+
+def test_the_file_called_minus_is_stdout_and_stdin(server: ExpertsServer, tmp_path: Path) -> None:
+    ended = run("export", server.address, "e", "-", cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    state = load(ended.stdout)
+    doubled = save({key: 2 * tensor for key, tensor in state.items()})
+    ended = run("import", server.address, "e", "-", cwd=tmp_path, input=doubled)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+    with WireClient(server.address) as client:
+        assert torch.equal(client.get_state()["e"]["weight"], 2 * state["weight"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "stream", "number"), [("export", "stdout", 1), ("import", "stdin", 0)])
+def test_minus_where_that_is_closed_says_so(
+    server: ExpertsServer, command: str, stream: str, number: int
+) -> None:
+    shell = f"exec {sys.executable} -m experts_server {command} {server.address} e - {number}>&-"
+    ended = subprocess.run(
+        ["sh", "-c", shell], capture_output=True, text=True, timeout=START_S, check=False, cwd=ROOT
+    )
+    assert (
+        ended.stderr
+        == f"Error: {stream}: expected an open one, got a closed one. Name a file, or leave it open.\n"
+    )
+    assert ended.returncode == 1
