@@ -9,7 +9,7 @@ What is guaranteed:
 3. A turn that waits instead of computing (its thread uses no processor time for `STALL_S`) stops counting, so
    it costs a thread and nothing else, up to `max_threads` of them. A turn that was thought shorter and lasts
    counts as long from then on.
-4. A worker that nobody needs for `IDLE_S` ends.
+4. A worker that nobody needs for `IDLE_S` ends; one always stays.
 5. Where the system has no thread to give, turns wait for the workers that there are, or for it to have one again.
 
 Knows nothing of experts, tensors or grpc. One lock guards all state; turns run without it.
@@ -34,7 +34,7 @@ STALL_S = 0.01
 WAITING_SHARE = 0.02  # a turn that uses less than this share of one core waits
 LATE_S = 0.005  # a watcher so late fights for a core or the interpreter, and so may the turns
 SURELY_S = 1.0  # a turn that has lasted so long is judged by a late watcher, too
-IDLE_S = 10.0  # a worker that nobody needs for so long ends, and its memory can be used again
+IDLE_S = 10.0  # a worker that nobody needs for so long ends, if it is not the last one
 DOZE_S = 0.1  # the watcher goes on looking for so long, so that the next turns need not wake it
 
 
@@ -112,6 +112,8 @@ class WorkerPool:
         self._is_watching = False
         self._watcher = threading.Thread(target=self._watch, name="expert-watcher", daemon=True)
         self._watcher.start()
+        with self._lock:
+            self._has_started_worker()
 
     def __repr__(self) -> str:
         with self._lock:
@@ -231,6 +233,8 @@ class WorkerPool:
             if not is_rung:
                 if worker in self._idle:
                     self._idle.remove(worker)
+                    if len(self._workers) == 1:
+                        continue
                     return None
                 worker.bell.acquire()  # it was rung just then
             self._num_woken -= 1

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
 
 from experts_server.checkpoint import CheckpointFolder
 from experts_server.config import ServingConfig
@@ -18,6 +21,9 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_TIMEOUT_S = 60.0
 HANGING_TIMEOUT_S = 10.0
 
+Args = TypeVarTuple("Args")
+R = TypeVar("R")
+
 
 class Saver:
     """Loads at the start, saves on request, from time to time, and at the end.
@@ -27,7 +33,8 @@ class Saver:
         config: where to, how often, and how many generations stay.
         clock: seconds that only grow.
 
-    Threads: the event loop's; files are written on another one.
+    Threads: the event loop's; files are written on one of its own, which is there from the start: the last save comes
+    when the system may have none to give.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class Saver:
         self._is_saving = asyncio.Lock()
         self._clock = clock
         self._saved_at = clock()
+        self._thread = ThreadPoolExecutor(1, "experts-server-saver")
 
     @property
     def age_s(self) -> float:
@@ -84,8 +92,19 @@ class Saver:
             with queue.hosted.in_memory(for_update=True):
                 yield take(queue.hosted)
 
+    async def start(self) -> None:
+        """Start its thread."""
+        await self.in_thread(lambda: None)
+
+    async def in_thread(self, function: Callable[[*Args], R], *args: *Args) -> R:
+        """Run a function on its thread, after those that were given before."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, functools.partial(function, *args)
+        )
+
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder, and the thread."""
+        self._thread.shutdown(wait=False)
         if self._folder is not None:
             self._folder.close()
 
@@ -136,10 +155,10 @@ class Saver:
             taken = dict(zip(names, await self._registry.inspect(names, take, timeout_s), strict=True))
             for expert, result in taken.items():
                 if isinstance(result, TimeoutError):
-                    taken[expert] = await asyncio.to_thread(_saved_before, folder, expert, timeout_s, goes_on)
+                    taken[expert] = await self.in_thread(_saved_before, folder, expert, timeout_s, goes_on)
                 elif isinstance(result, BaseException):
                     raise CheckpointError(f"server: expected a copy of each expert, got {result}") from result
-            name = await asyncio.to_thread(folder.write, list(taken.values()))
+            name = await self.in_thread(folder.write, list(taken.values()))
             self._saved_at = self._clock()
             logger.info("saved %s", name)
             return name

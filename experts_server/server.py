@@ -25,13 +25,7 @@ from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.budget import Budget
 from experts_server.building import build_module, build_training
 from experts_server.calls import InspectCall
-from experts_server.config import (
-    SAVING_NOTHING,
-    MemoryConfig,
-    OffloadConfig,
-    ServerConfig,
-    ServingConfig,
-)
+from experts_server.config import SAVING_NOTHING, MemoryConfig, OffloadConfig, ServerConfig, ServingConfig
 from experts_server.executor import WorkerPool
 from experts_server.failing import FailureLog
 from experts_server.health import MAX_STREAMS, Health
@@ -142,7 +136,7 @@ class ExpertServer:
         return f"<ExpertServer {self.state} at {self.address}, {len(self.registry)} experts>"
 
     def load(self) -> None:
-        """Load the newest checkpoint, if it is not loaded yet; this may take long, and does not yield to the loop.
+        """Load the newest checkpoint, if it is not loaded yet; may take long, and does not yield to the loop.
 
         Raises:
             CheckpointError: see `start`.
@@ -160,6 +154,7 @@ class ExpertServer:
         self._loop = asyncio.get_running_loop()
         try:
             self.load()
+            await self.saver.start()
             await self._open()
         except BaseException:
             if self._grpc is not None:
@@ -205,7 +200,7 @@ class ExpertServer:
         try:
             await self.saver.save_last(is_at_rest=is_at_rest)
         finally:
-            if not await asyncio.to_thread(self.pool.close, 1.0):
+            if not await self.saver.in_thread(self.pool.close, 1.0):
                 logger.warning("stopped while an expert still hangs: %s", self.pool)
             self._close()
             self.state = "stopped"

@@ -12,6 +12,7 @@ import experts_server.executor as executor
 import experts_server.turn_lengths as turn_lengths
 from experts_server.executor import MIDDLING_S, WorkerPool
 from experts_server.turn_lengths import TurnLength
+from tests.support.scarce import no_thread_to_give
 from tests.support.servers import START_S
 
 
@@ -46,7 +47,7 @@ def test_a_short_turn_begins_while_more_long_ones_run_than_may_compute(
     assert pool.close(START_S)
 
 
-def test_workers_that_nobody_needs_end_and_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_nobody_needs_end_but_one_and_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "IDLE_S", 0.02)
     pool = WorkerPool(num_computing=3)
     for _ in range(3):
@@ -56,7 +57,7 @@ def test_workers_that_nobody_needs_end_and_new_ones_come(monkeypatch: pytest.Mon
             assert turn.has_begun.wait(START_S)
             turn.may_end.set()
         until = time.monotonic() + START_S
-        while pool.has_threads:
+        while len(pool._workers) > 1:
             assert time.monotonic() < until, repr(pool)
             threading.Event().wait(0.01)
     assert pool.close(START_S)
@@ -92,15 +93,13 @@ def test_an_expert_is_long_by_what_it_computes_and_waits_for_not_by_the_crowd(
 
 def test_turns_wait_for_a_system_that_has_no_thread_to_give(caplog: pytest.LogCaptureFixture) -> None:
     pool = WorkerPool(num_computing=1)
-    first, second = Lasting(0.0), Lasting(1.0)
-    threading.stack_size(1 << 46)  # more than there is address space for
-    try:
-        pool.put([first])
-        pool.put([second])
-        assert not first.has_begun.wait(0.1)
-    finally:
-        threading.stack_size(0)
-    for turn in (first, second):
+    first, second, third = Lasting(0.0), Lasting(1.0), Lasting(1.0)
+    with no_thread_to_give():
+        for turn in (first, second, third):
+            pool.put([turn])
+        assert first.has_begun.wait(START_S)  # by the worker that is always there
+        assert not second.has_begun.wait(0.1)
+    for turn in (first, second, third):
         turn.may_end.set()
         assert turn.has_begun.wait(START_S)
     assert pool.close(START_S)

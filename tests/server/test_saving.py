@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import experts_server.executor as executor_module
 import experts_server.saving as saving_module
 import experts_server.server as server_module
 from experts_server import ExpertsServer
@@ -27,6 +28,8 @@ from experts_server.registry import Registry
 from experts_server.saving import Saver
 from experts_server.snapshot import Snapshot
 from tests.support.gated import Gated, Waiting
+from tests.support.hosting import sgd
+from tests.support.scarce import no_thread_to_give
 from tests.support.servers import START_S, WireClient, tokens
 
 D = 8
@@ -204,9 +207,6 @@ def test_all_experts_of_a_checkpoint_are_on_the_same_side_of_a_step(tmp_path: Pa
     busy.let_go(1)
     config = ServingConfig(checkpoint_dir=tmp_path)
 
-    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
     with (
         ExpertsServer({"busy": busy, "idle": idle}, optimizer=sgd, config=config) as server,
         WireClient(server.address) as client,
@@ -249,9 +249,6 @@ def test_an_expert_that_hangs_keeps_no_other_from_being_saved(
         checkpoint_dir=tmp_path, checkpoint_interval_s=interval_s, drain_timeout_s=0.05, keep_checkpoints=5
     )
 
-    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
     server = ExpertsServer({"hanging": hanging, "well": well}, optimizer=sgd, config=config).start()
     with WireClient(server.address) as client, WireClient(server.address, client_id=b"other") as other:
         if when == "by itself":
@@ -286,6 +283,25 @@ def _saved_updates(folder: Path) -> dict[str, int]:
         newest = opened.read_newest()
     assert newest is not None
     return {name: snapshot.plain["num_updates"] for name, snapshot in newest[1].items()}
+
+
+def test_a_server_is_saved_at_its_end_though_the_system_has_no_thread_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "IDLE_S", 0.01)
+    server = ExpertsServer(
+        {"e": nn.Linear(D, D)}, optimizer=sgd, config=ServingConfig(checkpoint_dir=tmp_path)
+    ).start()
+    with WireClient(server.address) as client:
+        client.forward("e", tokens(2, D))
+        client.backward("e", torch.ones(2, D))
+        client.step("e")
+    assert server._server is not None
+    pool = server._server.pool
+    wait_for(lambda: len(pool._workers) == 1)
+    with no_thread_to_give():
+        server.stop()
+    assert _saved_updates(tmp_path) == {"e": 1}
 
 
 # ---- forwards that wait
