@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextvars
+import dis
 import functools
 import itertools
 import types
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +35,26 @@ _HOLDS_NOTHING = (
     types.ModuleType,
     types.BuiltinFunctionType,
 )
+_NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # nor will they be
 _FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tuple, dict)
 _CONTAINERS = frozenset([list, tuple, dict])
+_TORCHS = "torch."  # how the names of its files begin
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
+
+_names: dict[int, _Names] = {}  # what functions name, by the `id` of their code, as long as that lives
+_places: dict[int, _Places] = {}  # of the globals that modules name, by the `id` of their class, likewise
+
+
+class _Places(NamedTuple):
+    of: weakref.ref[type]
+    forward: Any  # its code
+    places: Sequence[tuple[dict[str, Any], str]]  # each in its file
+
+
+class _Names(NamedTuple):
+    code: weakref.ref[types.CodeType]
+    of_globals: tuple[str, ...]
+    of_attributes: tuple[str, ...]
 
 
 class Held(NamedTuple):
@@ -54,7 +74,8 @@ def look_into(module: object) -> Held:
 
     It is looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules,
     context variables; nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole
-    program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed.
+    program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed, and
+    functions of the same file.
     """
     owners: list[torch.nn.Module] = []
     if isinstance(module, torch.nn.Module):
@@ -90,11 +111,7 @@ def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:
     if isinstance(value, types.MethodType):
         return (value.__func__, value.__self__)
     if isinstance(value, types.FunctionType):
-        cells = _in_closure(value)
-        # Of the globals no functions and objects: following them would walk through whole libraries.
-        named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        named = [held for held in named if isinstance(held, _FOLLOWED_BY_NAME)]
-        return (*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (*_around(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
         return _first(value)
     if isinstance(value, dict):
@@ -107,12 +124,12 @@ def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:
 def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> list[Tensor]:
     """Return the tensors with history that a module holds, and add its parts that have buffers to `owners`.
 
-    Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or in the
-    closure of `forward`. Every call of a module asks, so this reads the dictionaries themselves, not
-    `Module.modules()`.
+    Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or around
+    `forward`: in its closure, or in globals that it names. Every call of a module asks, so this reads the dictionaries
+    themselves, not `Module.modules()`.
     """
     found: list[Tensor] = []
-    parts = [module]
+    parts, around = [module], list[Any]()
     for part in parts:  # grows
         attributes = part.__dict__
         own = attributes if "_modules" in attributes else _of_script(part)
@@ -125,14 +142,20 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
                     found.append(held)
             elif kind in _CONTAINERS and held:
                 found += _within(held)
-            elif kind is types.FunctionType and held.__closure__:  # a `forward` of its own, too
-                found += _within(_enclosed_by(held))
+            elif kind is types.FunctionType:  # a `forward` of its own, too
+                around += _around_all(held)
         for held in (*parameters.values(), *buffers.values()):
             if held is not None and held.grad_fn is not None:
                 found.append(held)
         forward = getattr(type(part), "forward", None)
         if getattr(forward, "__closure__", None):
-            found += _within(_enclosed_by(forward))
+            around += _around_all(forward)
+        around += [namespace.get(name) for namespace, name in _globals_of(type(part), forward)]
+        if around:
+            around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
+            found += _within(around)
+            parts += [held for held in around if isinstance(held, torch.nn.Module) and held not in parts]
+            around.clear()
         if buffers or NOT_MADE_YET in attributes:
             owners.append(part)
         if attributes.get("_forward_pre_hooks"):
@@ -178,16 +201,81 @@ def _within(container: Any) -> list[Tensor]:
     return found
 
 
-def _enclosed_by(function: Any) -> list[Any]:
-    """Return what stands in a function's closure, and in those of the functions there: it may be decorated."""
+def _around_all(function: Any) -> list[Any]:
+    """Return what stands around a function, and around the functions there: it may be decorated."""
     functions, values = [function], list[Any]()
     for each in functions:  # grows
-        for value in _in_closure(each):
+        for value in _around(each):
             if not isinstance(value, types.FunctionType):
                 values.append(value)
             elif value not in functions and len(functions) < MOST_LOOKED_AT:
                 functions.append(value)
     return values
+
+
+def _around(function: types.FunctionType) -> list[Any]:
+    """Return what stands in a function's closure, and of the globals that it names what may be followed."""
+    namespace, values = function.__globals__, _in_closure(function)
+    for name in () if _is_torchs(namespace) else _names_of(function.__code__).of_globals:
+        value = namespace.get(name)
+        # Functions and objects of other files would lead through whole libraries.
+        if isinstance(value, _FOLLOWED_BY_NAME) or _is_function_of(namespace, value):
+            values.append(value)
+    return values
+
+
+def _is_torchs(namespace: dict[str, Any]) -> bool:
+    return str(namespace.get("__name__")).startswith(_TORCHS)
+
+
+def _is_function_of(namespace: dict[str, Any], value: object) -> bool:
+    return isinstance(value, types.FunctionType) and value.__globals__ is namespace
+
+
+def _globals_of(kind: type, forward: Any) -> Sequence[tuple[dict[str, Any], str]]:
+    """Return the globals that the `forward` of a class names, each with its file; every call of a module asks."""
+    key, code = id(kind), getattr(forward, "__code__", None)
+    known = _places.get(key)
+    if known is None or known.forward is not code or known.of() is not kind:
+        told = weakref.ref(kind, lambda _: _places.pop(key, None))
+        known = _places[key] = _Places(told, code, _find_globals_of(kind, forward))
+    return known.places
+
+
+def _find_globals_of(kind: type, forward: Any) -> Sequence[tuple[dict[str, Any], str]]:
+    """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
+    functions = [forward] if isinstance(forward, types.FunctionType) else []
+    owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(_TORCHS)]
+    places = {}
+    for function in functions:  # grows
+        namespace, names = function.__globals__, _names_of(function.__code__)
+        called = [owner.get(name) for name in ("forward", *names.of_attributes) for owner in owners]
+        for name in () if _is_torchs(namespace) else names.of_globals:
+            value = namespace.get(name)
+            if _is_function_of(namespace, value):
+                called.append(value)
+            elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
+                places[id(namespace), name] = namespace, name
+        functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
+    return tuple(places.values())
+
+
+def _names_of(code: types.CodeType) -> _Names:
+    """Return what a function names; its code hashes slowly, and there is one for all functions that a line makes."""
+    key = id(code)
+    names = _names.get(key)
+    if names is None or names.code() is not code:
+        told = weakref.ref(code, lambda _: _names.pop(key, None))
+        of_globals, of_attributes = dict[str, None](), dict[str, None]()
+        for one in (codes := [code]):  # grows
+            codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
+            for step in dis.get_instructions(one):
+                if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    of_globals[step.argval] = None
+                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                    of_attributes[step.argval] = None
+        names = _names[key] = _Names(told, tuple(of_globals), tuple(of_attributes))
+    return names
 
 
 def _in_closure(function: Any) -> list[Any]:

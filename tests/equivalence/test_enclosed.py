@@ -1,12 +1,14 @@
-"""Modules whose `forward` or functions were defined around tensors with history, and hold them in closures."""
+"""Modules whose `forward` or functions were defined around tensors with history: in closures, and in globals."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
@@ -92,6 +94,102 @@ def beside_an_empty_cell(held: Tensor) -> nn.Module:
     return Scales(4, 4)
 
 
+GLOBALS: dict[str, Any] = {"scales": []}
+scale: Any = None
+variable: ContextVar[Any] = ContextVar("variable")
+
+
+def set_globals(held: Tensor) -> None:
+    global scale
+    scale, GLOBALS["scales"] = held, [held]
+    GLOBAL_MODULE.scale = held  # type: ignore[assignment]
+    variable.set(held)
+
+
+class Names(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
+class NamesInItsBase(Names):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin()
+
+
+class NamesInAMethod(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(super().forward(x))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * scale
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return x * scale
+
+
+class NamesInAFunction(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _scaled(super().forward(x))
+
+
+class NamesWithin(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return torch.stack([x * scale for _ in range(2)]).sum(0)
+
+
+class NamesADictionary(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * GLOBALS["scales"][0]
+
+
+class NamesAModule(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * GLOBAL_MODULE.scale
+
+
+class NamesAVariable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * variable.get()
+
+
+class IsDecorated(nn.Linear):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
+GLOBAL_MODULE = NamesAModule(4, 4)  # which names itself
+NAMING = [
+    Names,
+    NamesInItsBase,
+    NamesInAMethod,
+    NamesInAFunction,
+    NamesWithin,
+    NamesADictionary,
+    NamesAModule,
+    NamesAVariable,
+    IsDecorated,
+]
+
+
+def naming(kind: type[nn.Module]) -> Callable[[Tensor], nn.Module]:
+    def make(held: Tensor) -> nn.Module:
+        set_globals(held)
+        return kind(4, 4) if issubclass(kind, nn.Linear) else kind()
+
+    return make
+
+
+def of_a_function_that_names_one(held: Tensor) -> nn.Module:
+    set_globals(held)
+    module = nn.Linear(4, 4)
+    as_before = module.forward
+    module.forward = lambda input: _scaled(as_before(input))  # type: ignore[method-assign]
+    return module
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"max_concurrency": 1}, {"recompute": True}, {"defer_weight_grads": True}]
 )
@@ -107,6 +205,8 @@ def beside_an_empty_cell(held: Tensor) -> nn.Module:
         of_its_own,
         of_an_attribute,
         beside_an_empty_cell,
+        *[naming(kind) for kind in NAMING],
+        of_a_function_that_names_one,
     ],
 )
 def test_tensors_that_a_modules_functions_enclose_get_their_gradients_as_in_a_loop(

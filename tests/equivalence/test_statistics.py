@@ -68,6 +68,28 @@ def closures_over_it(norm: nn.Module, gate: Gate) -> list[Any]:
     return [lambda x: norm(gate.pass_first(x)), *[lambda x: held["norms"][0](x)] * 2, functools.partial(norm)]
 
 
+def closures_of_forwards(norm: nn.Module, gate: Gate) -> list[Any]:
+    class Uses(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return norm(x)
+
+    return [First(Uses(), gate), Uses(), norm, nn.Sequential(Uses())]
+
+
+class NamesGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return global_norm(x)
+
+
+global_norm: nn.Module
+
+
+def globals_of_forwards(norm: nn.Module, gate: Gate) -> list[Any]:
+    global global_norm
+    global_norm = norm
+    return [First(NamesGlobal(), gate), NamesGlobal(), norm, nn.Sequential(NamesGlobal())]
+
+
 def one_lambda_in_all_places(norm: nn.Module, gate: Gate) -> list[Any]:
     is_first = iter([True])
     return [lambda x: norm(gate.pass_first(x) if next(is_first, False) else x)] * 4
@@ -113,6 +135,7 @@ def statistics_of_ones_own(norm: nn.Module, gate: Gate) -> list[Any]:
 
 SHARED = [calls_of_one_module, closures_over_it, one_lambda_in_all_places, a_chain_of_two, a_spectral_norm]
 SHARED += [a_spectral_norm_of_the_older_kind, statistics_of_ones_own]
+SHARED += [closures_of_forwards, globals_of_forwards]
 
 
 def buffers_of(calls: list[Any]) -> list[Tensor]:
