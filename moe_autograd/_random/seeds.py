@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ class _Running(threading.local):
 
 running = _Running()
 _promised: dict[int, CallSeeds] = {}  # bases that calls elsewhere may draw, while the callers' streams stay
+_apart: dict[int, CallSeeds] = {}  # the same of calls apart
 
 
 def take_places(num_calls: int) -> Sequence[int]:
@@ -53,7 +55,16 @@ class CallSeeds:
         has_drawn: whether a call has drawn, and the caller's stream advanced.
     """
 
-    __slots__ = ("_base", "_generators", "_lock", "_parent", "_promises", "_put_aside", "has_drawn")
+    __slots__ = (
+        "_base",
+        "_generators",
+        "_is_apart",
+        "_lock",
+        "_parent",
+        "_promises",
+        "_put_aside",
+        "has_drawn",
+    )
 
     def __init__(self) -> None:
         self._parent = (running.seeds, running.index)
@@ -63,13 +74,32 @@ class CallSeeds:
         self._put_aside: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._base: int | None = None
         self._promises: set[object] = set()  # of calls elsewhere that are under way
+        self._is_apart = False
         self.has_drawn = False
 
     def apart(self) -> CallSeeds:
-        """Take the base now, and leave the caller's stream alone: for calls that run while the caller goes on."""
-        self._base = _mix(self._peek(), _APART) >> 1
-        self.has_drawn = True
-        return self
+        """Take the base now, one that no others apart have: for calls that run while the caller goes on.
+
+        The caller's stream stays where it is until the calls `come_back`, or are let go.
+        """
+        self._is_apart = True
+        next_draw = self._peek()
+        for place in itertools.count(_APART):
+            self._base = _mix(next_draw, place) >> 1
+            if _apart.setdefault(self._base, self) is self:
+                return self
+        raise AssertionError("there is no last place")
+
+    def come_back(self) -> None:
+        """Advance the caller's stream, if one of the calls apart has drawn; to be called where the caller waits."""
+        if self.has_drawn:
+            self._advance_caller()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let others take the base."""
+        if self._base is not None and _apart.get(self._base) is self:
+            del _apart[self._base]
 
     def seed_of(self, index: int) -> int:
         """Return what the generator of call `index` begins with; the caller's stream stays where it is."""
@@ -120,6 +150,8 @@ class CallSeeds:
         with self._lock:
             if not self.has_drawn:
                 self.has_drawn = True
+                if self._is_apart:
+                    return
                 base = self._advance_caller()
                 if self._base is None:
                     while self._is_promised(base):
@@ -213,3 +245,4 @@ def _mix(base: int, index: int) -> int:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_promised.clear)  # nobody waits for calls there
+    os.register_at_fork(after_in_child=_apart.clear)

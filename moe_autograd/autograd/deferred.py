@@ -187,6 +187,8 @@ class _Work:
             self._compute_here()
         elif self._has_begun:
             self._rest()
+        if self._has_begun:
+            self._seeds.come_back()
         return self._take_grads()
 
     def _compute(self) -> None:
@@ -246,6 +248,8 @@ class _Work:
         self._is_cancelled = True
         if _backlog.take(self):
             self._is_at_rest.set()
+        if self._has_begun:
+            self._seeds.let_go()
 
     def come_to_rest(self) -> None:
         """Wait for what runs, unless that is what calls, and let go of everything."""

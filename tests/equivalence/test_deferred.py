@@ -271,26 +271,6 @@ def test_what_only_the_inputs_gradients_need_is_freed_before_the_weights_are_don
     assert alive_upstream == [0]
 
 
-def test_the_callers_random_numbers_are_those_of_a_backward_that_does_not_defer() -> None:
-    """Also where a gradient of a weight draws, while the backward draws upstream."""
-
-    def draws(apply: MapFunction) -> list[Tensor]:
-        torch.manual_seed(4)
-        drawn: list[Tensor] = []
-        of_weights = [torch.zeros(())] * 3
-        modules = [Scale(lambda i=i: of_weights.__setitem__(i, torch.rand(()))) for i in range(3)]  # type: ignore[misc]
-        (x,) = leaves(1)
-        h = InBackward.apply(x, lambda: drawn.append(torch.rand(())))  # type: ignore[no-untyped-call]
-        sum(apply(modules, [(h,)] * 3)).sum().backward()
-        assert len({float(one) for one in of_weights}) == 3
-        return [*drawn, torch.rand(()), *of_weights]
-
-    first, again = draws(deferring), draws(deferring)
-    assert_same(first, again)
-    torch.manual_seed(4)
-    assert_same(first[:2], [torch.rand(()), torch.rand(())])
-
-
 def test_many_threads_may_go_backward_at_once() -> None:
     def gradients(apply: MapFunction, modules: list[nn.Module]) -> list[Tensor | None]:
         (x,) = leaves(1)
