@@ -101,7 +101,7 @@ class HostedExpert:
         later = None
         if saving.split_backward and self.trainer is not None:
             later = LaterGradients(name, self.trainer, self.ledger)
-        self._intake = Intake(self.trainer, self.ledger, later)
+        self._intake = Intake(name, self.trainer, self.ledger, later)
         self._lodger: Lodger | None = None
         if saving.offload and memory.offload is not None:
             self._lodger = Lodger(name, module, training.optimizer if training else None, memory.offload)

@@ -17,12 +17,14 @@ from experts_server.gradients import Gradients
 from experts_server.later import LaterGradients, Left
 from experts_server.ledger import Ledger, Reply
 from experts_server.training import Trainer
+from moe_autograd.errors import GradientsLostError
 
 
 class Intake:
     """Takes in what one expert's calls give.
 
     Args:
+        name: the expert's.
         trainer: `None`: the expert is not trained.
         ledger: of the calls that were applied.
         later: where backwards in two parts leave the second; `None`: they are in one.
@@ -30,8 +32,10 @@ class Intake:
     Threads: one at a time, as the expert itself.
     """
 
-    def __init__(self, trainer: Trainer | None, ledger: Ledger, later: LaterGradients | None) -> None:
-        self._trainer, self._ledger, self._later = trainer, ledger, later
+    def __init__(
+        self, name: str, trainer: Trainer | None, ledger: Ledger, later: LaterGradients | None
+    ) -> None:
+        self._name, self._trainer, self._ledger, self._later = name, trainer, ledger, later
 
     def __repr__(self) -> str:
         return f"<Intake of {self._trainer or 'an expert that is not trained'}>"
@@ -103,5 +107,10 @@ class Intake:
                 if self._later is not None:
                     self._later.check(call.client_id)
                 self._trainer.step(call.client_id, call.gathered)
+        elif call.kind == "step" and call.gathered is not None and call.gathered[0]:
+            raise GradientsLostError(
+                f"expert {self._name!r}: expected the gradients of {call.gathered[0]} backwards, got an expert that is "
+                "not trained. The server was restarted since, without an optimizer for it; nothing was changed."
+            )
         self._ledger.record(call.client_id, call.sequence, self.num_updates)
         return self.num_updates

@@ -28,7 +28,7 @@ from experts_server.streams import PassStream
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
-from moe_autograd.wire.framing import seal, unseal
+from moe_autograd.wire.framing import mark_of, seal, unseal
 from moe_autograd.wire.heads import BACKWARD, FORWARD
 from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
@@ -74,6 +74,7 @@ class Service:
         self.max_calls_per_pass = max_calls_per_pass
         self.latency_s = latency_s
         self.server_id = secrets.token_hex(8)
+        self.mark = mark_of(self.server_id)
         self.received = Budget(max_received_bytes, "bytes of unfinished calls")
         self.weights_under_way = Budget(
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0

@@ -52,6 +52,7 @@ class PassSettings(Protocol):
     limits: TensorLimits
     max_calls_per_pass: int
     latency_s: float
+    mark: int
     received: Budget
 
 
@@ -265,7 +266,7 @@ class PassStream:
         self._answer(number, result, call)
 
     def _answer(self, number: int, result: Any, call: Call | None) -> None:
-        plain = ResultHead(number)
+        plain = ResultHead(number, server=self._settings.mark)
         if call is not None and (started_at := call.started_at):
             plain.queue_s = started_at - call.arrived_at
             plain.compute_s = time.monotonic() - started_at

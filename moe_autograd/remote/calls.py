@@ -78,6 +78,7 @@ class Outcome:
         server_s: how long the server had it, in its queue and computing, as it says.
         has_drawn: of a forward with a random seed: whether it drew random numbers.
         wants_no_step: of a backward: whether its gradients of weights are applied without a step.
+        server: which one answered, as it was started; 0: it does not say.
     """
 
     tensors: Tensors = ()
@@ -87,6 +88,7 @@ class Outcome:
     server_s: float = 0.0
     has_drawn: bool = False
     wants_no_step: bool = False
+    server: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +246,12 @@ class _Stream:
                 server_s,
                 result.has_drawn,
                 result.wants_no_step,
+                result.server,
             )
             request.on_settled(True)
         else:
             error = _error_in(parcel, result, request.expert, self._place(index))
-            self._outcomes[index] = Outcome(error=error)
+            self._outcomes[index] = Outcome(error=error, server=result.server)
         if is_recording():
             add_span(request.expert, self._line.rpc.lower(), self._started_s, time.perf_counter())
 

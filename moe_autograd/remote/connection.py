@@ -3,7 +3,7 @@
 All experts of one connection share it as their call group, so a map over them is one pass: one stream for each
 server, all servers at the same time. How calls get there, and what is tried again, is `delivery`'s.
 
-Mutable state: `hosted`, which only grows and is replaced as a whole; what `updates` counts is guarded there.
+Mutable state: none of its own; what `finding` knows is replaced as a whole, what `updates` counts is guarded there.
 
 Threads: any number of operations at once.
 """
@@ -27,8 +27,8 @@ from moe_autograd.remote.delivery import Delivery, Settings
 from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.finding import Finding
-from moe_autograd.remote.inputs import on_devices_of
-from moe_autograd.remote.jobs import Job, note_failures
+from moe_autograd.remote.inputs import mismatch_of_grads, on_devices_of, refusal_of
+from moe_autograd.remote.jobs import Job, note_failures, say_more
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert
@@ -52,7 +52,6 @@ class Connection:
     def __init__(self, servers: Servers, settings: Settings) -> None:
         self.numbering = Numbering()
         self.anchor = torch.empty(0, requires_grad=True, device="cpu")  # see expert.py, rule 1
-        self.hosted: dict[str, HostedExpert] = {}
         self._finding = Finding(servers, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._delivery = Delivery(self._finding, settings)
         self._expectations = Expectations(self._delivery.expect)
@@ -60,6 +59,11 @@ class Connection:
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
         self._closing = weakref.finalize(self, self._delivery.close)
         self._closing.atexit = False
+
+    @property
+    def hosted(self) -> Mapping[str, HostedExpert]:
+        """What servers said of each expert when they were asked last, or of one that is gone, before."""
+        return self._finding.hosted
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -81,8 +85,18 @@ class Connection:
             errors = self._finding.look(operation, may_miss=allow_missing)
         if errors and (not allow_missing or len(errors) == len(self._finding.servers.given)):
             raise errors[0]
-        hosted = self._finding.placement.experts()
-        self.hosted = self.hosted | hosted  # what a server has dropped is still known here, for a clear error
+        return self._finding.placement.experts()
+
+    def check_inputs(self, name: str, inputs: tuple[Any, ...]) -> HostedExpert:
+        """Refuse what an expert does not take, though its server is asked again; return what that says of it."""
+        hosted = self.hosted[name]
+        if (error := refusal_of(hosted, inputs)) is not None:
+            with self._delivery.operations.begin() as operation:
+                self._finding.look_briefly(operation)
+            hosted = self.hosted[name]
+            if (error := refusal_of(hosted, inputs)) is not None:
+                say_more(error, self._finding.changes_of(name))
+                raise error
         return hosted
 
     def close(self) -> None:
@@ -212,7 +226,9 @@ class Connection:
                     self._note_gathered(itertools.compress(jobs, gives), has_come_back)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
-                job.outcome.error = _mismatch(part, job.outcome)
+                place = f"expert {part.call.expert!r} at {part.call.address}, backward"
+                grads = job.outcome.tensors
+                job.outcome.error = mismatch_of_grads(place, part.inputs, part.wants_input_grads, grads)
         note_failures(jobs, "backward", failures)
         return {
             part.call.call_id: list(on_devices_of(part.inputs, job.outcome.tensors))
@@ -283,7 +299,11 @@ class Connection:
         def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
             layouts = {name: self.hosted[name].layout for name in own}
             limits = self._delivery.settings.limits
-            return fetch_states(channel, layouts, operation.deadline, limits, operation.cancellation)
+            try:
+                return fetch_states(channel, layouts, operation.deadline, limits, operation.cancellation)
+            except CorruptDataError:  # a server that was started anew may have other layouts
+                self._finding.look_briefly(operation)
+                raise
 
         with self._delivery.operations.begin() as operation:
             found = self._delivery.at_each(names_at, once, operation, self._moved_names)
@@ -324,25 +344,3 @@ class Connection:
             for new in self._finding.placement.now_at(name, address) or (address,):
                 parts.setdefault(new, {})[name] = state
         return {} if parts.keys() == {address} else parts
-
-
-def _mismatch(part: BackwardPart, outcome: Outcome) -> CorruptDataError | None:
-    """Trust a server's gradients no more than it trusts our inputs: return what is wrong with them."""
-    grads, inputs, wants = outcome.tensors, part.inputs, part.wants_input_grads
-    if len(grads) == len(inputs) == 1 and (grad := grads[0]) is not None and wants[0]:  # mostly
-        x = inputs[0]
-        if grad.shape == x.shape and grad.dtype == x.dtype:
-            return None
-    expected = [
-        (x.shape, x.dtype) if wanted else None
-        for x, wanted in zip(part.inputs, part.wants_input_grads, strict=True)
-    ]
-    got = [None if grad is None else (grad.shape, grad.dtype) for grad in outcome.tensors]
-    if got != expected and (
-        len(got) != len(expected) or any(g is not None and g != e for g, e in zip(got, expected, strict=True))
-    ):
-        return CorruptDataError(
-            f"expert {part.call.expert!r} at {part.call.address}, backward: expected gradients {expected}, got {got}. "
-            "The server is broken, or of another version."
-        )
-    return None

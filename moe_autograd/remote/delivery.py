@@ -37,7 +37,7 @@ from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.fanout import Fanout, values_or_raise
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.hedging import HedgePolicy, Hedging
-from moe_autograd.remote.jobs import Job, attended, by_address, error_of_lost, note_lost
+from moe_autograd.remote.jobs import Job, attended, by_address, error_of_lost, note_lost, say_more
 from moe_autograd.remote.operations import Operation, Operations
 from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
 from moe_autograd.wire import experts_pb2 as pb
@@ -108,6 +108,10 @@ class Delivery:
                 self._deliver_from(rpc, own, operation)
 
             values_or_raise(self._fanout.at_each(by_address(to_send), at, operation.cancellation))
+        self.finding.meet_strangers(operation)
+        for job in jobs:
+            if isinstance(job.outcome.error, InvalidCallError):
+                say_more(job.outcome.error, self.finding.changes_of(job.request.expert))
 
     def _deliver_from(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
         attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
@@ -180,6 +184,8 @@ class Delivery:
         ]
 
     def _note_outcomes(self, address: str, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            self.finding.placement.note_answer(address, outcome.server)
         if any(isinstance(outcome.error, ServerUnavailableError) for outcome in outcomes):
             self.finding.placement.note_failure(address)
         elif any(outcome.was_answered for outcome in outcomes):

@@ -36,7 +36,7 @@ from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
-from moe_autograd.remote.inputs import check_inputs, check_tensors, check_transforms, under_autocast
+from moe_autograd.remote.inputs import check_tensors, check_transforms, under_autocast
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.state import places_of
 from moe_autograd.wire import experts_pb2 as pb
@@ -77,7 +77,7 @@ class RemoteExpert(nn.Module):
 
     @property
     def hosted(self) -> HostedExpert:
-        """What its server said of it at `connect`."""
+        """What its server said of it when it was asked last: at `connect`, or since it was started anew."""
         return self._connection.hosted[self.name]
 
     @property
@@ -255,8 +255,7 @@ def _result(call: Call, row: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...] | 
 
 
 def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:
-    hosted = connection.hosted[expert.name]
-    check_inputs(hosted, inputs)
+    hosted = connection.check_inputs(expert.name, inputs)
     is_trained = hosted.is_trained and not expert._is_frozen
     keep_graph = torch.is_grad_enabled() and (is_trained or any(x.requires_grad for x in inputs))
     call_id = connection.numbering.next_call_id()

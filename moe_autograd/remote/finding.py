@@ -12,6 +12,7 @@ Threads: any.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from moe_autograd.errors import (
     DeadlineExceededError,
@@ -23,7 +24,7 @@ from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Fanout
 from moe_autograd.remote.operations import Operation
-from moe_autograd.remote.placement import Placement
+from moe_autograd.remote.placement import HostedExpert, Placement
 from moe_autograd.remote.servers import Servers
 from moe_autograd.wire import experts_pb2 as pb
 
@@ -38,11 +39,16 @@ class Finding:
     Args:
         servers: there are.
         seed: chooses among replicas; see `Placement`.
+
+    Attributes:
+        hosted: what servers said of each expert when they were asked last; replaced as a whole.
     """
 
     def __init__(self, servers: Servers, seed: int) -> None:
         self.servers = servers
         self.placement = Placement(seed)
+        self.hosted: Mapping[str, HostedExpert] = {}
+        self._first_told: Mapping[str, HostedExpert] = {}
         self._looking = Fanout(servers.expected_number)
 
     def look(self, operation: Operation, *, may_miss: bool = False) -> list[Exception]:
@@ -62,6 +68,15 @@ class Finding:
         """Look in the middle of an operation; return the addresses that did not answer, each with the reason."""
         errors = self._ask_all(operation, _LOOK_TIMEOUT_S, may_miss=False)
         return {address: error for address, error in errors.items() if _is_no_answer(error)}
+
+    def meet_strangers(self, operation: Operation) -> None:
+        """Ask anew what is hosted, if a server answers that was started since."""
+        if self.placement.has_strangers:
+            self.look_briefly(operation)
+
+    def changes_of(self, name: str) -> str:
+        """Return what has changed since an expert was found first, as a sentence of an error; empty: nothing."""
+        return self.hosted[name].changes_since(self._first_told[name]) if name in self.hosted else ""
 
     def hosts_of(self, name: str) -> tuple[str, ...]:
         """Return the servers of an expert, at least one.
@@ -116,6 +131,9 @@ class Finding:
             address for address in self.servers.addresses if address in counted or address not in replies
         ]
         self.placement.note_replies(known, counted)
+        # What a server has dropped is still known, for a clear error.
+        self.hosted = {**self.hosted, **self.placement.experts()}
+        self._first_told = {**self.hosted, **self._first_told}
         return errors
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_autograd._ambient import refuse_transforms
-from moe_autograd.errors import InvalidCallError, UnsupportedTransformError
+from moe_autograd.errors import CorruptDataError, InvalidCallError, UnsupportedTransformError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import Tensors
 from moe_autograd.wire.tensors import TORCH_DTYPES, check_can_travel
@@ -69,6 +69,10 @@ class InputSpec:
             if expected is not None and expected != size:
                 return False
         return True
+
+    def describe(self) -> str:
+        """Show the shape and the dtype."""
+        return str(self) if self.dtype is None else f"{self} {str(self.dtype).removeprefix('torch.')}"
 
     def __str__(self) -> str:
         """Show the shape as our errors do: `(num_tokens, 64)`."""
@@ -132,9 +136,29 @@ def under_autocast(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> tuple[Te
     return tuple(converted(x, dtype) for x, dtype in zip(inputs, wanted, strict=False))
 
 
-def check_inputs(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> None:
-    """Refuse here what the server would refuse, before anything travels."""
+def refusal_of(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> InvalidCallError | None:
+    """Return why the server would refuse these inputs, before anything travels."""
     for position, (spec, x) in enumerate(zip(hosted.inputs, inputs, strict=False)):
         if (mismatch := spec.mismatch(x)) is not None:
             at = f" (input {position})" if position else ""
-            raise InvalidCallError(f"expert {hosted.name!r} at {hosted.addresses[0]}{at}: {mismatch}")
+            return InvalidCallError(f"expert {hosted.name!r} at {hosted.addresses[0]}{at}: {mismatch}")
+    return None
+
+
+def mismatch_of_grads(
+    place: str, inputs: Sequence[Tensor], wants: Sequence[bool], grads: Tensors
+) -> CorruptDataError | None:
+    """Trust a server's gradients no more than it trusts our inputs: return what is wrong with them."""
+    if len(grads) == len(inputs) == 1 and (grad := grads[0]) is not None and wants[0]:  # mostly
+        x = inputs[0]
+        if grad.shape == x.shape and grad.dtype == x.dtype:
+            return None
+    expected = [(x.shape, x.dtype) if wanted else None for x, wanted in zip(inputs, wants, strict=True)]
+    got = [None if grad is None else (grad.shape, grad.dtype) for grad in grads]
+    if got != expected and (
+        len(got) != len(expected) or any(g is not None and g != e for g, e in zip(got, expected, strict=True))
+    ):
+        return CorruptDataError(
+            f"{place}: expected gradients {expected}, got {got}. The server is broken, or of another version."
+        )
+    return None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moe_autograd.autograd.grouping import CallFailure, Failures
-from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.errors import RemoteError, ServerUnavailableError
 from moe_autograd.remote.calls import Outcome, Request
 from moe_autograd.remote.fanout import Cancellation, raise_first
 
@@ -76,6 +76,12 @@ def error_of_lost(place: str, reason: Exception) -> ServerUnavailableError:
     error = ServerUnavailableError(f"{place}: expected a server that answers, got none: {reason}")
     error.__cause__ = reason
     return error
+
+
+def say_more(error: RemoteError, sentence: str) -> None:
+    """Add a sentence to what an error says."""
+    if sentence:
+        error.args = (f"{error} {sentence}",)
 
 
 def by_address(jobs: Sequence[Job]) -> dict[str, list[Job]]:

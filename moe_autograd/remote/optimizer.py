@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
-from moe_autograd.errors import RemoteError
+from moe_autograd.errors import InvalidCallError, RemoteError
 from moe_autograd.remote.connection import Connection
 from moe_autograd.remote.expert import RemoteExpert
 
@@ -23,7 +23,8 @@ class RemoteOptimizer:
     Which optimizer, and with which settings, is the server's configuration.
 
     Args:
-        experts: what `connect` returned, or some of its experts. Those that are not trained are left out.
+        experts: what `connect` returned, or some of its experts. Those that are not trained are left out, as long as
+            they are not.
         on_failure: "raise" raises what goes wrong at a server. "drop" goes on without that server, as
             `MixtureOfExperts` does with the same option: its experts miss the update, and it is not waited for.
             Gradients that a server could not be told to forget are never applied: its experts wait for the next
@@ -66,19 +67,20 @@ class RemoteOptimizer:
                     f"RemoteOptimizer: expected remote experts, got {type(module).__name__}. "
                     "Give local parameters to an optimizer of torch.optim."
                 )
-        trained = [module for module in modules if module.hosted.is_trained]
-        if not trained:
+        if not any(module.hosted.is_trained for module in modules):
             raise ValueError(
                 f"RemoteOptimizer: expected at least one trained expert, got none among {len(modules)}. "
                 "Start the server with an optimizer (`--optimizer adam --lr 1e-3`)."
             )
-        self._names: dict[Connection, list[str]] = {}
-        for module in trained:
-            self._names.setdefault(module.call_group, []).append(module.name)
+        self._experts: dict[Connection, list[RemoteExpert]] = {}
+        for module in modules:
+            self._experts.setdefault(module.call_group, []).append(module)
+        self._trained: set[RemoteExpert] = {module for module in modules if module.hosted.is_trained}
 
     def __repr__(self) -> str:
-        names = [name for names in self._names.values() for name in names]
-        places = sorted({address for connection in self._names for address in connection.addresses})
+        experts = [expert for experts in self._experts.values() for expert in experts]
+        names = [expert.name for expert in experts if expert.hosted.is_trained]
+        places = sorted({address for connection in self._experts for address in connection.addresses})
         return f"RemoteOptimizer({', '.join(names)} at {', '.join(places)})"
 
     if not TYPE_CHECKING:  # for which nothing is here
@@ -131,6 +133,7 @@ class RemoteOptimizer:
         Raises:
             GradientsLostError: a server was restarted after the backward and no longer has its gradients; its
                 experts were not changed. Call `zero_grad`, repeat forward and backward, and step again.
+            InvalidCallError: a server that was started anew does not train one of them any more.
             RemoteError: a server did not do it; others may have.
         """
         loss = None
@@ -142,5 +145,23 @@ class RemoteOptimizer:
 
     def _update(self, rpc: str) -> None:
         self.failures = []
-        for connection, names in self._names.items():
-            connection.update(rpc, names, self.failures if self._may_drop else None)
+        for connection, experts in self._experts.items():
+            self._trained.update(expert for expert in experts if expert.hosted.is_trained)
+            own = [expert for expert in experts if expert in self._trained]
+            if rpc == "Step":
+                _check_still_trained(own)
+            if own:
+                connection.update(
+                    rpc, [expert.name for expert in own], self.failures if self._may_drop else None
+                )
+
+
+def _check_still_trained(experts: Iterable[RemoteExpert]) -> None:
+    """Refuse to step what is not trained any more: its gradients would go nowhere, without a word."""
+    for expert in experts:
+        if not expert.hosted.is_trained:
+            raise InvalidCallError(
+                f"expert {expert.name!r} at {expert.hosted.addresses[0]}, step: expected to be trained, as it was, got "
+                "a server that was started anew without an optimizer for it. Nothing was changed. Start it with one, "
+                "or make a RemoteOptimizer of the other experts."
+            )

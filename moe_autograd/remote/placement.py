@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_autograd.remote.inputs import InputSpec
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.framing import mark_of
 
 _FIRST_REST_S = 0.5
 _LONGEST_REST_S = 30.0
@@ -40,6 +41,8 @@ class HostedExpert:
         wants_hints: whether it comes and goes on its server, and is there sooner if that knows in time.
         may_draw: random numbers, in its forwards.
         layout: of its state, on the first of the servers.
+
+    The first is the first that answered when all were asked last.
     """
 
     name: str
@@ -54,6 +57,23 @@ class HostedExpert:
     wants_hints: bool = False
     may_draw: bool = False
     layout: pb.StateLayout = field(default_factory=pb.StateLayout, repr=False, compare=False)
+
+    def changes_since(self, before: HostedExpert) -> str:
+        """Return what a server says otherwise than `before`, as a sentence of an error; empty: nothing."""
+        told = {key: (old, new) for key in _TOLD if (old := _told(before, key)) != (new := _told(self, key))}
+        if not told:
+            return ""
+        listed = "; ".join(f"{key}: {old}, now {new}" for key, (old, new) in told.items())
+        return f"Its server was started anew with another configuration ({listed})."
+
+
+_TOLD = ("kind", "inputs", "is_trained", "update", "optimizer", "num_parameters")
+
+
+def _told(hosted: HostedExpert, key: str) -> str:
+    """Return what a server says of an expert, as text."""
+    value = getattr(hosted, key)
+    return ", ".join(map(InputSpec.describe, value)) or "any" if key == "inputs" else repr(value)
 
 
 class Placement:
@@ -78,6 +98,8 @@ class Placement:
         self._favourites: dict[str, str] = {}  # expert: the replica that was chosen
         self._found: dict[str, tuple[str, ...]] = {}  # by expert, since servers were asked last
         self._replicated: frozenset[str] = frozenset()  # experts that several servers host, or hosted
+        self._marks: dict[str, int] = {}  # by address: which server said last what it hosts
+        self._strangers: frozenset[str] = frozenset()  # where another one has answered since
 
     def note_replies(self, known: Iterable[str], replies: Mapping[str, pb.InfoReply]) -> None:
         """Take servers' word for what they host.
@@ -92,8 +114,10 @@ class Placement:
             for address, reply in replies.items():
                 self._replies[address] = {info.name: info for info in reply.experts}
                 self._layouts[address] = reply.layouts
+                self._marks[address] = mark_of(reply.server_id)
                 self._rests.pop(address, None)
             self._answered = frozenset(replies)
+            self._strangers -= self._answered
             self._found = {}
             self._note_replicas()
 
@@ -126,6 +150,17 @@ class Placement:
         if address in self._rests:
             with self._lock:
                 self._rests.pop(address, None)
+
+    def note_answer(self, address: str, mark: int) -> None:
+        """Note which server has answered a call; 0: it does not say."""
+        if mark and mark != self._marks.get(address, mark):
+            with self._lock:
+                self._strangers |= {address}
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether a server answers that was started since it said what it hosts."""
+        return bool(self._strangers)
 
     def is_lost(self, address: str) -> bool:
         """Tell whether a server has failed and not answered since."""
@@ -204,8 +239,8 @@ class Placement:
             for address in self._addresses:
                 for name, info in self._replies.get(address, {}).items():
                     places.setdefault(name, []).append((address, info))
-            layouts = dict(self._layouts)
-        return {name: _hosted(name, found, layouts[found[0][0]]) for name, found in places.items()}
+            layouts, answered = dict(self._layouts), self._answered
+        return {name: _hosted(name, found, layouts, answered) for name, found in places.items()}
 
     def __repr__(self) -> str:
         now = time.monotonic()
@@ -214,9 +249,13 @@ class Placement:
 
 
 def _hosted(
-    name: str, places: Sequence[tuple[str, pb.ExpertInfo]], layouts: Sequence[pb.StateLayout]
+    name: str,
+    places: Sequence[tuple[str, pb.ExpertInfo]],
+    layouts_at: Mapping[str, Sequence[pb.StateLayout]],
+    answered: Collection[str],
 ) -> HostedExpert:
-    info = places[0][1]
+    address, info = next((place for place in places if place[0] in answered), places[0])
+    layouts = layouts_at[address]
     return HostedExpert(
         name=name,
         kind=info.kind,

@@ -95,6 +95,7 @@ class ResultHead:
     compute_s: float = 0.0
     has_drawn: bool = False
     wants_no_step: bool = False
+    server: int = 0
 
     def message(self) -> pb.CallResult:
         """Return it as protobuf's."""
@@ -105,6 +106,7 @@ class ResultHead:
             compute_s=self.compute_s,
             has_drawn=self.has_drawn,
             wants_no_step=self.wants_no_step,
+            server=self.server,
         )
 
 

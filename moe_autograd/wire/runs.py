@@ -42,7 +42,7 @@ _LIKENESS_OF: dict[type[PlainHead], Callable[[Any], Any]] = {
         "reply_encoding",
         "random_seed",
     ),
-    ResultHead: attrgetter("is_sequence", "has_drawn", "wants_no_step"),
+    ResultHead: attrgetter("is_sequence", "has_drawn", "wants_no_step", "server"),
 }
 
 
@@ -219,9 +219,10 @@ def _backwards(run: pb.Run, common: pb.BackwardCall) -> list[BackwardHead]:
 
 
 def _results(run: pb.Run, common: pb.CallResult) -> list[ResultHead]:
-    is_sequence, has_drawn, no_step = common.is_sequence, common.has_drawn, common.wants_no_step
+    is_sequence, has_drawn = common.is_sequence, common.has_drawn
+    no_step, server = common.wants_no_step, common.server
     return [
-        ResultHead(call, is_sequence, queue_s, compute_s, has_drawn, no_step)
+        ResultHead(call, is_sequence, queue_s, compute_s, has_drawn, no_step, server)
         for _, call, queue_s, compute_s in zip(
             run.num_rows, run.call_ids, run.queue_s, run.compute_s, strict=True
         )
