@@ -229,11 +229,34 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
                 tensor.register_hook(hook)
 
 
-class _MovedHook:
+class WrappedHook:
+    """A hook of the user's in another.
+
+    Args:
+        hook: the user's, or one that is wrapped itself.
+    """
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self._hook = hook
+
+
+def of_several(hook: Any) -> bool:
+    """Whether a hook is one of those that `register_multi_grad_hook` puts on several tensors."""
+    return getattr(_innermost(hook), "__module__", None) == register_multi_grad_hook.__module__
+
+
+def _innermost(hook: Any) -> Any:
+    while isinstance(hook, WrappedHook):
+        hook = hook._hook
+    return hook
+
+
+class _MovedHook(WrappedHook):
     """A hook that was registered on an alias, on the caller's tensor; its handle still removes it."""
 
     def __init__(self, hook: Hook, hooks: _AliasHooks, key: int) -> None:
-        self._hook, self._hooks, self._key = hook, hooks, key
+        super().__init__(hook)
+        self._hooks, self._key = hooks, key
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         return self._hook(grad) if self._key in self._hooks else None
@@ -241,10 +264,9 @@ class _MovedHook:
 
 def waited_for(hook: Any) -> list[Any]:
     """Return the nodes that a hook of `register_multi_grad_hook(mode="all")` waits for, in its own list."""
-    while isinstance(hook, _MovedHook):
-        hook = hook._hook
-    if getattr(hook, "__module__", None) != register_multi_grad_hook.__module__:
+    if not of_several(hook):
         return []
+    hook = _innermost(hook)
     names = hook.__code__.co_freevars
     return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else []
 

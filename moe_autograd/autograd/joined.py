@@ -12,6 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.result_hooks import Hooks
 from moe_autograd.autograd.runs import run_calls
 
 Tensors: TypeAlias = Sequence[Tensor | None]  # mostly gradients; `None` where none flows
@@ -149,6 +150,14 @@ class Joined:
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
         run_calls(run, names, self.max_concurrency, f"{self.title}, backward")
         return [grad for own in grads for grad in own]
+
+    def hook_within(self, place: int, hooks: Hooks) -> None:
+        """Let the hooks of a result, the first of which is registered now, see what comes to it within its call.
+
+        Args:
+            place: of the result among those of all calls.
+            hooks: for now empty.
+        """
 
     def hand_out(self, grads: list[Tensor | None]) -> Tensors:
         """Return what flows to the gate, and after it what flows to the inputs.

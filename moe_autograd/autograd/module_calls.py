@@ -69,7 +69,7 @@ from moe_autograd.autograd.runs import is_tracing
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
 
-_ANY_THREAD = _NO_TURN = contextlib.nullcontext()
+_ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
 _Edge = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
 
 
@@ -229,7 +229,7 @@ class ModuleCall(CallResults):
             or accelerator_in_use() is not None
         ):
             return False
-        return not (self._shares_graph or self._has_history or self.boxes)
+        return not (self._shares_graph or self._has_history or self.boxes or self.is_seen_within())
 
     def _differentiate_inputs(self, grad_outputs: Tensors, wanted: Sequence[Wanted]) -> Tensors:
         """Walk the inner graph to the inputs alone; what is left for the leaves is pending."""
@@ -296,7 +296,8 @@ class ModuleCall(CallResults):
             if not ends:
                 return grads
             nodes = [edge.node for edge, _ in starts]
-            with sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends), on_this_thread():
+            seen = self.begun_with(grad_outputs) if self.is_seen_within() else _NOBODY
+            with sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends), on_this_thread(), seen:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
                 found = _engine_run_backward(
                     tuple([edge for edge, _ in starts]),

@@ -7,7 +7,9 @@ changed get their history.
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
+from moe_autograd.autograd.result_hooks import Hooks, HooksWithin, RetainWithin, Within, begun_with
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -88,6 +91,12 @@ class CallResults:
     _given: Sequence[Tensor] = ()  # what it takes, as it knows them
     touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
+    _edges: list[GradientEdge]  # where the gradients of its results go within it
+    _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
+    _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
+    _retaining: frozenset[int] = (
+        frozenset()
+    )  # the places of those that retain their gradients, as far as is known
 
     def _take_results(
         self, returned: Any, outer_of: dict[int, Tensor], changed: Sequence[tuple[Tensor, Tensor]]
@@ -209,6 +218,7 @@ class CallResults:
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
         """Return what the module returned, with the tied tensors in their places."""
         values, self._values = self._values, []
+        self._tied = [weakref.ref(tensor) for tensor in tied]
         for places, tensor in zip(self._places.values(), tied, strict=False):
             for place in places:
                 values[place] = tensor
@@ -219,6 +229,28 @@ class CallResults:
         if self._is_list:
             return values
         return values[0] if self._spec is None else tree_unflatten(values, self._spec)
+
+    def hook_within(self, place: int, hooks: Hooks) -> None:
+        """Let the hooks of a result see what comes to it within the call (`result_hooks`)."""
+        if place < len(self._edges):  # else its graph is gone
+            self._see_within(place, HooksWithin(hooks, self._edges[place].output_nr))
+
+    def _see_within(self, place: int, within: Within) -> None:
+        self._edges[place].node.register_prehook(within)
+        self._within = [*self._within, (place, within)]
+
+    def is_seen_within(self) -> bool:
+        """Whether hooks or `.grad`s of its results are to see what comes to these within it."""
+        for place, reference in enumerate(self._tied):
+            result = reference()
+            if result is not None and result.retains_grad and place not in self._retaining:
+                self._retaining = self._retaining | {place}
+                self._see_within(place, RetainWithin(reference, self._edges[place].output_nr))
+        return bool(self._within)
+
+    def begun_with(self, seeds: Sequence[Tensor | None]) -> AbstractContextManager[object]:
+        """Run its backward, which begins with these gradients of its results."""
+        return begun_with([(within, seeds[place]) for place, within in self._within])
 
     def _make_views(self, values: list[Any]) -> None:
         """Put views of the inputs that are tied now into their places."""

@@ -1,20 +1,28 @@
-"""Hooks that users register on the results of a map: no gradient, no hook.
+"""Hooks that users register on the results of a map.
 
 One node stands for many calls, and PyTorch calls the hooks on all results of a node that runs: with `None`, where no
 gradient flows. A call of its own would not run then, nor its hooks. (But `register_multi_grad_hook(mode="all")` counts
 the calls that it is to get, of all nodes that run.)
+
+That node sees what comes to a result from outside of its call. From within comes what flows through other results that
+were computed from it, and, in second derivatives, through what its operator has saved of it. For these parts a hook is
+registered on the node within as well. So it sees parts, where natively it sees their sum: whoever scales or records a
+gradient does the same to both. (Those of `register_multi_grad_hook` count, and are left alone.)
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import Function
 
-from moe_autograd.autograd.entry import waited_for
+from moe_autograd.autograd.entry import WrappedHook, of_several, waited_for
 
 
 def skip_missing_gradients(func: type[Function]) -> type[Function]:
@@ -25,18 +33,100 @@ def skip_missing_gradients(func: type[Function]) -> type[Function]:
     def register_skipping(
         node: Any, result: Tensor
     ) -> None:  # `Tensor.register_hook` calls it for its first hook
-        result._backward_hooks = _Hooks()
+        result._backward_hooks = hooks = Hooks()
         register(node, result)
+        node.joined.hook_within(result.output_nr, hooks)
 
     node_class._register_hook_dict = register_skipping
     return func
 
 
-class _Hooks(collections.OrderedDict[int, Callable[[Tensor], Any]]):
+class _Skipping(WrappedHook):
+    """A hook that is not called without a gradient."""
+
+    def __call__(self, grad: Tensor | None) -> Any:
+        return None if grad is None else self._hook(grad)
+
+
+class Hooks(collections.OrderedDict[int, Callable[[Tensor], Any]]):
     """The hooks of a result, as `Tensor.register_hook` and its handles know them."""
 
     def __setitem__(self, key: int, hook: Callable[[Tensor], Any]) -> None:
-        if waited_for(hook):
-            super().__setitem__(key, hook)
-        else:
-            super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
+        super().__setitem__(key, hook if waited_for(hook) else _Skipping(hook))
+
+
+class Within:
+    """What is called for the gradient of a result, on the node within the call that computed it.
+
+    Args:
+        output_nr: which of the node's outputs the result is.
+
+    Threads: any; several may run backwards of one graph.
+    """
+
+    def __init__(self, output_nr: int) -> None:
+        self._output_nr = output_nr
+        self.seeds: dict[
+            int, Tensor
+        ] = {}  # by thread: what came from outside, where the call's own backward runs
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """Return gradients in place of these, or nothing."""
+        total, seed = grads[self._output_nr], self.seeds.get(threading.get_ident())
+        if total is None or total is seed:
+            return None
+        part = total if seed is None else total - seed
+        changed = self.see(part)
+        if changed is part:
+            return None
+        new = changed if seed is None else seed + changed
+        return (*grads[: self._output_nr], new, *grads[self._output_nr + 1 :])
+
+    def see(self, part: Tensor) -> Tensor:
+        """Return what is to flow in place of what came from within."""
+        raise NotImplementedError
+
+
+class HooksWithin(Within):
+    """The hooks of a result."""
+
+    def __init__(self, hooks: Hooks, output_nr: int) -> None:
+        super().__init__(output_nr)
+        self._hooks = weakref.ref(hooks)  # they may lead to the result, and so back to here
+
+    def see(self, part: Tensor) -> Tensor:
+        """Call them."""
+        for hook in list((self._hooks() or {}).values()):
+            if not of_several(hook):
+                changed = hook(part)
+                part = part if changed is None else changed
+        return part
+
+
+class RetainWithin(Within):
+    """The `.grad` of a result that retains it."""
+
+    def __init__(self, result: weakref.ref[Tensor], output_nr: int) -> None:
+        super().__init__(output_nr)
+        self._result = result
+
+    def see(self, part: Tensor) -> Tensor:
+        """Add to it."""
+        if (result := self._result()) is not None:
+            own = part.detach()
+            result.grad = own.clone() if result.grad is None else result.grad + own
+        return part
+
+
+@contextlib.contextmanager
+def begun_with(seeds: Sequence[tuple[Within, Tensor | None]]) -> Iterator[None]:
+    """Run the backward of a call, which begins with these gradients on this thread."""
+    me = threading.get_ident()
+    for within, seed in seeds:
+        if seed is not None:
+            within.seeds[me] = seed
+    try:
+        yield
+    finally:
+        for within, _ in seeds:
+            within.seeds.pop(me, None)

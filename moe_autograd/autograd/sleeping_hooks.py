@@ -16,6 +16,7 @@ hook that runs after a gradient was accumulated is not told whether there was on
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import weakref
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from moe_autograd.autograd.entry import waited_for
+from moe_autograd.autograd.entry import WrappedHook, waited_for
 
 Ends = frozenset[int]  # the tensors where an inner backward ends: the `id`s of their dictionaries of hooks
 
@@ -43,18 +44,19 @@ class _Inner(threading.local):
 _inner = _Inner()
 
 
-class _Sleeper:
-    """A tensor hook that does nothing in an inner backward that ends at its tensor."""
+class _Sleeper(WrappedHook):
+    """A tensor hook that does nothing in an inner backward that ends at its tensor, and none without a gradient."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None], end: int) -> None:
-        self._hook, self._end = hook, end
+        super().__init__(hook)
+        self._end = end
         self._is_counting = bool(waited_for(hook))
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None and not self._is_counting:
             return None
         ends = _inner.backwards.get(torch._C._current_graph_task_id(), _inner.of_all)
-        return None if self._end in ends else self._hook(grad)  # type: ignore[arg-type]  # some take `None`
+        return None if self._end in ends else self._hook(grad)
 
 
 class _Before:
@@ -95,12 +97,14 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
     """
     ends = set()
     for tensor in tensors:
-        hooks = tensor._backward_hooks
+        hooks: Any = tensor._backward_hooks
         if hooks:
             ends.add(id(hooks))
             for key, hook in hooks.items():
-                if not isinstance(hook, _Sleeper):
-                    hooks[key] = _Sleeper(hook, id(hooks))
+                if not isinstance(
+                    hook, _Sleeper
+                ):  # nor is one registered: dictionaries of ours take note of that
+                    collections.OrderedDict.__setitem__(hooks, key, _Sleeper(hook, id(hooks)))
         late_hooks: Any = tensor._post_accumulate_grad_hooks
         if late_hooks:
             before = _Before(tensor.grad)

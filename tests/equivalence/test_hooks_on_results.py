@@ -1,0 +1,177 @@
+"""Hooks and `retain_grad` on results of a map: they see what comes from outside of the call and from within it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd import parallel_apply
+from tests.support.comparing_modules import assert_same_modules_program
+from tests.support.comparison import (
+    MapFunction,
+    Raised,
+    assert_same_program,
+    one_after_another,
+    tensors_in,
+)
+from tests.support.module_programs import leaves, parameters, seeded
+
+SUMS = 1e-10  # parts of a gradient are told apart by a difference
+ENOUGH_TO_OVERFLOW = 400  # backwards, were each to wrap a hook once more
+
+
+class Saves(nn.Linear):
+    """Its last operator saves its result."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).tanh()
+
+
+class AddsALoss(Saves):
+    """Its second result is computed from its first."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = super().forward(x)
+        return hidden, hidden.square().sum()
+
+
+class Splits(Saves):
+    """Its results are outputs of one node, and one computed from them."""
+
+    def forward(self, x: Tensor) -> Any:
+        one, two = super().forward(x).split([1, 3], 1)
+        return two, (one * two).sum(), one
+
+
+def log_hook(result: Tensor, log: list[Tensor]) -> None:
+    result.register_hook(lambda grad: log.append(grad.detach().clone()))
+
+
+def scale_hook(result: Tensor, log: list[Tensor]) -> None:
+    result.register_hook(lambda grad: -grad).remove()
+    result.register_hook(lambda grad: grad * 0.5)
+    result.register_hook(lambda grad: grad * 3)
+
+
+def retain(result: Tensor, log: list[Tensor]) -> None:
+    result.retain_grad()
+
+
+def retain_what_is_scaled(result: Tensor, log: list[Tensor]) -> None:
+    scale_hook(result, log)
+    result.retain_grad()
+
+
+def once(loss: Tensor, wanted: list[Tensor]) -> None:
+    loss.backward()
+
+
+def twice(loss: Tensor, wanted: list[Tensor]) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def second_order(loss: Tensor, wanted: list[Tensor]) -> None:
+    grads = torch.autograd.grad(loss, wanted, create_graph=True)
+    torch.stack([grad.sin().sum() for grad in grads]).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("differentiate", [once, twice, second_order])
+@pytest.mark.parametrize("watch", [log_hook, scale_hook, retain, retain_what_is_scaled])
+@pytest.mark.parametrize("used", [slice(1), slice(1, 2), slice(3)], ids=["first", "second", "all"])
+@pytest.mark.parametrize("kind", [Saves, AddsALoss, Splits])
+def test_gradients_of_a_results_hooks_are_those_of_a_loop(
+    kind: type[nn.Linear],
+    used: slice,
+    watch: Callable[[Tensor, list[Tensor]], None],
+    differentiate: Callable[[Tensor, list[Tensor]], None],
+    options: dict[str, Any],
+) -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: kind(4, 4)), leaves()
+        returned = [[*tensors_in(own)] for own in apply(modules, [(x * 2,) for x in xs])]
+        logs: list[list[Tensor]] = [[] for _ in xs]
+        for (first, *_), log in zip(returned, logs, strict=True):
+            watch(first, log)
+        wanted = [*xs, *parameters(modules)]
+        parts = [result.sin().sum() for own in returned for result in own[used] or own]
+        differentiate(torch.stack([part * i for i, part in enumerate(parts, 1)]).sum(), wanted)
+        kept = [first.grad for first, *_ in returned if first.retains_grad]
+        # A hook may see the parts of a gradient.
+        return [t.grad for t in wanted], [None if t is None else t.detach() for t in kept], [*map(_sum, logs)]
+
+    mapped = functools.partial(parallel_apply, **options)
+    said = assert_same_program(program, native_apply=one_after_another, mapped_apply=mapped, tolerance=SUMS)
+    assert not isinstance(said, Raised)
+
+
+def _sum(log: list[Tensor]) -> Tensor | None:
+    return torch.stack(log).sum(0) if log else None
+
+
+def test_a_hook_sees_once_and_whole_what_comes_to_its_result_through_other_results_alone() -> None:
+    """As for maps of what a classifier looks at: it returns features and classes, and the loss is of the latter."""
+
+    def program(apply: MapFunction) -> Any:
+        modules, xs, log = seeded(lambda: AddsALoss(4, 4)), leaves(), dict[int, list[Tensor]]()
+        returned = apply(modules, [(x,) for x in xs])
+        for i, (hidden, _) in enumerate(returned):
+            hidden.register_hook(lambda grad, i=i: log.setdefault(i, []).append(grad))
+        torch.stack([loss for _, loss in returned]).sum().backward()
+        return sorted(log), [log[i] for i in sorted(log)]
+
+    assert len(assert_same_modules_program(program)[0]) == 4
+
+
+def test_hooks_on_inputs_that_other_calls_returned_count_in_second_derivatives() -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: Saves(4, 4)), leaves()
+
+        def call(x: Tensor) -> Tensor:
+            x.register_hook(lambda grad: grad * 3)
+            return x.sin()
+
+        hidden = apply(modules, [(x,) for x in xs])
+        wanted = [*xs, *parameters(modules)]
+        second_order(torch.stack(apply([call] * len(xs), [(h,) for h in hidden])).sum(), wanted)
+        return [tensor.grad for tensor in wanted]
+
+    assert not isinstance(assert_same_modules_program(program), Raised)
+
+
+def test_a_hook_on_a_result_that_another_map_takes_outlasts_any_number_of_backwards() -> None:
+    """Each backward wrapped it once more, until Python's stack was full."""
+
+    def program(apply: MapFunction) -> Any:
+        (x,), log = leaves(1), list[float]()
+        hidden = apply([torch.sin, torch.cos], [(x,), (x,)])
+        hidden[0].register_hook(lambda grad: log.append(grad.sum().item()))
+        loss = torch.stack(apply([torch.sin, torch.cos], [(h,) for h in hidden])).sum()
+        for _ in range(ENOUGH_TO_OVERFLOW):
+            loss.backward(retain_graph=True)
+        return log, x.grad
+
+    assert len(assert_same_modules_program(program)[0]) == ENOUGH_TO_OVERFLOW
+
+
+def test_a_hook_on_an_input_that_a_nested_map_takes_is_registered_once() -> None:
+    """Each backward registered two more hooks on the caller's tensor."""
+
+    def program(apply: MapFunction) -> Any:
+        def call(x: Tensor) -> Tensor:
+            x.register_hook(lambda grad: grad * 2)
+            return torch.stack(apply([torch.sin, torch.cos], [(x,), (x,)])).sum(0)
+
+        xs = leaves(2)
+        loss = torch.stack(apply([call, torch.sin], [(x,) for x in xs])).sum()
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+        return len(xs[0]._backward_hooks or ()), [x.grad for x in xs]
+
+    assert assert_same_modules_program(program)[0] == 1
