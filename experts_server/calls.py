@@ -89,6 +89,11 @@ class BackwardCall(Call):
         False  # set when its gradients are taken in: whether they are applied without a step
     )
 
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether it only lets go of its forward, kept or not: that of a request that lost to another server's."""
+        return not (self.wants_weight_grads or self.keep_graph or any(self.wants_input_grads))
+
 
 @dataclass(slots=True)
 class UpdateCall(Call):

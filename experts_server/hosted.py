@@ -134,17 +134,16 @@ class HostedExpert:
 
     def in_memory(self, *, for_update: bool) -> contextlib.AbstractContextManager[None]:
         """Be in memory inside; whatever uses the module's tensors, or the optimizer's for an update, does so inside."""
-        if self._lodger is None:
-            return contextlib.nullcontext()
-        return self._lodger.in_memory(for_update=for_update)
+        return self._lodger.in_memory(for_update=for_update) if self._lodger else contextlib.nullcontext()
 
     def in_memory_for(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Be in memory inside, as far as a call uses what comes and goes."""
-        if isinstance(call, UpdateCall) and call.kind == "zero_grad":
-            return contextlib.nullcontext()
         for_update = not isinstance(call, ForwardCall)
-        if isinstance(call, BackwardCall):
-            for_update = self.training is not None and self.training.update != "on_step"
+        match call:
+            case UpdateCall(kind="zero_grad") | BackwardCall(wants_nothing=True):
+                return contextlib.nullcontext()
+            case BackwardCall():
+                for_update = self.training is not None and self.training.update != "on_step"
         return self.in_memory(for_update=for_update)
 
     @property
@@ -169,8 +168,7 @@ class HostedExpert:
 
     def finish(self) -> None:
         """Do what was left for after the answers."""
-        if self._intake.has_left:
-            self._intake.finish()
+        self._intake.finish()
 
     def check(self, call: ForwardCall | BackwardCall) -> None:
         """Raise `InvalidCallError` if this call cannot be right; nothing has changed then.
@@ -195,7 +193,7 @@ class HostedExpert:
         """Return what is equal for calls that may be computed as one; `None`: by itself."""
         if isinstance(call, ForwardCall):
             return self.joiner.forward_key(call)
-        if isinstance(call, BackwardCall):
+        if isinstance(call, BackwardCall) and not call.wants_nothing:
             return self.joiner.backward_key(call, self.kept.get(call.client_id, call.call_id))
         return None
 
@@ -254,8 +252,10 @@ class HostedExpert:
 
     def backward(self, call: BackwardCall) -> Reply:
         """Return the gradients of the inputs; take in those of the weights where the call wants it."""
-        known = self._intake.known_answer(call)
-        if known is not None:
+        if call.wants_nothing:
+            self.kept.remove(call.client_id, call.call_id)
+            return (None,) * len(call.wants_input_grads)
+        if (known := self._intake.known_answer(call)) is not None:
             return known
         kept = self._kept_for(call)
         try:

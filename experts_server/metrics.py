@@ -80,7 +80,7 @@ class ExpertStats:
     ) -> None:
         """Take note of a batch; a look at the expert, such as a checkpoint's, is none."""
         name = _KIND_OF.get(type(batch[0]))
-        if name is None:
+        if name is None or (isinstance(batch[0], BackwardCall) and batch[0].wants_nothing):
             return
         kind = self.kinds[name]
         kind.batch_calls.add(len(batch))

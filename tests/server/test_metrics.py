@@ -10,10 +10,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.cli import main
-from experts_server.config import ServingConfig
+from experts_server.config import MemoryConfig, ServingConfig
 from experts_server.metrics import Histogram
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -65,6 +66,25 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     assert shown[("experts_server_ready",)] == 1
     assert shown[("experts_server_gathered_gradient_bytes",)] > 0
     assert (top.exit_code, "ffn.1" in top.output) == (0, True), top.output
+
+
+@pytest.mark.parametrize("saving", [MemoryConfig(), MemoryConfig(recompute=True)], ids=str)
+def test_a_backward_that_wants_nothing_lets_its_forward_go_and_is_no_call_that_was_computed(
+    saving: MemoryConfig,
+) -> None:
+    """So does a client with a hedged forward that lost; it may never have begun, too."""
+    norm, wants_nothing = nn.BatchNorm1d(D), {"wants_weight_grads": False, "wants_input_grads": [False]}
+    config = ServingConfig(metrics_listen="127.0.0.1:0", memory=saving)
+    with ExpertsServer({"norm": norm}, config=config) as server, WireClient(server.address) as client:
+        client.forward("norm", tokens(5, D), call_id=1)
+        num_seen = norm.num_batches_tracked.item()
+        assert [client.backward("norm", None, call_id=i, **wants_nothing).code for i in (1, 2)] == ["OK"] * 2
+        assert norm.num_batches_tracked.item() == num_seen
+        assert client.backward("norm", tokens(5, D), call_id=1).code == "INPUTS_NEEDED"
+        assert server.metrics_address is not None
+        shown = samples(server.metrics_address)
+    assert shown["experts_calls_total", "norm", "backward"] == 1
+    assert shown["experts_failed_calls_total", "norm", "backward"] == 1
 
 
 def test_bytes_that_are_sent_are_counted_as_they_travel_by_encoding() -> None:
