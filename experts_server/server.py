@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal
 
 import grpc
@@ -124,7 +124,7 @@ class ExpertServer:
         self._is_stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: grpc.aio.Server | None = None
-        self._upkeep: asyncio.Task[None] | None = None
+        self._upkeep: asyncio.Future[list[None]] | None = None
 
     def _queue_of(self, name: str, hosting: Hosting) -> ExpertQueue:
         hosted = hosting.host(check_name(name), self.memory)
@@ -179,7 +179,8 @@ class ExpertServer:
             self.metrics = MetricsEndpoint(host, port, self._collector())
         await self._grpc.start()
         await self.health.set_ready()
-        self._upkeep = asyncio.ensure_future(self._keep_up())
+        tasks = (self._let_go_of_what_waits_too_long, self.health.look, self.saver.save_when_due)
+        self._upkeep = asyncio.gather(*map(self._keep_up, tasks))
         self.state = "ready"
         logger.info("ready: %s at %s", counted(len(self.registry)), self.address)
 
@@ -213,15 +214,15 @@ class ExpertServer:
         if self.memory.offload is not None:
             self.memory.offload.close()
 
-    async def _keep_up(self) -> None:
+    async def _keep_up(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Do it from time to time; each by itself, since a save waits for experts that may hang."""
         while not self._is_stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_stopping.wait(), UPKEEP_S)
-            for task in (self._let_go_of_what_waits_too_long, self.health.look, self.saver.save_when_due):
-                try:
-                    await task()
-                except Exception:  # a bug of ours; without upkeep it would be a server that never saves again
-                    logger.exception("upkeep failed, and goes on")
+            try:
+                await task()
+            except Exception:  # a bug of ours; without upkeep it would be a server that never saves again
+                logger.exception("upkeep failed, and goes on")
 
     async def _let_go_of_what_waits_too_long(self) -> None:
         self.memory.kept.let_go_expired()

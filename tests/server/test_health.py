@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from torch import Tensor, nn
 
-from experts_server import ExpertsServer, health
+from experts_server import ExpertsServer, health, saving
 from experts_server import server as server_module
 from experts_server.config import LimitsConfig, SecurityConfig, ServingConfig
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -65,6 +66,32 @@ def test_a_hanging_expert_stops_serving_and_serves_again_while_the_others_go_on(
         hanging.may_go.set()
         assert next(watch).status == SERVING
         caller.join(START_S)
+
+
+def test_while_a_save_waits_for_an_expert_that_hangs_another_one_that_hangs_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(health, "STUCK_S", 0.0)
+    monkeypatch.setattr(saving, "SNAPSHOT_TIMEOUT_S", 10 * START_S)
+    experts = {"first": Hanging(), "second": Hanging()}
+    config = ServingConfig(checkpoint_dir=tmp_path, checkpoint_interval_s=0.01)
+    with (
+        ExpertsServer(experts, config=config) as server,
+        WireClient(server.address) as client,
+        ThreadPoolExecutor() as callers,
+    ):
+        try:
+            callers.submit(client.forward, "first", torch.ones(2, 8))
+            assert experts["first"].started.wait(START_S)
+            wait_until(lambda: len(server._server.registry["first"]) == 1)  # type: ignore[union-attr]
+            stub = health_pb2_grpc.HealthStub(client.channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service="second"), timeout=START_S)
+            assert next(watch).status == SERVING
+            callers.submit(client.forward, "second", torch.ones(2, 8))
+            assert next(watch).status == NOT_SERVING
+        finally:
+            for expert in experts.values():
+                expert.may_go.set()
 
 
 def test_streams_that_ask_for_no_token_take_no_place_of_those_that_do(
