@@ -53,7 +53,11 @@ def encoded_bytes(dtype: torch.dtype, numel: int, encoding: int) -> int:
 
 
 def encode(tensor: torch.Tensor, encoding: int) -> torch.Tensor | None:
-    """Return the encoded bytes of a tensor as a contiguous tensor of any dtype; None if it has to travel raw."""
+    """Return the encoded bytes of a tensor as a contiguous tensor of any dtype; None if it has to travel raw.
+
+    Autograd records nothing, whatever the thread's grad mode.
+    """
+    tensor = tensor.detach()
     if encoding in _CASTS:
         cast = tensor.to(_CASTS[encoding]).contiguous()
         return cast if _is_finite(cast) else None

@@ -35,6 +35,20 @@ def block_maxima(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(blocks)
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_autograd_records_nothing_of_it(encoding):
+    """A thread that sends to one of several servers has gradients enabled."""
+
+    def save(saved: torch.Tensor) -> None:
+        raise AssertionError("expected nothing to be saved for a backward")
+
+    x = torch.randn(300, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(save, save):
+        encoded = compression.encode(x, encoding)
+    assert encoded is not None
+    assert not encoded.requires_grad
+
+
 @given(st.lists(magnitudes(1.2e-38, 3.4028234e38), min_size=1, max_size=600))
 def test_bfloat16_is_within_its_bound(numbers):
     tensor = torch.tensor(numbers)
