@@ -244,6 +244,11 @@ def _name_of(module: Callable[..., Any]) -> str:
     return f"{kind} {own_name!r}" if own_name else str(kind)
 
 
+def around(wrapper: Callable[..., Any], first: object, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `wrapper(first, call, ...)`, which leaves out what `call` does."""
+    return functools.update_wrapper(functools.partial(wrapper, first, call), call, ("leaves_out",), ())
+
+
 def ungroup(units: Sequence[Unit], returned: Sequence[Any], num_modules: int) -> list[Any]:
     """Return what each of the user's modules returned."""
     results: list[Any] = [None] * num_modules

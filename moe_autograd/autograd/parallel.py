@@ -35,7 +35,7 @@ from moe_autograd.autograd.closures import Held, look_into
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions
-from moe_autograd.autograd.grouping import Unit, group_calls, ungroup
+from moe_autograd.autograd.grouping import Unit, around, group_calls, ungroup
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
@@ -285,7 +285,7 @@ def _apply(
     ]
     if len(together) < len(modules):  # those beside a group draw what they would draw without it
         called = [
-            call if unit.is_group else functools.partial(_in_place, unit.positions[0], call)
+            call if unit.is_group else around(_in_place, unit.positions[0], call)
             for unit, call in zip(together, called, strict=True)
         ]
     held = [_held_by_group(unit, modules) if unit.is_group else look_into(unit.call) for unit in together]

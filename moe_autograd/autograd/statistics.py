@@ -18,7 +18,6 @@ cannot do is wait for each other in the forward; as nobody can tell that from a 
 from __future__ import annotations
 
 import collections
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +29,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from moe_autograd.autograd.closures import NOT_MADE_YET
+from moe_autograd.autograd.grouping import around
 
 WARN_AFTER_S = 60.0
 
@@ -101,7 +101,7 @@ class Turns:
         """Return `called`, where those that have to take turns do."""
         turns = self.of(calls)
         return [
-            functools.partial(_in_turn, turns[i], call) if i in turns else call
+            around(_in_turn, turns[i], call) if i in turns else call
             for i, call in zip(calls, called, strict=True)
         ]
 

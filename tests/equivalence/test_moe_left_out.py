@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_autograd.errors import (
     InvalidCallError,
@@ -49,9 +49,12 @@ def test_what_the_program_did_wrong_is_raised(phase, error):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("error", [ConnectionResetError("gone"), TimeoutError("late")], ids=repr)
-def test_a_module_that_talks_to_something_itself_may_be_left_out(phase, error):
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_module_that_talks_to_something_itself_may_be_left_out(phase, error, takes_turns):
     layer = layer_of(fails={0: phase})
     layer.experts[0].error = error
+    if takes_turns:
+        layer.experts[0].norm = layer.experts[1].norm = nn.BatchNorm1d(1)
     y, routing = layer(tokens(), return_routing=True)
     y.sum().backward()
     (failure,) = routing.failures

@@ -141,6 +141,33 @@ def test_whichever_experts_fail_the_layer_is_the_plain_loop_over_the_survivors(
         assert all("ArithmeticError: told to" in failure.reason for failure in routing.failures)
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_experts_that_were_wrapped_are_dropped_by_the_same_rule_beside_others(
+    experts, modules, router, phase
+):
+    """What is wrapped runs here, and the others are called together."""
+    x, lost = tokens(), {0, 1, 4, 5}
+    for index, module in enumerate(modules):
+        module.fails_in = phase if index in lost else ""
+    wrapped = [nn.Sequential(nn.Tanh(), expert) for expert in experts.values()]
+    beside = [expert if index % 2 else wrapped[index] for index, expert in enumerate(experts.values())]
+    plain = [
+        module.linear if index % 2 else nn.Sequential(nn.Tanh(), module.linear)
+        for index, module in enumerate(modules)
+    ]
+    expected_y = combine_survivors(x, router(x), plain, **{f"lost_in_{phase}": lost})
+    expected = torch.autograd.grad(expected_y.square().sum(), [x, router.weight])
+
+    layer = MixtureOfExperts(router, beside, on_failure="drop", allow_zero_outputs=True)
+    y, routing = layer(x, return_routing=True)
+    close(y, expected_y, "y")
+    for actual, grad in zip(torch.autograd.grad(y.square().sum(), [x, router.weight]), expected, strict=True):
+        close(actual, grad, "gradient")
+    assert {(failure.expert_index, failure.phase) for failure in routing.failures} == {
+        (i, phase) for i in lost
+    }
+
+
 def test_a_token_whose_experts_all_failed_raises(experts, modules, router):
     for module in modules:
         module.fails_in = "forward"
