@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from moe_autograd.errors import (
     InvalidCallError,
@@ -101,6 +102,17 @@ def test_an_expert_that_comes_back_is_used_again(clock):
     y, routing = layer(x, return_routing=True)
     assert routing.failures == []
     assert torch.equal(y, layer_of(on_failure="raise")(x))
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_checkpoint_around_a_layer_wants_the_same_experts_to_answer_again(clock, comes_back):
+    layer = layer_of(fails={0: "forward"})
+    y = checkpoint(layer, tokens(), use_reentrant=False)
+    if comes_back:
+        layer.experts[0].fails_in = ""
+        clock.now_s += 60.0
+    with pytest.raises(CheckpointError):
+        y.sum().backward()
 
 
 def test_an_expert_that_nobody_can_stand_in_for_is_tried_each_time():
