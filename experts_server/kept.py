@@ -190,6 +190,10 @@ class OwnForwards:
         self._store.remove(key)
         self._graphs.pop(key, None)
 
+    def let_go(self, client_id: bytes, call_id: int) -> None:
+        """Forget a forward, if it is there; from any thread."""
+        self._store.remove((self._name, client_id, call_id))
+
     def remove_graph(self, client_id: bytes, call_id: int) -> None:
         """Keep only the inputs of a forward, if it is there."""
         self._store.remove_graph((self._name, client_id, call_id))

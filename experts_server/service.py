@@ -98,6 +98,7 @@ class Service:
             "Step": unary(self._unary(self._step, pb.UpdateRequest, "train")),
             "ZeroGrad": unary(self._unary(self._zero_grad, pb.UpdateRequest, "train")),
             "Expect": unary(self._unary(self._expect, pb.ExpectRequest, "read")),
+            "Forget": unary(self._unary(self._forget, pb.ForgetRequest, "read")),
             "Save": unary(self._unary(self._save_now, pb.SaveRequest, "train")),
             "Forward": grpc.stream_stream_rpc_method_handler(self._guarded(self._forward, "read")),
             "Backward": grpc.stream_stream_rpc_method_handler(self._guarded(self._backward, "train")),
@@ -204,6 +205,15 @@ class Service:
         for name in request.experts:
             self.registry[name].hosted.prefetch()
         return pb.ExpectReply()
+
+    async def _forget(self, request: pb.ForgetRequest) -> pb.ForgetReply:
+        if len(request.experts) != len(request.call_ids):
+            raise InvalidCallError(
+                f"forget: expected a call of each of {len(request.experts)} experts, got {len(request.call_ids)}."
+            )
+        for name, call_id in zip(request.experts, request.call_ids, strict=True):
+            self.registry[name].hosted.kept.let_go(request.client_id, call_id)
+        return pb.ForgetReply()
 
     async def _save_now(self, _: pb.SaveRequest) -> pb.SaveReply:
         return pb.SaveReply(generation=await self._save())

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_ex
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.inputs import mismatch_of_grads, on_devices_of, refusal_of
 from moe_autograd.remote.jobs import Job, note_failures, say_more
+from moe_autograd.remote.leaving import LeftForwards
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert
@@ -55,6 +57,7 @@ class Connection:
         self._finding = Finding(servers, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._delivery = Delivery(self._finding, settings)
         self._expectations = Expectations(self._delivery.expect)
+        self.left_forwards = LeftForwards(partial(self._delivery.forget, self.numbering.client_id))
         self._updates = Updates(self._delivery, self.numbering)
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
         self._closing = weakref.finalize(self, self._delivery.close)
@@ -157,6 +160,7 @@ class Connection:
         self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: Failures | None
     ) -> list[Outcome]:
         """Make the forwards; note in each call where it was made and what it gave."""
+        self.left_forwards.tell()
         jobs = []
         encoding = self._delivery.settings.encodings.encoding("Forward")
         for call, args in zip(calls, inputs, strict=True):
@@ -176,6 +180,7 @@ class Connection:
             call.address, call.encoding = job.address, encoding
             call.replica = self._finding.placement.replica_of(call.expert, job.address)
             call.keep_graph = call.keep_graph and job.outcome.error is None
+            call.is_kept = call.keep_graph
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
             if not args[0].is_cpu:
                 job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
@@ -196,6 +201,7 @@ class Connection:
         keep_graph: bool,
     ) -> dict[int, list[Tensor | None]]:
         """Make the backwards that anybody wants; return the gradients of each call's inputs by its `call_id`."""
+        self.left_forwards.tell()
         wanted = []
         for part in parts:
             is_trained = part.call.is_trained and self.hosted[part.call.expert].is_trained
@@ -223,9 +229,10 @@ class Connection:
                 has_come_back = True
             finally:
                 if hindrance is None:
-                    self._note_gathered(itertools.compress(jobs, gives), has_come_back)
+                    self._updates.note_jobs(itertools.compress(jobs, gives), has_come_back)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
+                part.call.is_kept = keep_graph
                 place = f"expert {part.call.expert!r} at {part.call.address}, backward"
                 grads = job.outcome.tensors
                 job.outcome.error = mismatch_of_grads(place, part.inputs, part.wants_input_grads, grads)
@@ -235,14 +242,6 @@ class Connection:
             for part, job in zip(wanted, jobs, strict=True)
             if job.outcome.error is None
         }
-
-    def _note_gathered(self, jobs: Iterable[Job], has_come_back: bool) -> None:
-        """Count the backwards gathered at each server, which says if they are not; one that failed may have been."""
-        self._updates.note_backwards(
-            (job.request.expert, job.address, has_come_back and job.outcome.error is None)
-            for job in jobs
-            if not job.outcome.wants_no_step
-        )
 
     def _forward_request(self, call: Call, inputs: Sequence[Tensor], encoding: pb.Encoding) -> Request:
         head = ForwardHead(

@@ -182,6 +182,7 @@ class Call:
         random_seed: what its random numbers follow from; 0: it draws none.
         replica: which of several it is there; 0: there is one only.
         encoding: how its inputs travelled.
+        is_kept: whether its server may keep it still, for its backward.
     """
 
     index: int
@@ -197,6 +198,7 @@ class Call:
     random_seed: int = 0
     replica: int = 0
     encoding: pb.Encoding = pb.RAW
+    is_kept: bool = False
 
 
 @dataclass(slots=True)
@@ -283,6 +285,7 @@ class _RemoteCalls(torch.autograd.Function):
             if any(outcome.has_drawn for outcome in outcomes):
                 note_drawn()
         ctx.connection, ctx.calls, ctx.failures = connection, calls, failures
+        ctx.node = connection.left_forwards.node_of(calls)
         ctx.set_materialize_grads(False)
         kept = [args for call, args in zip(calls, inputs, strict=True) if call.keep_graph]
         ctx.save_for_backward(*(x for args in kept for x in args))

@@ -25,6 +25,7 @@ from moe_autograd.remote.calls import without_name
 from moe_autograd.remote.channel import PHASES, Channel
 from moe_autograd.remote.delivery import Delivery
 from moe_autograd.remote.fanout import raise_first
+from moe_autograd.remote.jobs import Job
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.turns import Turns
@@ -69,6 +70,14 @@ class Updates:
 
     def __repr__(self) -> str:
         return f"Updates({len(self._gathered)} experts with gathered gradients)"
+
+    def note_jobs(self, jobs: Iterable[Job], has_come_back: bool) -> None:
+        """Count the backwards gathered at each server, which says if they are not; one that failed may have been."""
+        self.note_backwards(
+            (job.request.expert, job.address, has_come_back and job.outcome.error is None)
+            for job in jobs
+            if not job.outcome.wants_no_step
+        )
 
     def note_backwards(self, backwards: Iterable[tuple[str, str, bool]]) -> None:
         """Count backwards: of which expert, at which server, and whether it is certain that they were gathered."""

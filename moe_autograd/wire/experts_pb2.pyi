@@ -410,6 +410,24 @@ class ExpectReply(_message.Message):
     checksum: int
     def __init__(self, checksum: _Optional[int] = ...) -> None: ...
 
+class ForgetRequest(_message.Message):
+    __slots__ = ("client_id", "experts", "call_ids", "checksum")
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    client_id: bytes
+    experts: _containers.RepeatedScalarFieldContainer[str]
+    call_ids: _containers.RepeatedScalarFieldContainer[int]
+    checksum: int
+    def __init__(self, client_id: _Optional[bytes] = ..., experts: _Optional[_Iterable[str]] = ..., call_ids: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class ForgetReply(_message.Message):
+    __slots__ = ("checksum",)
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    checksum: int
+    def __init__(self, checksum: _Optional[int] = ...) -> None: ...
+
 class GetStateRequest(_message.Message):
     __slots__ = ("experts", "checksum")
     EXPERTS_FIELD_NUMBER: _ClassVar[int]

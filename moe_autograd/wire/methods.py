@@ -18,7 +18,7 @@ from __future__ import annotations
 
 SERVICE = "moe_autograd.v1.Experts"
 
-UNARY = ("Info", "Step", "ZeroGrad", "Save", "Expect")
+UNARY = ("Info", "Step", "ZeroGrad", "Save", "Expect", "Forget")
 REQUEST_STREAM = ("SetState",)
 REPLY_STREAM = ("GetState",)
 BOTH_STREAM = ("Forward", "Backward")

@@ -52,8 +52,9 @@ CALLS = {
     "SetState": lambda client: client.set_state({}),
     "Save": lambda client: client.save(),
     "Expect": lambda client: client.expect("e"),
+    "Forget": lambda client: client.forget(e=1),
 }
-READING = {"Info", "GetState", "Forward", "Expect"}
+READING = {"Info", "GetState", "Forward", "Expect", "Forget"}
 
 
 @pytest.mark.parametrize("rpc", CALLS)

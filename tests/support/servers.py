@@ -201,6 +201,11 @@ class WireClient:
         """Announce calls."""
         unseal(pb.ExpectReply, self.unary("Expect", seal(pb.ExpectRequest(experts=experts))))
 
+    def forget(self, **calls: int) -> None:
+        """Say that there will be no backward of a call of each of these experts."""
+        request = pb.ForgetRequest(client_id=self.client_id, experts=calls, call_ids=calls.values())
+        unseal(pb.ForgetReply, self.unary("Forget", seal(request)))
+
     def num_updates(self) -> dict[str, int]:
         """Ask how many updates each expert has had."""
         return {expert.name: expert.num_updates for expert in self.info().experts}

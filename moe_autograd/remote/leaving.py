@@ -1,0 +1,67 @@
+"""Forwards whose graph is gone: their servers need not keep them any longer.
+
+A server keeps a forward until its backward comes, or for minutes. But some never have one: the second run under
+`torch.utils.checkpoint`, a loss that was only looked at, a graph that was retained to its end::
+
+    forward ── a node, which holds a `Node` ── ... ── the graph goes ──▶ left: (address, expert, call)
+    next pass of the connection ─────────────────────────────────────▶ "forget these", which nobody waits for
+
+Mutable state: `_left`, of which single entries are put and taken; a graph may go on any thread, and anywhere.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_autograd.remote.expert import Call
+
+CallsAt = dict[str, list[tuple[str, int]]]  # experts and call ids, by the address of their server
+
+
+class Node:
+    """Held by a node of the graph alone."""
+
+    __slots__ = ("__weakref__",)
+
+
+class LeftForwards:
+    """Those of one connection.
+
+    Args:
+        tell: sends to the server at an address which calls of which experts are over, and returns at once.
+    """
+
+    def __init__(self, tell: Callable[[str, list[tuple[str, int]]], None]) -> None:
+        self._tell = tell
+        self._left: deque[tuple[str, str, int]] = deque()
+
+    def node_of(self, calls: Sequence[Call]) -> Node:
+        """Return what the node of these calls is to hold."""
+        node = Node()
+        weakref.finalize(node, _note_left, self._left, calls).atexit = False
+        return node
+
+    def tell(self) -> None:
+        """Let servers know of the graphs that have gone since the last time."""
+        calls_at: CallsAt = {}
+        while self._left:
+            try:
+                address, expert, call_id = self._left.popleft()
+            except IndexError:  # another thread took it
+                break
+            calls_at.setdefault(address, []).append((expert, call_id))
+        for address, calls in calls_at.items():
+            self._tell(address, calls)
+
+    def __repr__(self) -> str:
+        return f"LeftForwards({len(self._left)} to tell of)"
+
+
+def _note_left(left: deque[tuple[str, str, int]], calls: Sequence[Call]) -> None:
+    left.extend((call.address, call.expert, call.call_id) for call in calls if call.is_kept)

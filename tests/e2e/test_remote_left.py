@@ -1,0 +1,92 @@
+"""Forwards whose graph is gone stay on no server: it hears of them with the client's next pass."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from experts_server import ExpertsServer
+from moe_autograd.remote import RemoteExpert, connect
+from tests.support.hosting import sgd
+from tests.support.servers import WireClient, tokens, wait_until
+
+D = 4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ExpertsServer]:
+    with ExpertsServer({"a": nn.Linear(D, D), "b": nn.Linear(D, D)}, optimizer=sgd) as server:
+        yield server
+
+
+@pytest.fixture
+def expert(server: ExpertsServer) -> Iterator[RemoteExpert]:
+    with connect(server.address) as experts:
+        yield experts["a"]
+
+
+def num_kept(server: ExpertsServer) -> int:
+    assert server._server is not None
+    return len(server._server.memory.kept)
+
+
+def checkpointed(use_reentrant: bool) -> Callable[[RemoteExpert], None]:
+    def train(expert: RemoteExpert) -> None:
+        x = torch.ones(2, D, requires_grad=True)
+        y = checkpoint(lambda x: expert(torch.relu(expert(x))), x, use_reentrant=use_reentrant)
+        y.sum().backward()
+
+    return train
+
+
+def looked_at(expert: RemoteExpert) -> None:
+    expert(torch.ones(2, D)).sum().detach()
+
+
+def retained(expert: RemoteExpert) -> None:
+    y = expert(torch.ones(2, D)).sum()
+    y.backward(retain_graph=True)
+    y.backward(retain_graph=True)
+
+
+def refused(expert: RemoteExpert) -> None:
+    y = expert(torch.ones(2, D))
+    y.register_hook(lambda grad: grad / 0)
+    with pytest.raises(RuntimeError, match="finite"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("program", [checkpointed(True), checkpointed(False), looked_at, retained, refused])
+def test_what_has_no_backward_any_more_is_forgotten(
+    server: ExpertsServer, expert: RemoteExpert, program: Callable[[RemoteExpert], None]
+) -> None:
+    for _ in range(3):
+        program(expert)
+    gc.collect()  # an error's traceback holds its graph
+    expert(torch.ones(1, D)).sum().backward()
+    wait_until(lambda: num_kept(server) == 0)
+
+
+def test_what_may_have_a_backward_is_kept(server: ExpertsServer, expert: RemoteExpert) -> None:
+    x = torch.ones(2, D, requires_grad=True)
+    y = expert(x)
+    looked_at(expert)
+    expert(torch.ones(1, D)).sum().backward()
+    wait_until(lambda: num_kept(server) == 1)
+    y.sum().backward()
+    assert num_kept(server) == 0
+    assert x.grad is not None
+
+
+def test_a_client_forgets_its_own_forwards_only(server: ExpertsServer) -> None:
+    with WireClient(server.address) as one, WireClient(server.address, client_id=b"other") as other:
+        one.forward("a", tokens(2, D), call_id=7)
+        other.forget(a=7, b=7)
+        assert num_kept(server) == 1
+        one.forget(a=7, b=7)
+        assert num_kept(server) == 0
