@@ -223,13 +223,13 @@ class Connection:
             for part, sequence in zip(wanted, sequences, strict=True):
                 request = self._backward_request(part, sequence, settled_below, keep_graph, encoding)
                 jobs.append(Job(request, part.call.address, Outcome(error=hindrance), part.call.index))
-            has_come_back = False  # Ctrl-C may end it anywhere
+            has_come_back, dropped = False, self._updates.dropped  # Ctrl-C may end it anywhere
             try:
                 self._delivery.deliver("Backward", jobs, operation, failures)
                 has_come_back = True
             finally:
                 if hindrance is None:
-                    self._updates.note_jobs(itertools.compress(jobs, gives), has_come_back)
+                    self._updates.note_backwards(itertools.compress(jobs, gives), has_come_back, dropped)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
                 part.call.is_kept = keep_graph

@@ -9,7 +9,7 @@
 A server that counts fewer backwards, or more, has been restarted in between from an older checkpoint: it changes
 nothing and says so.
 
-Mutable state: `_gathered`, under `_lock`.
+Mutable state: `_gathered`, and `_dropped`, which is replaced as a whole, under `_lock`.
 
 Threads: any number of operations at once.
 """
@@ -67,25 +67,33 @@ class Updates:
         self.turns = Turns()
         self._lock = threading.Lock()
         self._gathered: dict[str, dict[str, _Gathered]] = {}  # by expert and address
+        self._dropped: Mapping[str, object] = {}
 
     def __repr__(self) -> str:
         return f"Updates({len(self._gathered)} experts with gathered gradients)"
 
-    def note_jobs(self, jobs: Iterable[Job], has_come_back: bool) -> None:
-        """Count the backwards gathered at each server, which says if they are not; one that failed may have been."""
-        self.note_backwards(
-            (job.request.expert, job.address, has_come_back and job.outcome.error is None)
-            for job in jobs
-            if not job.outcome.wants_no_step
-        )
+    @property
+    def dropped(self) -> Mapping[str, object]:
+        """For each expert the last `ZeroGrad` that did not wait for its backwards; never changed."""
+        return self._dropped
 
-    def note_backwards(self, backwards: Iterable[tuple[str, str, bool]]) -> None:
-        """Count backwards: of which expert, at which server, and whether it is certain that they were gathered."""
+    def note_backwards(self, jobs: Iterable[Job], has_come_back: bool, dropped: Mapping[str, object]) -> None:
+        """Count the backwards gathered at each server, which says if they are not; one that failed may have been.
+
+        Args:
+            jobs: the backwards.
+            has_come_back: whether all have an outcome.
+            dropped: what was so when they began: those before a `ZeroGrad` that did not wait for them are stale.
+        """
         with self._lock:
-            for name, address, is_certain in backwards:
-                at = self._gathered.setdefault(name, {}).setdefault(address, _Gathered())
-                at.count.at_least += is_certain
+            for job in jobs:
+                if job.outcome.wants_no_step:
+                    continue
+                name = job.request.expert
+                at = self._gathered.setdefault(name, {}).setdefault(job.address, _Gathered())
+                at.count.at_least += has_come_back and job.outcome.error is None
                 at.count.at_most += 1
+                at.is_stale |= dropped.get(name) is not self._dropped.get(name)
 
     def send(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
         """Send `Step` or `ZeroGrad` to where gradients of these experts are.
@@ -135,6 +143,8 @@ class Updates:
                 failures.append(hindrance)
             if rpc == "ZeroGrad":
                 with self._lock:
+                    if hindrance is not None:
+                        self._dropped = {**self._dropped, **dict.fromkeys(names, object())}
                     for name in names:
                         for gathered in self._gathered.get(name, {}).values():
                             gathered.is_stale = True

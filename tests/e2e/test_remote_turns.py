@@ -234,3 +234,27 @@ def test_who_drops_failures_goes_on_without_what_waited_in_vain() -> None:
         connection._delivery.operations._timeout_s = START_S
         optimizer.step()
         assert (optimizer.failures, weight(experts)) == ([], pytest.approx(-LR))
+
+
+@pytest.mark.parametrize("gives_before", [True, False])
+def test_a_backward_under_way_that_a_dropped_zero_grad_did_not_wait_for_is_never_applied(
+    gives_before: bool,
+) -> None:
+    with hosting() as (modules, experts, threads):
+        optimizer = RemoteOptimizer(experts, on_failure="drop")
+        if gives_before:
+            backward(experts, "a", 1.0)
+        other = begun(threads, modules["a"], experts, "a", 10.0)
+        operations = experts.connection._delivery.operations
+        operations._timeout_s = 0.2
+        optimizer.zero_grad()
+        assert [type(failure) for failure in optimizer.failures] == [DeadlineExceededError]
+        operations._timeout_s = START_S
+        modules["a"].may_go.set()
+        other.result(START_S)
+        optimizer.step()
+        assert weight(experts) == 0
+        optimizer.zero_grad()
+        backward(experts, "a", 1.0)
+        optimizer.step()
+        assert (optimizer.failures, weight(experts)) == ([], pytest.approx(-LR))
