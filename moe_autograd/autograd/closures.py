@@ -85,7 +85,7 @@ def look_into(module: object) -> Held:
     to_visit = [module]
     for held in to_visit:  # grows
         if isinstance(held, Tensor):
-            if held.grad_fn is not None:
+            if _has_history(held):
                 found.append(held)
             continue
         for value in _held_by(held, owners):
@@ -138,14 +138,14 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
             held: Any = attributes.get(name)
             kind = type(held)
             if kind is Tensor:
-                if held.grad_fn is not None:
+                if _has_history(held):
                     found.append(held)
             elif kind in _CONTAINERS and held:
                 found += _within(held)
             elif kind is types.FunctionType:  # a `forward` of its own, too
                 around += _around_all(held)
         for held in (*parameters.values(), *buffers.values()):
-            if held is not None and held.grad_fn is not None:
+            if held is not None and _has_history(held):
                 found.append(held)
         forward = getattr(type(part), "forward", None)
         if getattr(forward, "__closure__", None):
@@ -172,6 +172,18 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
     return found
 
 
+def _has_history(tensor: Tensor) -> bool:
+    """Whether a held tensor was computed.
+
+    One that shows memory which was changed under it, as `FullyShardedDataParallel` does with its flat parameter, has a
+    history that PyTorch refuses to tell: nothing can be computed from it either.
+    """
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:
+        return False
+
+
 def _refuse_sharded(module: torch.nn.Module) -> None:
     """Raise for what `fully_shard` has wrapped: it reduces gradients in the call's backward, before they are added."""
     if hasattr(type(module), "set_reshard_after_backward") and torch.is_grad_enabled():
@@ -194,7 +206,7 @@ def _within(container: Any) -> list[Tensor]:
         for value in _first(held.values() if type(held) is dict else held):
             kind = type(value)
             if kind is Tensor:
-                if value.grad_fn is not None:
+                if _has_history(value):
                     found.append(value)
             elif kind in _CONTAINERS and len(containers) < MOST_LOOKED_AT:
                 containers.append(value)

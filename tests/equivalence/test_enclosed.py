@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
-from tests.support.comparison import assert_same_program, one_after_another
+from tests.support.comparison import MapFunction, assert_same_program, one_after_another
 from tests.support.module_programs import finish, leaves, parameters, seeded
 
 
@@ -229,3 +229,31 @@ def test_tensors_that_a_modules_functions_enclose_get_their_gradients_as_in_a_lo
         mapped_apply=functools.partial(parallel_apply, **options),
         tolerance=1e-12,
     )
+
+
+def test_modules_may_keep_parts_of_memory_that_was_changed_since() -> None:
+    """As `FullyShardedDataParallel` does; PyTorch refuses to tell the history of such a part."""
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = nn.Parameter(torch.linspace(-1, 1, 20))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight, self.bias = self.flat.split([16, 4])
+            return x @ self.weight.view(4, 4) + self.bias
+
+    def program(apply: MapFunction, is_hidden: bool) -> Any:
+        modules, xs = seeded(Split), leaves()
+        calls = [lambda x, m=m: m(x) for m in modules] if is_hidden else modules
+        said = []
+        for _ in range(3):
+            said.append(finish(apply(calls, [(x,) for x in xs]), *xs, *parameters(modules)))
+            with torch.no_grad():
+                for weight in parameters(modules):
+                    weight.mul_(0.5)
+        return said
+
+    for is_hidden in (False, True):
+        same = functools.partial(program, is_hidden=is_hidden)
+        assert_same_program(same, native_apply=one_after_another, mapped_apply=parallel_apply)
