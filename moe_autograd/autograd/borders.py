@@ -22,6 +22,11 @@ def is_python(node: object) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
+def is_compiled(node: object) -> bool:
+    """Tell whether a node is the backward of what `torch.compile` has made."""
+    return is_python(node) and hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+
+
 class Graph:
     """Who is inner, where the borders are: one walk over the graph, before anything runs."""
 

@@ -23,7 +23,8 @@ whatever does not lead to them, inside such a node too. That is what this file b
 4. A `torch.autograd.Function` written in Python always computes all its gradients, and calling it twice may
    not be harmless. So it runs in the first part only, and what it sends over its borders is kept. One that
    leaves out what the engine does not want (a parallel map does) has to ask `is_in_first_part`, too; one whose
-   weights are elsewhere, behind a tensor that stands for them, `is_wanted_later`.
+   weights are elsewhere, behind a tensor that stands for them, `is_wanted_later`. What `torch.compile` has made is
+   such a function, and refuses a pass after which the graph is still there: with it, all is computed at once.
 
 `torch.distributed.pipelining._backward` knows the idea too. It starts a pass for each group of weights that
 share a node, fires the hooks of those nodes twice, keeps the saved tensors of all nodes between them, and
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from moe_autograd.autograd.borders import Borders, Edges, Graph, is_python
+from moe_autograd.autograd.borders import Borders, Edges, Graph, is_compiled, is_python
 from moe_autograd.autograd.saved_tensors import drop_in_python, drop_saved_tensors
 from moe_autograd.autograd.split_arguments import (
     Differentiable,
@@ -100,6 +101,8 @@ def split_backward(
     output_edges = edges_of("outputs", outputs)
     graph = Graph(output_edges, edges_of("inputs", inputs), edges_of("weights", weights))
     roots = pair_roots(output_edges, grad_outputs)
+    if any(map(is_compiled, graph.inner)):
+        return _all_at_once(graph, roots)
     refuse_hooks_on_the_way(graph, inputs)
     return _first_part(graph, roots)
 
@@ -235,6 +238,13 @@ def _first_part(graph: Graph, roots: Sequence[Root]) -> tuple[Gradients, Pending
     second.add_roots(zip(behind, rest[len(known) :], strict=True))
     second.add_recalls(_Recall(node, given, graph.borders(node)) for node, given in flowed.items())
     return grads_of_inputs, PendingWeightGradients(second)
+
+
+def _all_at_once(graph: Graph, roots: Sequence[Root]) -> tuple[Gradients, PendingWeightGradients]:
+    grads = _engine_pass(roots, [*graph.inputs, *graph.weights])
+    second = _SecondPart(graph, ())
+    second.known.update(enumerate(grads[len(graph.inputs) :]))
+    return grads[: len(graph.inputs)], PendingWeightGradients(second)
 
 
 def _drop_all(nodes: Iterable[Node]) -> None:

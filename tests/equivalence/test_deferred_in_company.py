@@ -1,4 +1,4 @@
-"""Deferred weight gradients where some experts are offloaded or remote."""
+"""Deferred weight gradients where some experts are offloaded, remote or compiled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -108,3 +109,24 @@ def test_a_first_part_that_no_hosted_weight_waits_for_gathers_nothing() -> None:
     pending.run()
     experts.step()
     assert_all_close([*experts.state_dict(0).values()], before)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_compiled_experts_beside_plain_ones_get_the_gradients_of_their_weights() -> None:
+    """What a backward has compiled as one that frees its graph refuses a pass after which it would still be there."""
+    torch._dynamo.reset()
+    plain, to_compile = [two_layers() for _ in range(2)], [two_layers() for _ in range(2)]
+    theirs = copy.deepcopy([*to_compile, *plain])
+    compiled: list[nn.Module] = [torch.compile(module, backend="aot_eager") for module in to_compile]
+    for module in compiled:
+        module(torch.ones(5, 4, dtype=torch.float64, requires_grad=True)).sum().backward()
+        module.zero_grad()
+    grads = steps_of([], [*compiled, *plain], lambda: None)
+    assert_all_close(grads, steps_of_a_loop([], theirs))
+    assert_all_close(weights_of([*compiled, *plain]), weights_of(theirs))
+
+    x = torch.ones(5, 4, dtype=torch.float64, requires_grad=True)
+    weights = [*compiled[0].parameters()]
+    expected = torch.autograd.grad(theirs[0](x).sum(), [x, *theirs[0].parameters()])
+    input_grads, pending = split_backward(compiled[0](x).sum(), None, [x], weights)
+    assert_all_close([*input_grads, *pending.run()], [*expected])
