@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 
+from moe_autograd.autograd.ranks import are_spread, kinds_that_talk
+
 MOST_LOOKED_AT = 256  # objects that one callable holds
 NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
 
@@ -63,10 +65,12 @@ class Held(NamedTuple):
     Args:
         cuts: the tensors with history (Rule 3 of `module_calls`).
         owners: the modules that have buffers themselves.
+        talkers: the modules, and the weights, that run collectives (`ranks`).
     """
 
     cuts: list[Cut]
     owners: list[torch.nn.Module]
+    talkers: list[object]
 
 
 def look_into(module: object) -> Held:
@@ -77,9 +81,9 @@ def look_into(module: object) -> Held:
     program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed, and
     functions of the same file.
     """
-    owners: list[torch.nn.Module] = []
+    own = Held([], [], [])
     if isinstance(module, torch.nn.Module):
-        return Held(_cuts(_held_by_module(module, owners)), owners)
+        return own._replace(cuts=_cuts(_held_by_module(module, own)))
     found: list[Tensor] = []
     seen = {id(module)}
     to_visit = [module]
@@ -87,12 +91,14 @@ def look_into(module: object) -> Held:
         if isinstance(held, Tensor):
             if _has_history(held):
                 found.append(held)
+            if are_spread([held]):
+                own.talkers.append(held)
             continue
-        for value in _held_by(held, owners):
+        for value in _held_by(held, own):
             if not isinstance(value, _HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:
                 seen.add(id(value))
                 to_visit.append(value)
-    return Held(_cuts(found), owners)
+    return own._replace(cuts=_cuts(found))
 
 
 def _cuts(found: Iterable[Tensor]) -> list[Cut]:
@@ -101,9 +107,9 @@ def _cuts(found: Iterable[Tensor]) -> list[Cut]:
     return list({(edge.node, edge.output_nr): (edge, tensor) for edge, tensor in cuts}.values())
 
 
-def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:
+def _held_by(value: object, of_all: Held) -> Iterable[object]:
     if isinstance(value, torch.nn.Module):
-        return _held_by_module(value, owners)
+        return _held_by_module(value, of_all)
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, contextvars.ContextVar):
@@ -121,8 +127,8 @@ def _held_by(value: object, owners: list[torch.nn.Module]) -> Iterable[object]:
     return (*attributes.values(), *slots) if isinstance(attributes, dict) else slots
 
 
-def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> list[Tensor]:
-    """Return the tensors with history that a module holds, and add its parts that have buffers to `owners`.
+def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
+    """Return the tensors with history that a module holds, and add its parts that matter to those `of_all`.
 
     Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or around
     `forward`: in its closure, or in globals that it names. Every call of a module asks, so this reads the dictionaries
@@ -130,6 +136,7 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
     """
     found: list[Tensor] = []
     parts, around = [module], list[Any]()
+    talking = kinds_that_talk()
     for part in parts:  # grows
         attributes = part.__dict__
         own = attributes if "_modules" in attributes else _of_script(part)
@@ -157,7 +164,8 @@ def _held_by_module(module: torch.nn.Module, owners: list[torch.nn.Module]) -> l
             parts += [held for held in around if isinstance(held, torch.nn.Module) and held not in parts]
             around.clear()
         if buffers or NOT_MADE_YET in attributes:
-            owners.append(part)
+            of_all.owners.append(part)
+        of_all.talkers.extend([held for held in (part, *parameters.values()) if isinstance(held, talking)])
         if attributes.get("_forward_pre_hooks"):
             _refuse_sharded(part)
         if hasattr(type(part), "stands_for"):  # an offloaded expert

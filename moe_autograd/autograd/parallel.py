@@ -40,6 +40,7 @@ from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
+from moe_autograd.autograd.ranks import are_spread
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.statistics import Turns
@@ -124,6 +125,8 @@ def _map(
 
     if not args_per_call:
         return ()
+    if are_spread(a for args in args_per_call for a in args if isinstance(a, Tensor)):
+        max_concurrency = 1
     if getattr(func.apply, "__func__", None) is not _APPLY:  # it does something of its own around the forward
         return tuple(
             _apply(
@@ -231,7 +234,8 @@ def parallel_apply(
         a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
         the forward (`statistics`). Modules that would rather be called together have a `call_group` (`grouping`): all
         modules of one group are one call. Forward-mode differentiation that calls start themselves (`torch.func.jvp`,
-        `jacfwd`, `hessian`) is of the whole process in PyTorch, and wrong side by side: `max_concurrency=1`.
+        `jacfwd`, `hessian`) is of the whole process in PyTorch, and wrong side by side: `max_concurrency=1`. Calls
+        that talk with other ranks, such as those with `DTensor`s, are made one after the other (`ranks`).
 
     Example:
         >>> import torch
@@ -289,6 +293,8 @@ def _apply(
             for unit, call in zip(together, called, strict=True)
         ]
     held = [_held_by_group(unit, modules) if unit.is_group else look_into(unit.call) for unit in together]
+    if any(own.talkers for own in held) or are_spread(_tensors_in(args, kwargs)):
+        max_concurrency, defer_weight_grads = 1, False
     turns = Turns([own.owners for own in held], [unit.name for unit in together])
     defers = defer_weight_grads and how is None and may_defer()
     with contextlib.nullcontext() if max_concurrency == 1 else turns:
@@ -314,7 +320,7 @@ _apply_uncompiled = torch._disable_dynamo(_apply)
 def _held_by_group(unit: Unit, modules: Sequence[Any]) -> Held:
     """Return the modules with buffers that a group calls here; what else it holds is its own business."""
     members = [modules[i] for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
-    return Held([], [owner for member in members for owner in look_into(member).owners])
+    return Held([], [owner for member in members for owner in look_into(member).owners], [])
 
 
 def _is_observed() -> bool:

@@ -1,0 +1,30 @@
+"""Calls that talk with other ranks of a distributed program: they take turns.
+
+Collectives of one group meet in the order in which each rank comes to them. Calls side by side come to theirs in any
+order, another one on each rank: at best sizes differ and all is over, at worst they agree and sums are of the wrong
+numbers. So a map with a call that is known to talk makes its calls one after the other, forwards and backwards, in the
+order of their index. Known are weights and inputs that are `DTensor`s (tensor parallelism), modules that
+`FullyShardedDataParallel` has wrapped, and `SyncBatchNorm`. Whoever calls collectives by other means has to say so, by
+`max_concurrency=1`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def are_spread(values: Iterable[Any]) -> bool:
+    """Whether one of `values` is of a kind that talks."""
+    kinds = kinds_that_talk()
+    return len(kinds) > 1 and any(isinstance(value, kinds) for value in values)
+
+
+def kinds_that_talk() -> tuple[type, ...]:
+    """Return the classes of modules and tensors that run collectives, as far as somebody has imported them."""
+    named = [("torch.distributed.tensor", "DTensor"), ("torch.distributed.fsdp", "FullyShardedDataParallel")]
+    loaded = [getattr(sys.modules.get(module), name, None) for module, name in named]
+    return (nn.SyncBatchNorm, *[kind for kind in loaded if kind is not None])

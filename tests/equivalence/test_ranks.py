@@ -1,0 +1,127 @@
+"""Layers spread over two processes, real ones: what they compute and learn is what a plain loop there does."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
+from moe_autograd.autograd import in_turn
+from tests.support.comparison import MapFunction, one_after_another
+from tests.support.plain_layer import plain_loop
+
+WIDTH, NUM_RANKS, NUM_STEPS = 8, 2, 2
+CPU = torch.device("cpu")
+OPTIONS: list[dict[str, Any]] = [{}, {"recompute": True}, {"defer_weight_grads": True}]
+
+
+class PlainLoop(MixtureOfExperts):
+    def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor:
+        return plain_loop(self, x)
+
+
+class Model(nn.Module):
+    """A mixture of experts and a map of calls of one size between two linear layers."""
+
+    def __init__(self, apply: MapFunction, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        make = lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))  # noqa: E731
+        self.apply_to = apply
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        kind = PlainLoop if apply is one_after_another else MixtureOfExperts
+        self.layer = kind(TopKRouter(WIDTH, 4, 2), [make() for _ in range(4)], **options)
+        self.experts = nn.ModuleList([make() for _ in range(4)])
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.layer(x)
+        outputs = self.apply_to(list(self.experts), [(x * i,) for i in range(4)])
+        return self.last(torch.stack(outputs).sum(0))
+
+
+def in_flat_parameters(model: Model, *, use_orig_params: bool, wraps_experts: bool = False) -> nn.Module:
+    wrap = functools.partial(FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=CPU)
+    for experts in (model.layer.experts, model.experts) if wraps_experts else ():
+        for i, expert in enumerate(experts):
+            experts[i] = wrap(expert)
+    model.layer = wrap(model.layer)
+    return wrap(model)
+
+
+def fully_sharded(model: Model, mesh: Any) -> nn.Module:
+    fully_shard(model.layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: Model, mesh: Any) -> nn.Module:
+    for expert in (*model.layer.experts, *model.experts):
+        parallelize_module(expert, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else None if tensor is None else tensor.clone()
+
+
+def learned(model: nn.Module, seed: int) -> list[Tensor | None]:
+    """Train for some steps of two micro-batches each; return losses, gradients and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    said: list[Tensor | None] = []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            x = torch.randn(24, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+            loss = model(x).square().mean()
+            loss.backward()
+            said += [loss.detach(), x.grad]
+        said += [whole(p.grad) for p in model.parameters()]
+        optimizer.step()
+    return said + [whole(p.detach()) for p in model.parameters()]
+
+
+def train_one_rank(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")  # torch has some to say about a CPU
+    in_turn.MOST_SMALL = -1
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=200),
+    )
+    mesh = dist.init_device_mesh("cpu", (NUM_RANKS,))
+    ways: list[tuple[Callable[[Model], nn.Module], int]] = [
+        (functools.partial(in_flat_parameters, use_orig_params=True), rank),
+        (functools.partial(in_flat_parameters, use_orig_params=False), rank),
+        (functools.partial(in_flat_parameters, use_orig_params=False, wraps_experts=True), rank),
+        (functools.partial(fully_sharded, mesh=mesh), rank),
+        (functools.partial(tensor_parallel, mesh=mesh), 0),  # all ranks have the same tokens
+    ]
+    for spread, seed in ways:
+        natively = learned(spread(Model(one_after_another)), seed)
+        for options in OPTIONS:
+            ours = learned(spread(Model(functools.partial(parallel_apply, **options), **options)), seed)
+            torch.testing.assert_close(
+                ours, natively, msg=lambda text, where=(spread, options): f"{where}: {text}"
+            )
+    dist.destroy_process_group()
+
+
+def test_layers_spread_over_two_ranks_learn_as_plain_loops_there(tmp_path: Path) -> None:
+    """Also where each call talks with the other rank: then they take turns, for they have to talk in one order."""
+    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
