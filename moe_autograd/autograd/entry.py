@@ -242,7 +242,7 @@ class WrappedHook:
 
 def of_several(hook: Any) -> bool:
     """Whether a hook is one of those that `register_multi_grad_hook` puts on several tensors."""
-    return getattr(_innermost(hook), "__module__", None) == register_multi_grad_hook.__module__
+    return getattr(_innermost(hook), "__globals__", None) is register_multi_grad_hook.__globals__
 
 
 def _innermost(hook: Any) -> Any:

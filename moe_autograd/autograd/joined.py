@@ -12,7 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import Wanted
-from moe_autograd.autograd.result_hooks import Hooks
+from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import run_calls
 
 Tensors: TypeAlias = Sequence[Tensor | None]  # mostly gradients; `None` where none flows
@@ -151,12 +151,12 @@ class Joined:
         run_calls(run, names, self.max_concurrency, f"{self.title}, backward")
         return [grad for own in grads for grad in own]
 
-    def hook_within(self, place: int, hooks: Hooks) -> None:
-        """Let the hooks of a result, the first of which is registered now, see what comes to it within its call.
+    def see_within(self, place: int, see: See) -> None:
+        """Let something see what comes to a result within its call.
 
         Args:
             place: of the result among those of all calls.
-            hooks: for now empty.
+            see: makes it, given the number of the result among the outputs of a node.
         """
 
     def hand_out(self, grads: list[Tensor | None]) -> Tensors:

@@ -31,7 +31,7 @@ from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
-from moe_autograd.autograd.result_hooks import Hooks
+from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
@@ -70,11 +70,11 @@ class JoinedModules(Joined):
             for call, own in zip(self.calls, split(nodes, counts), strict=True):
                 call.histories = own
 
-    def hook_within(self, place: int, hooks: Hooks) -> None:
+    def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""
         for call, count in zip(self.calls, self.num_results, strict=True):
             if 0 <= place < count:
-                call.hook_within(place, hooks)
+                call.see_within(place, see)
             place -= count
 
     def backward(

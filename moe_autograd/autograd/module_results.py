@@ -7,6 +7,7 @@ changed get their history.
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
-from moe_autograd.autograd.result_hooks import Hooks, HooksWithin, RetainWithin, Within, begun_with
+from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -230,14 +231,15 @@ class CallResults:
             return values
         return values[0] if self._spec is None else tree_unflatten(values, self._spec)
 
-    def hook_within(self, place: int, hooks: Hooks) -> None:
-        """Let the hooks of a result see what comes to it within the call (`result_hooks`)."""
+    def see_within(self, place: int, see: See) -> None:
+        """Let something see what comes to a result within the call (`result_hooks`)."""
         if place < len(self._edges):  # else its graph is gone
-            self._see_within(place, HooksWithin(hooks, self._edges[place].output_nr))
-
-    def _see_within(self, place: int, within: Within) -> None:
-        self._edges[place].node.register_prehook(within)
-        self._within = [*self._within, (place, within)]
+            node, output_nr = self._edges[place][:2]
+            within = see(output_nr)
+            node.register_prehook(within)
+            self._within = [*self._within, (place, within)]
+            if (joined := joined_by(node)) is not None:  # it is a result of a map within
+                joined.see_within(output_nr, see)
 
     def is_seen_within(self) -> bool:
         """Whether hooks or `.grad`s of its results are to see what comes to these within it."""
@@ -245,7 +247,7 @@ class CallResults:
             result = reference()
             if result is not None and result.retains_grad and place not in self._retaining:
                 self._retaining = self._retaining | {place}
-                self._see_within(place, RetainWithin(reference, self._edges[place].output_nr))
+                self.see_within(place, functools.partial(RetainWithin, reference))
         return bool(self._within)
 
     def begun_with(self, seeds: Sequence[Tensor | None]) -> AbstractContextManager[object]:

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.autograd.function import Function
 
 from moe_autograd.autograd.entry import WrappedHook, of_several, waited_for
+
+_TYING: set[type] = set()  # the kinds of nodes that tie the results of calls
 
 
 def skip_missing_gradients(func: type[Function]) -> type[Function]:
@@ -35,10 +38,16 @@ def skip_missing_gradients(func: type[Function]) -> type[Function]:
     ) -> None:  # `Tensor.register_hook` calls it for its first hook
         result._backward_hooks = hooks = Hooks()
         register(node, result)
-        node.joined.hook_within(result.output_nr, hooks)
+        node.joined.see_within(result.output_nr, functools.partial(HooksWithin, weakref.ref(hooks)))
 
     node_class._register_hook_dict = register_skipping
+    _TYING.add(node_class)
     return func
+
+
+def joined_by(node: Any) -> Any:
+    """Return the calls whose results a node ties, if it is one of ours."""
+    return node.joined if type(node) in _TYING else None
 
 
 class _Skipping(WrappedHook):
@@ -87,12 +96,15 @@ class Within:
         raise NotImplementedError
 
 
+See: TypeAlias = Callable[[int], Within]
+
+
 class HooksWithin(Within):
     """The hooks of a result."""
 
-    def __init__(self, hooks: Hooks, output_nr: int) -> None:
+    def __init__(self, hooks: weakref.ref[Hooks], output_nr: int) -> None:
         super().__init__(output_nr)
-        self._hooks = weakref.ref(hooks)  # they may lead to the result, and so back to here
+        self._hooks = hooks  # they may lead to the result, and so back to here
 
     def see(self, part: Tensor) -> Tensor:
         """Call them."""

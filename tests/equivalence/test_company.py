@@ -67,6 +67,16 @@ def test_checkpoint_around_a_mapped_function_gives_the_same_gradients(use_reentr
     assert_same_program(program)
 
 
+def test_a_checkpoint_of_the_older_kind_inside_a_call_says_what_to_pass() -> None:
+    """It differentiates everything behind it, and so PyTorch refuses to run it where gradients are asked for."""
+    modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+    calls = [lambda x, m=m: checkpoint(m, x, use_reentrant=True) for m in modules]
+    loss = loss_of(parallel_apply(calls, [(x,) for x in xs]))
+    with pytest.raises(RuntimeError, match="set use_reentrant=False") as raised:
+        loss.backward()
+    assert "parallel_apply, backward: raised by call 0" in raised.value.__notes__[0]
+
+
 def test_a_sequence_of_checkpointed_maps_gives_the_same_gradients() -> None:
     def program(apply: MapFunction) -> Any:
         modules, (x,) = seeded(lambda: nn.Linear(4, 4)), leaves(1)

@@ -48,6 +48,20 @@ class Splits(Saves):
         return two, (one * two).sum(), one
 
 
+class HoldsAMap(nn.Module):
+    """Its first result is one of a map within, where another was computed from it."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(AddsALoss(num_inputs, num_outputs) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        returned = self.apply_to_all([*self.parts], [(x,), (x * 2,)])
+        return returned[0][0], sum(loss for _, loss in returned)
+
+    apply_to_all: Any
+
+
 def log_hook(result: Tensor, log: list[Tensor]) -> None:
     result.register_hook(lambda grad: log.append(grad.detach().clone()))
 
@@ -77,17 +91,17 @@ def twice(loss: Tensor, wanted: list[Tensor]) -> None:
 
 
 def second_order(loss: Tensor, wanted: list[Tensor]) -> None:
-    grads = torch.autograd.grad(loss, wanted, create_graph=True)
-    torch.stack([grad.sin().sum() for grad in grads]).sum().backward()
+    grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+    torch.stack([grad.sin().sum() for grad in grads if grad is not None]).sum().backward()
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
 @pytest.mark.parametrize("differentiate", [once, twice, second_order])
 @pytest.mark.parametrize("watch", [log_hook, scale_hook, retain, retain_what_is_scaled])
 @pytest.mark.parametrize("used", [slice(1), slice(1, 2), slice(3)], ids=["first", "second", "all"])
-@pytest.mark.parametrize("kind", [Saves, AddsALoss, Splits])
+@pytest.mark.parametrize("kind", [Saves, AddsALoss, Splits, HoldsAMap])
 def test_gradients_of_a_results_hooks_are_those_of_a_loop(
-    kind: type[nn.Linear],
+    kind: Callable[[int, int], nn.Module],
     used: slice,
     watch: Callable[[Tensor, list[Tensor]], None],
     differentiate: Callable[[Tensor, list[Tensor]], None],
@@ -95,6 +109,8 @@ def test_gradients_of_a_results_hooks_are_those_of_a_loop(
 ) -> None:
     def program(apply: MapFunction) -> Any:
         modules, xs = seeded(lambda: kind(4, 4)), leaves()
+        for module in modules:
+            module.apply_to_all = apply
         returned = [[*tensors_in(own)] for own in apply(modules, [(x * 2,) for x in xs])]
         logs: list[list[Tensor]] = [[] for _ in xs]
         for (first, *_), log in zip(returned, logs, strict=True):
@@ -127,6 +143,19 @@ def test_a_hook_sees_once_and_whole_what_comes_to_its_result_through_other_resul
         return sorted(log), [log[i] for i in sorted(log)]
 
     assert len(assert_same_modules_program(program)[0]) == 4
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_on_several_results_of_a_call_runs_once(mode: Any) -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs, log = seeded(lambda: AddsALoss(4, 4)), leaves(), list[Any]()
+        returned = apply(modules, [(x,) for x in xs])
+        for results in returned:
+            torch.autograd.graph.register_multi_grad_hook(results, lambda _: log.append(True), mode=mode)
+        torch.stack([loss for _, loss in returned]).sum().backward()
+        return log
+
+    assert len(assert_same_modules_program(program)) == 4
 
 
 def test_hooks_on_inputs_that_other_calls_returned_count_in_second_derivatives() -> None:
