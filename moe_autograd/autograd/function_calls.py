@@ -89,6 +89,8 @@ class FunctionCall:
             self._take_several(returned if isinstance(returned, tuple) else (returned,))
         if True not in ctx.needs_input_grad:  # it has no backward (the join's Rule 4), and so saves nothing
             ctx.to_save, ctx.non_differentiable = (), self.results
+        if ctx.non_differentiable:
+            self._part_from_inputs()
         if forward_ad._current_level >= 0:
             refuse_tangents(self.results)
 
@@ -98,6 +100,18 @@ class FunctionCall:
         self._num_results = len(returned)
         self._tensor_results = [i for i, r in enumerate(returned) if isinstance(r, Tensor)]
         self.results = tuple([returned[i] for i in self._tensor_results])
+
+    def _part_from_inputs(self) -> None:
+        """Let no input come out as a result that is marked: others may take it, and gradients flow through theirs."""
+        ctx, results = self._ctx, list(self.results)
+        taken = {id(tensor) for tensor in self.inputs} - {id(tensor) for tensor in ctx.dirty_tensors}
+        marked = taken.intersection(map(id, ctx.non_differentiable))
+        places = [i for i, result in enumerate(results) if id(result) in marked]
+        for i in places:
+            results[i] = _parted(results[i])
+        others = [tensor for tensor in ctx.non_differentiable if id(tensor) not in marked]
+        ctx.non_differentiable = (*others, *[results[i] for i in places])
+        self.results = tuple(results)
 
     def _set_view_aside(self, returned: Any) -> Any:
         """Let the join tie a copy of a view that was changed in place and is the call's only result.
@@ -226,6 +240,11 @@ class JoinedFunctions(Joined):
             start += count
         with ended(wanted):
             return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+
+
+def _parted(tensor: Tensor) -> Tensor:
+    """Return another tensor of the same memory, as PyTorch does with an input that comes out as a result."""
+    return tensor.detach() if tensor.requires_grad else tensor.view_as(tensor)
 
 
 def _wanted(nodes: Sequence[Node | None]) -> Sequence[bool]:

@@ -50,6 +50,30 @@ def a_default_argument_that_requires_a_gradient(apply: MapFunction) -> Any:
     return scale.grad, [x.grad for x in xs]
 
 
+class ReturnsBoth(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, is_marked: bool) -> tuple[Tensor, Tensor]:
+        if is_marked:
+            ctx.mark_non_differentiable(y)
+        return x, y
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad_x + 2 * grad_y, grad_y, None
+
+
+@program
+def one_input_that_calls_return_with_a_gradient_and_without(apply: MapFunction) -> Any:
+    """One call made it a result without a gradient for all."""
+    (*xs, shared), (constant, *_) = leaves(3), leaves(2)
+    results = []
+    for y in (shared, shared * 1, constant.detach()):
+        results += apply(ReturnsBoth, (y.detach(), y.detach(), False), (xs[0], y, False), (xs[1], y, True))
+        results += apply(ReturnsBoth, (xs[0], y, True), (xs[1], y, False))
+    loss_of(results).backward()
+    return results, [x.grad for x in [*xs, shared]]
+
+
 @program
 def slices_of_one_tensor_changed_in_place(apply: MapFunction) -> Any:
     (x,) = leaves(1, 6)
