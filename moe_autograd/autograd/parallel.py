@@ -319,7 +319,7 @@ _apply_uncompiled = torch._disable_dynamo(_apply)
 
 def _held_by_group(unit: Unit, modules: Sequence[Any]) -> Held:
     """Return the modules with buffers that a group calls here; what else it holds is its own business."""
-    members = [modules[i] for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
+    members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
     return Held([], [owner for member in members for owner in look_into(member).owners], [])
 
 

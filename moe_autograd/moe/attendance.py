@@ -1,7 +1,8 @@
 """Call experts of which some may fail: who answers, who fails, and who is not waited for any longer.
 
 An expert on a server is called through its group, which notes failures by itself (`grouping.Attendance`). One that
-runs here is called by a `_LocalCall`; it can be kept from beginning, but not be cancelled once it runs.
+runs here is called by a `_LocalCall`; it can be kept from beginning, but not be cancelled once it runs. Offloaded ones
+have a group that leaves out nobody: they have answered when it returns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_autograd.autograd.grouping import CallFailure, LenientCallGroup, group_of
+from moe_autograd.autograd.grouping import CallFailure, CallGroup, LenientCallGroup, group_of
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.errors import StragglerError
@@ -58,16 +59,19 @@ class Attendance:
         """Call each expert with its tokens; return its output, or anything where it was lost."""
         self._start_wait("forward", range(len(self._experts)))
         how = as_recompute(recompute)
-        groups: dict[int, _Group] = {}
+        groups: dict[int, _Group | _StrictGroup] = {}
         calls: list[Callable[..., Any]] = []
         for position, expert in enumerate(self._experts):
             group = group_of(expert)
-            if _is_lenient(expert):
-                calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), expert, position))
-            elif group is None:
+            if group is None:
                 calls.append(_LocalCall(self, expert, position, how))
+            elif _is_lenient(expert):
+                calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), expert, position))
             else:
-                calls.append(expert if how is None else recomputed_in_group(expert, how))
+                called = expert if how is None else recomputed_in_group(expert, how)
+                calls.append(
+                    _Member(groups.setdefault(id(group), _StrictGroup(group, self)), called, position)
+                )
         return parallel_apply(
             calls,
             [(tokens,) for tokens in slices],
@@ -178,13 +182,33 @@ class _Group:
         return self._group.call_together(experts, inputs, kwargs, failures=own)
 
 
-@dataclass(frozen=True)
+class _StrictGroup:
+    """The group of some experts that are never left out, in one pass: it notes when they have answered."""
+
+    def __init__(self, group: CallGroup, attendance: Attendance) -> None:
+        self._group = group
+        self._attendance = attendance
+
+    def call_together(
+        self, modules: Sequence[_Member], inputs: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    ) -> Sequence[Any]:
+        returned = self._group.call_together([member.expert for member in modules], inputs, kwargs)
+        for member in modules:
+            self._attendance.wait_in("forward").settle(member.position, is_answered=True)
+        return returned
+
+
 class _Member:
     """An expert of such a group; only its group calls it."""
 
-    call_group: _Group
-    expert: nn.Module
-    position: int
+    def __init__(self, call_group: _Group | _StrictGroup, expert: nn.Module, position: int) -> None:
+        self.call_group, self.expert, self.position = call_group, expert, position
+        self.__qualname__ = type(expert).__qualname__  # what errors call it
+
+    @property
+    def stands_for(self) -> Any:
+        """The module of an offloaded expert; see there."""
+        return getattr(self.expert, "stands_for", None)
 
     def __call__(self, *tokens: Tensor) -> Any:
         return self.call_group.call_together([self], [tokens], [{}])[0]

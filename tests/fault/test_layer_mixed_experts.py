@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.config import MemoryConfig, ServingConfig
+from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExpert, RemoteOptimizer, connect
@@ -145,3 +146,10 @@ def test_it_is_the_plain_loop_over_the_survivors(
     assert {failure.expert_index for failure in routing.failures if failure.phase == "backward"} <= lost[
         "backward"
     ]
+
+
+def test_an_error_that_is_raised_all_the_same_names_the_kind_of_expert(experts: list[RemoteExpert]) -> None:
+    layer = MixtureOfExperts(TopKRouter(D_MODEL, 1, top_k=1), experts[:1], on_failure="drop")
+    with pytest.raises(InvalidCallError) as raised:
+        layer(torch.randn(2, D_MODEL))
+    assert "raised by call 0 (RemoteExpert) of 1" in str(raised.value.__notes__)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
@@ -101,6 +102,30 @@ def test_a_straggler_is_a_failure_with_a_reason(hosted, phase):
     assert failure.reason.endswith(
         "given up 0.05 s after every token had what it needs (min_experts=1, timeout_after_min_s=0.05)"
     )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_straggler_is_given_up_beside_an_offloaded_expert_that_has_answered(hosted, recompute):
+    hosted.modules[0].held_in = "forward"
+    offloaded = OffloadedExperts(
+        [nn.Linear(D_MODEL, D_MODEL).double()],
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        max_resident_bytes=1 << 20,
+    )
+    with offloaded:
+        layer = MixtureOfExperts(
+            TopKRouter(D_MODEL, 2, top_k=2).double(),
+            [hosted.experts["ffn.0"], offloaded[0]],
+            on_failure="drop",
+            timeout_after_min_s=0.05,
+            recompute=recompute,
+        )
+        x = torch.randn(3, D_MODEL, dtype=torch.float64, requires_grad=True)
+        y, routing = layer(x, return_routing=True)
+        (failure,) = routing.failures
+        assert (failure.expert, failure.reason[:16]) == ("ffn.0", "StragglerError: ")
+        torch.testing.assert_close(y, offloaded[0](x))
+        y.sum().backward()
 
 
 def test_an_expert_that_some_token_needs_is_waited_for(hosted):
