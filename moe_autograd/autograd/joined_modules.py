@@ -110,7 +110,9 @@ class JoinedModules(Joined):
             for i, turn in self.turns.of(reached).items():
                 self.calls[i].turn = turn
         if not torch.is_grad_enabled():
-            with retained_grads_untouched(inputs), ended(wanted):
+            results = set().union(*[call.before for call in self.calls])  # inputs that were changed in place
+            ends = [tensor for tensor in inputs if id(tensor) not in results]
+            with retained_grads_untouched(ends), ended(wanted):
                 return super().backward(saved_of, grad_outputs, wanted, keep_graph)
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)

@@ -94,7 +94,7 @@ class ModuleCall(CallResults):
         Node | None
     ] = ()  # where the gradients of its cuts go, in a backward that makes a graph
     _pending: PendingWeightGradients | None = None  # of its leaves
-    _before: Mapping[int, Tensor] = types.MappingProxyType({})  # by the `id` of an input that it changed
+    before: Mapping[int, Tensor] = types.MappingProxyType({})  # by the `id` of an input that it changed
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class ModuleCall(CallResults):
 
     def keep_histories(self) -> None:
         """Keep the histories of inputs that it changed in place, which are about to get another (Rule 6)."""
-        self._before = {id(t): past(t) for t in self.touched if t.requires_grad}
+        self.before = {id(t): past(t) for t in self.touched if t.requires_grad}
 
     def cuts_with_histories(self, name: str) -> list[Cut]:
         """Return where its graph ends, each with a tensor that has the history of then.
@@ -265,13 +265,13 @@ class ModuleCall(CallResults):
         histories, self.histories = self.histories, ()
         for (_, tensor), node in zip(self.cuts, histories, strict=False):
             is_other = node is not None and tensor.grad_fn is not None and tensor.grad_fn is not node
-            if is_other and id(tensor) not in self._before:
+            if is_other and id(tensor) not in self.before:
                 raise RuntimeError(
                     "parallel_apply: expected inputs as they were in the forward, for a backward with "
                     f"create_graph=True, got a tensor of shape {tuple(tensor.shape)} that was changed in place since "
                     f"({name}). Give the call a clone of it."
                 )
-        return [(edge, self._before.get(id(tensor), tensor)) for edge, tensor in self.cuts]
+        return [(edge, self.before.get(id(tensor), tensor)) for edge, tensor in self.cuts]
 
     def take_pending(self) -> PendingWeightGradients | None:
         """Return what is left of its backward, if anything."""

@@ -62,6 +62,13 @@ class HoldsAMap(nn.Module):
     apply_to_all: Any
 
 
+class ChangesInPlace(Saves):
+    """Its first result is its input, changed."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.mul_(2), super().forward(x)
+
+
 def log_hook(result: Tensor, log: list[Tensor]) -> None:
     result.register_hook(lambda grad: log.append(grad.detach().clone()))
 
@@ -95,12 +102,7 @@ def second_order(loss: Tensor, wanted: list[Tensor]) -> None:
     torch.stack([grad.sin().sum() for grad in grads if grad is not None]).sum().backward()
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
-@pytest.mark.parametrize("differentiate", [once, twice, second_order])
-@pytest.mark.parametrize("watch", [log_hook, scale_hook, retain, retain_what_is_scaled])
-@pytest.mark.parametrize("used", [slice(1), slice(1, 2), slice(3)], ids=["first", "second", "all"])
-@pytest.mark.parametrize("kind", [Saves, AddsALoss, Splits, HoldsAMap])
-def test_gradients_of_a_results_hooks_are_those_of_a_loop(
+def check(
     kind: Callable[[int, int], nn.Module],
     used: slice,
     watch: Callable[[Tensor, list[Tensor]], None],
@@ -129,6 +131,30 @@ def test_gradients_of_a_results_hooks_are_those_of_a_loop(
 
 def _sum(log: list[Tensor]) -> Tensor | None:
     return torch.stack(log).sum(0) if log else None
+
+
+WATCHES = [log_hook, scale_hook, retain, retain_what_is_scaled]
+USED = {"first": slice(1), "second": slice(1, 2), "all": slice(3)}
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("differentiate", [once, twice, second_order])
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("used", USED)
+@pytest.mark.parametrize("kind", [Saves, AddsALoss, Splits, HoldsAMap])
+def test_gradients_of_a_results_hooks_are_those_of_a_loop(
+    kind: Any, used: str, watch: Any, differentiate: Any, options: dict[str, Any]
+) -> None:
+    check(kind, USED[used], watch, differentiate, options)
+
+
+@pytest.mark.parametrize("differentiate", [once, twice, second_order])
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("used", USED)
+def test_gradients_of_hooks_on_a_changed_input_are_those_of_a_loop(
+    used: str, watch: Any, differentiate: Any
+) -> None:
+    check(ChangesInPlace, USED[used], watch, differentiate, {})
 
 
 def test_a_hook_sees_once_and_whole_what_comes_to_its_result_through_other_results_alone() -> None:
