@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx
 
+from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes
+
 Options = tuple[torch.Size, torch.dtype, torch.device]
 
 _NO_SETUP_CONTEXT = Function.setup_context
@@ -63,6 +65,7 @@ class EmulatedAutogradContext(FunctionCtx):
     dirty_tensors: tuple[Tensor, ...] = ()
     non_differentiable: tuple[Tensor, ...] = ()
     materialize_grads: bool = True
+    output_grad_dtypes: tuple[torch.dtype | None, ...] | None = None
 
     # What the library keeps here has a prefix, since other names belong to the function. What was saved has one entry
     # for each backward that runs, put and taken by one operation each: several threads may use a graph at once.
@@ -94,6 +97,11 @@ class EmulatedAutogradContext(FunctionCtx):
                 raise RuntimeError(_ACCESSED_TWICE)
             saved[:] = [_CLEARED]
         return tensors
+
+    @property
+    def _input_grad_buffers(self) -> tuple[None, ...]:
+        """What `input_grad_buffers` returns: none to add to, as calls run side by side."""
+        return (None,) * len(self.needs_input_grad)
 
 
 def arguments_of(func: type[Function], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -275,6 +283,7 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
         ctx._emulated_result_options = [
             (r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results
         ]
+        declared_grad_dtypes(ctx, results)
         ctx._emulated_kept = tuple(map(_kept, ctx.to_save))
         ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
         detached = tuple(map(_detached, results))
@@ -312,7 +321,7 @@ def run_isolated_backward(
     with torch.no_grad():
         if ctx.materialize_grads:
             grad_outputs = tuple(materialize(grad_outputs, ctx._emulated_result_options))
-        grads = call_backward(func, ctx, grad_outputs)
+        grads = call_backward(func, ctx, as_declared(ctx, grad_outputs))
         return tuple(
             grad if grad is None or shape is None else grad.sum_to_size(shape)
             for grad, shape in zip(grads, ctx._emulated_argument_shapes, strict=True)

@@ -27,6 +27,7 @@ from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_ho
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from moe_autograd._random import running
+from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
 
 Hook = Callable[[Tensor], Tensor | None]
 Flat = tuple[
@@ -38,7 +39,8 @@ class _Entry(Function):
     """Rule 1. The anchor is a leaf that makes the alias part of a graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, grad_dtypes: GradDtypes) -> Tensor:
+        declare(ctx, grad_dtypes)
         return tensor.detach()  # as it is, it would be a view of itself
 
     @staticmethod
@@ -58,6 +60,7 @@ class _Past(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        declare(ctx, to_declare([tensor]))
         if tensor.layout is not torch.strided:
             return tensor.detach()
         return tensor.new_empty(()).expand(tensor.shape)
@@ -114,6 +117,8 @@ class Entrance:
             return
         anchor, entrance = torch.empty(0, requires_grad=True, device="cpu"), object()
         for key, tensor in tensors.items():
+            if differs(tensor) and not MAY_DECLARE:
+                continue  # it is a leaf, where a call's graph may end as well
             hooks = _AliasHooks(tensor, entrance)
             self._hooks.append(hooks)
             self.aliases[key] = _alias(tensor, anchor, hooks)
@@ -293,7 +298,7 @@ def _alias(tensor: Tensor, anchor: Tensor, hooks: _AliasHooks) -> Tensor:
     # Detached: were the entry to lead on to the callers' graph, an inner backward could run on into it and reach a
     # parameter that serves there, too.
     with torch.enable_grad():
-        alias: Tensor = _Entry.apply(anchor, tensor.detach())  # type: ignore[no-untyped-call]
+        alias: Tensor = _Entry.apply(anchor, tensor.detach(), to_declare([tensor]))  # type: ignore[no-untyped-call]
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # else attributes make the tensor
         alias.__dict__ = hooks.attributes()
     entry: Any = alias.grad_fn

@@ -28,7 +28,14 @@ from moe_autograd.autograd.accumulating import (
     is_worth_adding,
     may_add_at_once,
 )
-from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
+from moe_autograd.autograd.emulated import (
+    arguments_of,
+    call_backward,
+    call_forward,
+    materialize,
+    options_of,
+)
+from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declared_grad_dtypes
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part
 
@@ -39,6 +46,16 @@ _SEVERAL_WITH_A_VIEW = (
     "into two Functions: one doing the inplace that returns a single Tensor and a second one that does the other "
     "operations). You can ask on the forum https://discuss.pytorch.org/ if you need help to do this change."
 )
+
+_APPLY = vars(Function)["apply"]
+
+
+def applies_as_usual(func: type[Function]) -> bool:
+    """Whether a function's `apply` is PyTorch's, and does nothing of its own around the forward."""
+    for cls in func.__mro__:
+        if "apply" in cls.__dict__:
+            return cls.__dict__["apply"] is _APPLY
+    return False
 
 
 class FunctionCall:
@@ -61,6 +78,7 @@ class FunctionCall:
         "_tensor_arguments",
         "_tensor_results",
         "changed",
+        "grad_dtypes",
         "inputs",
         "results",
     )
@@ -77,6 +95,9 @@ class FunctionCall:
         if None in ctx._emulated_argument_shapes:
             self._tensor_arguments = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
             self.inputs = tuple([args[i] for i in self._tensor_arguments])
+        self.grad_dtypes: GradDtypes = ()
+        if MAY_DECLARE and ctx.output_grad_dtypes is not None:
+            self._take_grad_dtypes(returned if isinstance(returned, tuple) else (returned,))
         self._changed_view: Tensor | None = None
         self.changed: tuple[Tensor, ...] = ()  # in place, and gradients flow through it
         if ctx.dirty_tensors and is_recorded and True in ctx.needs_input_grad:
@@ -112,6 +133,12 @@ class FunctionCall:
         others = [tensor for tensor in ctx.non_differentiable if id(tensor) not in marked]
         ctx.non_differentiable = (*others, *[results[i] for i in places])
         self.results = tuple(results)
+
+    def _take_grad_dtypes(self, returned: tuple[Any, ...]) -> None:
+        declared = declared_grad_dtypes(self._ctx, returned)
+        if True in self._ctx.needs_input_grad:
+            pairs = zip(declared, returned, strict=True)
+            self.grad_dtypes = [dtype for dtype, result in pairs if isinstance(result, Tensor)]
 
     def _set_view_aside(self, returned: Any) -> Any:
         """Let the join tie a copy of a view that was changed in place and is the call's only result.

@@ -52,6 +52,7 @@ from torch.autograd.graph import Node
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
+from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, split
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
@@ -110,6 +111,7 @@ class _Join(Function):
             ctx.mark_dirty(*dirty)
         if non_differentiable:
             ctx.mark_non_differentiable(*non_differentiable)
+        declare(ctx, joined.grad_dtypes())
         ctx.joined = joined
         return tuple(results)
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, may_have_gradient
 from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import run_calls
 
@@ -30,6 +31,10 @@ class Call(Protocol):
     @property
     def results(self) -> tuple[Tensor, ...]:
         """What the join is to tie."""
+
+    @property
+    def grad_dtypes(self) -> GradDtypes:
+        """Of which dtypes it wants the gradients of `results`; empty if of those that these have."""
 
     @property
     def to_save(self) -> tuple[Tensor | None, ...]:
@@ -111,6 +116,17 @@ class Joined:
             dirty += call.dirty
             non_differentiable += call.non_differentiable
         return results, saved, dirty, non_differentiable
+
+    def grad_dtypes(self) -> GradDtypes:
+        """Return the dtypes of the results' gradients; empty if all are as usual."""
+        if not MAY_DECLARE or not any(call.grad_dtypes for call in self.calls):
+            return ()
+        dtypes: list[torch.dtype | None] = []
+        for call in self.calls:
+            marked = call.non_differentiable
+            usual = [result.dtype if may_have_gradient(result, marked) else None for result in call.results]
+            dtypes += call.grad_dtypes or usual
+        return dtypes
 
     def backward(
         self,

@@ -23,6 +23,7 @@ from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
+from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
 
 
@@ -85,6 +86,7 @@ class CallResults:
     """The part of a call that is about its results; see `joined.Call`."""
 
     inputs: tuple[Tensor, ...] = ()
+    grad_dtypes: GradDtypes = ()
     dirty: tuple[Tensor, ...] = ()
     _changed_views: Sequence[Tensor] = ()
     _dirty: Sequence[Tensor] = ()
@@ -165,6 +167,7 @@ class CallResults:
 
     def _detach(self, inner: list[Tensor], outer_of: dict[int, Tensor]) -> None:
         given, self._given = self._given, ()
+        self.grad_dtypes = to_declare(inner)
         if len(inner) == 1 and not inner[0]._is_view() and not any(inner[0] is value for value in given):
             self.results: tuple[Tensor, ...] = (inner[0].detach(),)
             self.to_save: tuple[Tensor | None, ...] = ()
@@ -210,6 +213,8 @@ class CallResults:
     def tie_changed(self) -> None:
         """Let the join tie inputs that it changed, as they are when all calls have been made (Rule 7)."""
         self.results += tuple([t.detach().clone() if t._is_view() else t for t in self.touched])
+        if self.grad_dtypes:
+            self.grad_dtypes = [*self.grad_dtypes, *[tensor.dtype for tensor in self.touched]]
 
     def forget_results(self) -> None:
         """See `joined.Call`."""

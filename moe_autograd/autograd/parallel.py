@@ -34,7 +34,7 @@ from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.closures import Held, look_into
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.emulated import check_is_function
-from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions
+from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions, applies_as_usual
 from moe_autograd.autograd.grouping import Unit, around, group_calls, ungroup
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
@@ -47,7 +47,6 @@ from moe_autograd.autograd.statistics import Turns
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
-_APPLY = Function.apply.__func__  # type: ignore[attr-defined]  # a class method
 
 
 def map_with_parallel_backward(
@@ -127,7 +126,7 @@ def _map(
         return ()
     if are_spread(a for args in args_per_call for a in args if isinstance(a, Tensor)):
         max_concurrency = 1
-    if getattr(func.apply, "__func__", None) is not _APPLY:  # it does something of its own around the forward
+    if not applies_as_usual(func):
         return tuple(
             _apply(
                 [func.apply] * len(args_per_call), args_per_call, None, max_concurrency, False, False, None

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.checks import check_reached
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -64,6 +65,7 @@ class OffloadedCall:
         self._held, self._num_microbatches, self._next_to_load = held, num_microbatches, next_to_load
         self._recompute, self._num_updates = recompute, held.num_updates
         self._shapes: list[torch.Size] = []
+        self.grad_dtypes: GradDtypes = ()  # of the results
         self._num_rows = 0
         self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
         self._is_in_backward = torch._C._current_graph_task_id() != -1
@@ -118,11 +120,13 @@ class OffloadedCall:
         results, pieces = [], []
         for rows in self._rows():
             moved = None if self._num_microbatches is None else MovedActivations(self._held.residency)
-            inputs = [t.detach().requires_grad_(t.requires_grad) for t in self._cut(tensors, rows)]
+            cut = self._cut(tensors, rows)
+            inputs = [_leaf_of(piece, tensor) for piece, tensor in zip(cut, tensors, strict=True)]
             with self._held.residency.hold([self._held.weights]), torch.enable_grad():
                 with saving(self._held, moved):
                     result = call(inputs)
                 outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                self.grad_dtypes = to_declare(outputs)
                 piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows)
                 check_reached(self._held.name, piece.outputs, [*piece.inputs, *piece.weights.values()])
                 pieces.append(piece)
@@ -260,6 +264,7 @@ class _Node(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(t for t in (anchor, *tensors) if t is not None and t.requires_grad))
         results, ctx.pieces = call.forward(run, tensors)
+        declare(ctx, call.grad_dtypes)
         ctx.call, ctx.is_spent, ctx.has_anchor = call, False, anchor is not None
         has_gradient = [any(piece.outputs[i] for piece in ctx.pieces) for i in range(len(results))]
         ctx.mark_non_differentiable(
@@ -299,6 +304,14 @@ class _NotTwice(Function):
 
 
 _not_twice: Callable[..., Tensor] = _NotTwice.apply
+
+
+def _leaf_of(piece: Tensor, tensor: Tensor) -> Tensor:
+    """Return a leaf that shows a piece of a tensor, and whose gradient has the dtype of the tensor's."""
+    leaf = piece.detach().requires_grad_(piece.requires_grad)
+    if differs(tensor):
+        leaf.grad_dtype = tensor.grad_dtype
+    return leaf
 
 
 def _storage_of(tensor: Tensor) -> object:

@@ -1,0 +1,85 @@
+"""Gradients of another dtype than their tensor's.
+
+A tensor says by `grad_dtype` what dtype its gradient has, or `None` if any will do; the engine sees to it on each edge
+of a graph. A leaf may say so where torch knows the attribute, and an autograd function of its results since torch 2.15
+(`ctx.set_output_grad_dtype`). Where we put a node of our own between a tensor and what it is for, that node has to say
+the same, or the gradient would be rounded on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+GradDtypes: TypeAlias = Sequence[torch.dtype | None]  # one for each tensor
+
+MAY_DECLARE = hasattr(Function, "set_output_grad_dtype")
+_MAY_DIFFER = hasattr(Tensor, "grad_dtype")
+
+
+def differs(tensor: Tensor) -> bool:
+    """Whether the gradient of a tensor has, or may have, another dtype than the tensor."""
+    return _MAY_DIFFER and tensor.requires_grad and tensor.grad_dtype is not tensor.dtype
+
+
+def may_have_gradient(result: object, marked: Sequence[Tensor]) -> bool:
+    """Whether a function's result, of those that it marked as non-differentiable or of others, has one at all."""
+    if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
+        return False
+    return not any(result is one for one in marked)
+
+
+def to_declare(tensors: Sequence[Tensor]) -> GradDtypes:
+    """Return what a node has to declare whose results stand for these tensors; nothing if all is as usual."""
+    if not MAY_DECLARE or not any(map(differs, tensors)):
+        return ()
+    return [tensor.grad_dtype if tensor.requires_grad else None for tensor in tensors]
+
+
+def declare(ctx: Any, grad_dtypes: GradDtypes) -> None:
+    """Declare what `to_declare` has returned for the results of a function."""
+    if grad_dtypes:
+        ctx.set_output_grad_dtype(*grad_dtypes)
+
+
+def as_declared(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return gradients in the dtypes that a forward declared, as the engine would hand them to its backward."""
+    dtypes: GradDtypes | None = ctx.output_grad_dtypes
+    if dtypes is None:
+        return grads
+    pairs = zip(grads, dtypes, strict=True)
+    return [grad if grad is None or dtype is None else grad.to(dtype) for grad, dtype in pairs]
+
+
+def declared_grad_dtypes(ctx: Any, results: Sequence[Any]) -> GradDtypes:
+    """Return what the forward declared of its results' gradients, one for each; nothing if it declared none.
+
+    Raises:
+        RuntimeError: in PyTorch's words, if that fits other results.
+    """
+    declared: GradDtypes | None = ctx.output_grad_dtypes
+    if declared is None:
+        return ()
+    for dtype in declared:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise RuntimeError(
+                "set_output_grad_dtype expects each declaration to be a torch.dtype or None, but got "
+                f"{type(dtype).__name__}"
+            )
+    if len(declared) != len(results):
+        raise RuntimeError(
+            "set_output_grad_dtype expected the number of declarations to match the number of outputs: the Function "
+            f"returned {len(results)} values but {len(declared)} declarations were provided"
+        )
+    for i, (dtype, result) in enumerate(zip(declared, results, strict=True)):
+        if dtype is not None and not may_have_gradient(result, ctx.non_differentiable):
+            raise RuntimeError(
+                f"set_output_grad_dtype: got a concrete dtype for output {i}, but that output is not a differentiable "
+                "tensor (it is a non-tensor, was marked non-differentiable, or has a non-differentiable dtype). "
+                f"Pass None for output {i} instead."
+            )
+    return declared
