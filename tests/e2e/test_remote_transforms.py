@@ -15,7 +15,7 @@ from moe_autograd import parallel_apply
 from moe_autograd.errors import UnsupportedTransformError
 from moe_autograd.remote import connect
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 X = torch.ones(2, 4)
 
 

@@ -78,7 +78,7 @@ def _first_layer_is_linear() -> nn.Module:
         ("ffn.0", torch.full((3, D), float("nan")), "INVALID_CALL", "expected finite values, got 48 of 48"),
         ("ffn.0", torch.full((3, D), float("inf")), "INVALID_CALL", "expected finite values, got 48 of 48"),
         ("custom", tokens(3, D + 1), "INVALID_CALL", "got (3, 17)"),
-        ("custom", tokens(3, D + 1), "INVALID_CALL", "Its module raised RuntimeError: mat1 and mat2 shapes"),
+        ("custom", tokens(3, D + 1), "INVALID_CALL", "mat1 and mat2 shapes"),
         ("words", torch.tensor([2, 9]), "EXPERT_FAILED", "its module raised IndexError: index out of range"),
         ("grumpy", -torch.ones(3, D), "EXPERT_FAILED", "its module raised ArithmeticError: I do not like this"),
         ("grumpy", 9 * torch.ones(3, D), "EXPERT_FAILED", "a sequence of tensors from its module, got str."),
