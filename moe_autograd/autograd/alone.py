@@ -65,6 +65,6 @@ def _naming(func: type[Function], kind: Any, title: str) -> type[Any]:
 
         return run
 
-    ways = [name for name in ("apply", "apply_boxed") if hasattr(kind, name)]  # the second is newer
+    ways = ("apply", "apply_boxed")
     kind._naming = type(kind.__name__, (kind,), {name: noting(getattr(kind, name)) for name in ways})
     return cast(type[Any], kind._naming)

@@ -30,8 +30,6 @@ from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes
 Options = tuple[torch.Size, torch.dtype, torch.device]
 
 _NO_SETUP_CONTEXT = Function.setup_context
-_MAY_BE_BOXED = hasattr(Function, "boxed_grads_call")  # newer than the oldest torch that we run with
-_MAY_CLEAR = hasattr(Function, "clear_saved_tensors_on_access")  # as new
 BACKWARD_TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
     "been freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). "
@@ -138,7 +136,7 @@ def call_forward(
         shapes.append(argument.shape if is_tensor else None)
     ctx = EmulatedAutogradContext(tuple(needs_input_grad))
     ctx._emulated_argument_shapes = shapes
-    if _MAY_CLEAR and func.clear_saved_tensors_on_access:
+    if func.clear_saved_tensors_on_access:
         ctx._emulated_clears = True
     if detach:
         args = tuple(map(_detached, args))
@@ -164,7 +162,7 @@ def call_backward(
         the arguments, as PyTorch does behind a node.
     """
     backward = _backward_of(func)
-    is_boxed = _MAY_BE_BOXED and func.boxed_grads_call
+    is_boxed = func.boxed_grads_call
     returned = backward(ctx, list(grad_outputs)) if is_boxed else backward(ctx, *grad_outputs)
     return _checked(func, ctx, returned if isinstance(returned, tuple) else (returned,))
 

@@ -1,7 +1,7 @@
 """Gradients of another dtype than their tensor's.
 
 A tensor says by `grad_dtype` what dtype its gradient has, or `None` if any will do; the engine sees to it on each edge
-of a graph. A leaf may say so where torch knows the attribute, and an autograd function of its results since torch 2.15
+of a graph. A leaf may say so, and since torch 2.15 an autograd function of its results
 (`ctx.set_output_grad_dtype`). Where we put a node of our own between a tensor and what it is for, that node has to say
 the same, or the gradient would be rounded on its way.
 """
@@ -18,12 +18,13 @@ from torch.autograd.function import Function
 GradDtypes: TypeAlias = Sequence[torch.dtype | None]  # one for each tensor
 
 MAY_DECLARE = hasattr(Function, "set_output_grad_dtype")
-_MAY_DIFFER = hasattr(Tensor, "grad_dtype")
 
 
 def differs(tensor: Tensor) -> bool:
     """Whether the gradient of a tensor has, or may have, another dtype than the tensor."""
-    return _MAY_DIFFER and tensor.requires_grad and tensor.grad_dtype is not tensor.dtype
+    if not (tensor.requires_grad and (MAY_DECLARE or tensor.is_leaf)):
+        return False
+    return tensor.grad_dtype is not tensor.dtype
 
 
 def may_have_gradient(result: object, marked: Sequence[Tensor]) -> bool:

@@ -17,7 +17,6 @@ from tests.support.comparison import MapFunction, Raised, assert_same, assert_sa
 BF16 = torch.bfloat16
 GRADIENT = 1 + 2.0**-12  # what bfloat16 has no digits for
 
-has_grad_dtype = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 may_declare = pytest.mark.skipif(
     not hasattr(Function, "set_output_grad_dtype"), reason="this torch has no set_output_grad_dtype"
 )
@@ -45,7 +44,6 @@ class Expert(nn.Module):
         return y
 
 
-@has_grad_dtype
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float64, None])
 @pytest.mark.parametrize("how", [{}, {"recompute": True}, {"defer_weight_grads": True}])
 def test_gradients_of_inputs_and_weights_have_the_dtype_that_these_ask_for(
@@ -69,7 +67,6 @@ def test_gradients_of_inputs_and_weights_have_the_dtype_that_these_ask_for(
     assert not isinstance(said, Raised)
 
 
-@has_grad_dtype
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 def test_gradients_of_inputs_of_offloaded_experts_have_it_too(num_microbatches: int | None) -> None:
     x = torch.ones(4, 3, dtype=BF16, requires_grad=True)
