@@ -30,6 +30,7 @@ from moe_autograd.wire import experts_pb2 as pb
 
 _LOOK_TIMEOUT_S = 1.0
 _LEAST_ATTEMPT_S = 0.1
+_PAUSES_S = (0.0, 0.05)  # between attempts
 _ROUND_TRIPS = 3
 
 
@@ -105,16 +106,18 @@ class Finding:
             channel = self.servers.channel(address)
             patience_s = self.servers.patience_s(address, may_miss=may_miss)
             deadline = operation.deadline.part(min(timeout_s, patience_s))
-            try:
-                return _ask(channel, deadline)
-            except ServerUnavailableError:  # it may have broken, as grpc's first connection after a fork may
-                if deadline.remaining_s < _LEAST_ATTEMPT_S:
-                    raise
-                return _ask(channel, deadline)
-            except PermissionDeniedError:
-                if not channel.token.is_renewed_since(operation.deadline.started_at):
-                    raise
-                return _ask(channel, deadline)
+            for pause_s in _PAUSES_S:
+                try:
+                    return _ask(channel, deadline)
+                except (
+                    ServerUnavailableError
+                ):  # one that broke, which grpc may not have noticed at the second attempt
+                    if deadline.remaining_s < _LEAST_ATTEMPT_S or operation.cancellation.wait(pause_s):
+                        raise
+                except PermissionDeniedError:
+                    if not channel.token.is_renewed_since(operation.deadline.started_at):
+                        raise
+            return _ask(channel, deadline)
 
         asked = dict.fromkeys(self.servers.addresses)
         replies: dict[str, pb.InfoReply] = {}
