@@ -145,6 +145,23 @@ class Channel:
                 raise
             raise closed(self.address) from error
 
+    def _check_thread(self, rpc: str) -> None:
+        """Refuse an RPC for which grpc needs a thread that the system does not have.
+
+        It would begin the call all the same and let nobody read its events: that channel never closes, and each later
+        call that needs a thread waits there for ever.
+        """
+        probe = threading.Thread(target=_do_nothing)
+        try:
+            probe.start()
+        except RuntimeError as error:
+            place = f"server at {self.address}, {PHASES.get(rpc, rpc.lower())}"
+            raise RemoteError(
+                f"{place}: expected a thread to send from, got {str(error)!r}. Nothing was sent. Raise the limit of "
+                "threads of this process."
+            ) from error
+        probe.join()
+
     def _reconnect(self, ping_timeout_ms: int) -> None:
         """Take a new gRPC channel; RPCs under way keep the old one until they end."""
         if ping_timeout_ms != self._ping_timeout_ms and self._is_open:
@@ -190,12 +207,13 @@ class Channel:
         """Send one message that nothing depends on: returns at once, and what becomes of it is nobody's concern."""
         with GATE.passage(may_interrupt=True) as passage:
             try:
+                self._check_thread(rpc)
                 call = (
                     self._stubs_now()
                     .unary[rpc]
                     .future(seal(request), timeout=_TELL_TIMEOUT_S, metadata=self.token.metadata)
                 )
-            except (ServerUnavailableError, ValueError):  # it is being closed
+            except (RemoteError, ValueError):  # it is being closed, or there is no thread
                 return
             self._told.add(call)  # grpc cancels a call that nobody holds
             call.add_done_callback(self._told.discard)
@@ -208,6 +226,7 @@ class Channel:
 
         grpc's own blocking call would first wait for the message that is on its way, also past the deadline.
         """
+        self._check_thread(rpc)
         begin = self._stubs_now().request_stream[rpc].future
         with self._our_errors(rpc, deadline) as passage:
             call = begin(messages, timeout=deadline.remaining_s, metadata=self.token.metadata)
@@ -232,6 +251,8 @@ class Channel:
             passage: that it is made in.
         """
         stubs = self._stubs_now()
+        if rest is not None:
+            self._check_thread(rpc)
         timeout_s, metadata = deadline.remaining_s, self.token.metadata
         with self._beginning():
             if rest is None:
@@ -317,6 +338,10 @@ def end(stream: Any) -> None:
     if hasattr(stream, "_consume_next_event"):
         while stream._state.due:
             stream._consume_next_event()
+
+
+def _do_nothing() -> None:
+    return None
 
 
 def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:

@@ -1,6 +1,7 @@
 """Do something at several servers at the same time.
 
-The calling thread serves the first itself; each other one gets a thread of a small pool. All come to rest before
+The calling thread serves the first itself; each other one gets a thread of a small pool, or is served after the first
+where the system has no thread to give. All come to rest before
 the caller goes on, except on Ctrl-C: then what is under way is cancelled and the caller goes on at once.
 
 Mutable state: the pool, made when first needed, under `_lock`. A pool's threads wait for servers only, never for
@@ -102,16 +103,20 @@ class Fanout:
                 with interrupts_held_back():
                     futures[address] = self._submit(do, address, work[address])
                     futures[address].add_done_callback(ended.put)
-            results: dict[str, R | Exception] = {first: _attempt(do, first, work[first])}
+            here = [first, *(address for address, future in futures.items() if future.cancelled())]
+            results: dict[str, R | Exception] = {}
+            for address in here:
+                results[address] = _attempt(do, address, work[address])
             for _ in others:
                 ended.get()
             for address, future in futures.items():
-                outcome = _result(future, address)
-                results[address] = outcome
+                if address not in results:
+                    outcome = _result(future, address)
+                    results[address] = outcome
         except BaseException:
             cancellation.cancel()
             raise
-        return results
+        return {address: results[address] for address in work}
 
     def close(self) -> None:
         """Let the threads go when they are done."""
@@ -121,14 +126,20 @@ class Fanout:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, do: Callable[[str, T], R], address: str, work: T) -> Future[R]:
+        """Let a thread of the pool do it; return a cancelled future where the system has none to give.
+
+        The pool keeps what it has no thread for, and would do it when everybody has gone on: so it is cancelled.
+        """
+        future: Future[R] = Future()
         try:
-            return self._threads().submit(do, address, work)
+            in_pool = self._threads().submit(_run, future, do, address, work)
+            in_pool.add_done_callback(lambda own: own.cancelled() and future.cancel())  # by `close`
         except RuntimeError as error:
-            if self._is_open:
-                raise
-            refused: Future[R] = Future()
-            refused.set_exception(closed(address, error))
-            return refused
+            if not self._is_open:
+                future.set_exception(closed(address, error))
+            else:
+                future.cancel()
+        return future
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -137,6 +148,14 @@ class Fanout:
                     max_workers=_PASSES_AT_ONCE * self._num_servers, thread_name_prefix="moe_autograd remote"
                 )
             return self._pool
+
+
+def _run(future: Future[R], do: Callable[[str, T], R], address: str, work: T) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(do(address, work))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:

@@ -1,0 +1,84 @@
+"""A client whose system has no thread to give: it goes on with those it has, or says so; nothing hangs afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
+from moe_autograd.errors import RemoteError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote.fanout import Cancellation, Fanout
+from tests.support.hosting import LR, sgd
+from tests.support.scarce import no_thread_to_give
+from tests.support.servers import START_S
+
+ONCE = RetryPolicy(max_retries=0)
+
+
+@pytest.fixture
+def modules() -> dict[str, nn.Module]:
+    return {name: nn.Linear(4, 4, bias=False) for name in ("a", "b", "c")}
+
+
+@pytest.fixture
+def addresses(modules: dict[str, nn.Module]) -> Iterator[list[str]]:
+    servers = [ExpertsServer({name: module}, optimizer=sgd).start() for name, module in modules.items()]
+    yield [server.address for server in servers]
+    for server in servers:
+        server.stop()
+
+
+def train(experts: RemoteExperts) -> None:
+    optimizer = RemoteOptimizer(experts)
+    optimizer.zero_grad()
+    sum(parallel_apply(list(experts.values()), [(torch.ones(1, 4),)] * len(experts))).sum().backward()
+    optimizer.step()
+
+
+def test_servers_are_served_one_after_the_other(modules: dict[str, nn.Module], addresses: list[str]) -> None:
+    before = [module.weight.detach().clone() for module in modules.values()]
+    with no_thread_to_give(), connect(addresses, timeout_s=START_S) as experts:
+        for _ in range(2):
+            train(experts)
+        assert [hosted.num_updates for hosted in experts.info().values()] == [2, 2, 2]
+    for module, weight in zip(modules.values(), before, strict=True):
+        torch.testing.assert_close(module.weight.detach(), weight - 2 * LR)
+
+
+@pytest.mark.parametrize("what", ["a large tensor", "weights"])
+def test_what_grpc_needs_a_thread_for_is_refused_and_works_again_later(
+    addresses: list[str], what: str
+) -> None:
+    with connect(addresses[0], timeout_s=START_S, retry=ONCE) as experts:
+        state = experts.state_dict()
+
+        def send() -> None:
+            if what == "weights":
+                experts.load_state_dict(state)
+            else:
+                experts["a"](torch.ones(1 << 20, 4))
+
+        message = r"server at .*: expected a thread to send from, got .* Nothing was sent\. Raise the limit of threads"
+        with no_thread_to_give(), pytest.raises(RemoteError, match=message):
+            send()
+        send()
+
+
+def test_what_no_thread_was_there_for_is_done_once_and_never_later() -> None:
+    fanout, done = Fanout(3), []
+
+    def do(address: str, work: int) -> int:
+        done.append(address)
+        return 2 * work
+
+    with no_thread_to_give():
+        assert fanout.at_each({"a": 1, "b": 2, "c": 3}, do, Cancellation()) == {"a": 2, "b": 4, "c": 6}
+    assert done == ["a", "b", "c"]
+    assert fanout.at_each({"d": 4, "e": 5}, do, Cancellation()) == {"d": 8, "e": 10}
+    fanout.close()
+    assert sorted(done) == ["a", "b", "c", "d", "e"]
