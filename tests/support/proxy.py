@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from itertools import chain
+from typing import Literal
 
 _CHUNK = 16384
 _BUFFER = (
@@ -51,6 +52,7 @@ class Proxy:
         self.num_cut = 0
         self.num_repeated = 0
         self.num_accepted = 0
+        self._direction, self._num_until_cut = "", 0  # see `cut_after`
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -69,6 +71,11 @@ class Proxy:
             sockets = tuple(self._sockets)
         for end in sockets:
             _close(end)
+
+    def cut_after(self, direction: Literal["requests", "answers"], num_bytes: int) -> None:
+        """Cut one connection, once so many more bytes have passed in one direction."""
+        with self._lock:
+            self._direction, self._num_until_cut = direction, num_bytes
 
     def __enter__(self) -> Proxy:
         self._start(self._accept)
@@ -101,15 +108,18 @@ class Proxy:
                     continue
                 with self._lock:
                     self._sockets |= {client, server}
-                self._start(self._pump, client, server)
-                self._start(self._pump, server, client)
+                self._start(self._pump, client, server, "requests")
+                self._start(self._pump, server, client, "answers")
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, direction: str) -> None:
         frames = None if self.is_encrypted else _Frames()
         with contextlib.suppress(OSError):
             while chunk := source.recv(_CHUNK):
                 if self.is_black_hole:
                     continue
+                if self._is_cut_within(chunk, direction):
+                    sink.sendall(chunk[: self._num_until_cut])
+                    break
                 carried = [range(len(chunk))] if frames is None else frames.carried(chunk)
                 whole = carried if frames is None else frames.messages
                 sink.sendall(self._through(bytearray(chunk), carried, whole))
@@ -117,6 +127,17 @@ class Proxy:
         _close(sink)
         with self._lock:
             self._sockets -= {source, sink}
+
+    def _is_cut_within(self, chunk: bytes, direction: str) -> bool:
+        with self._lock:
+            if direction != self._direction:
+                return False
+            if len(chunk) < self._num_until_cut:
+                self._num_until_cut -= len(chunk)
+                return False
+            self._direction = ""
+            self.num_cut += 1
+            return True
 
     def _through(self, chunk: bytearray, carried: list[range], whole: list[range]) -> bytearray:
         """Apply the faults, damage only to the bytes at `carried`; raises `ConnectionAbortedError` to cut.

@@ -1,0 +1,65 @@
+"""Connections that are cut in the middle of a message, of every kind and in both directions: nothing is lost by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
+from moe_autograd.remote import RemoteOptimizer, connect
+from tests.support.hosting import sgd
+from tests.support.proxy import Proxy
+from tests.support.servers import START_S
+
+KINDS = ("forward", "backward", "step", "zero_grad", "info", "state_dict", "load_state_dict")
+# Frames of a small call begin with headers of some 50 bytes; a pass of 16 rows has some 6,000 bytes.
+PLACES = (0, 3, 9, 20, 40, 75, 140, 260, 500, 900, 2500, 5000)
+
+
+@pytest.mark.parametrize("direction", ["requests", "answers"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_connection_that_is_cut_within_a_message_changes_no_number(
+    kind: str, direction: Literal["requests", "answers"]
+) -> None:
+    torch.manual_seed(0)
+    modules: dict[str, nn.Module] = {f"e.{index}": nn.Linear(32, 32) for index in range(3)}
+    twins = copy.deepcopy(modules)
+    local = sgd(p for twin in twins.values() for p in twin.parameters())
+    with (
+        ExpertsServer(modules, optimizer=sgd) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=START_S) as experts,
+    ):
+        remote = RemoteOptimizer(experts)
+        for place in PLACES:
+
+            def make(now: str, call: Callable[[], object], place: int = place) -> object:
+                if now == kind:
+                    proxy.cut_after(direction, place)
+                return call()
+
+            x, z = (torch.randn(16, 32).requires_grad_() for _ in range(2))
+            z.data.copy_(x)
+            make("zero_grad", remote.zero_grad)
+            local.zero_grad()
+            ys = make("forward", lambda x=x: parallel_apply(list(experts.values()), [(x,)] * 3))
+            loss = torch.stack(ys).square().mean()
+            make("backward", loss.backward)
+            torch.stack([twin(z) for twin in twins.values()]).square().mean().backward()
+            torch.testing.assert_close(x.grad, z.grad)
+            make("step", remote.step)
+            local.step()
+            make("info", experts.info)
+            state = make("state_dict", experts.state_dict)
+            make("load_state_dict", lambda state=state: experts.load_state_dict(state))
+            for name, twin in twins.items():
+                for key, weight in twin.state_dict().items():
+                    torch.testing.assert_close(state[f"{name}.{key}"], weight)
+        assert {hosted.num_updates for hosted in experts.info().values()} == {len(PLACES)}
+        assert proxy.num_cut >= len(PLACES) - 1  # the last answers are short
