@@ -86,9 +86,10 @@ def test_while_a_save_waits_for_an_expert_that_hangs_another_one_that_hangs_is_n
             wait_until(lambda: len(server._server.registry["first"]) == 1)  # type: ignore[union-attr]
             stub = health_pb2_grpc.HealthStub(client.channel)
             watch = stub.Watch(health_pb2.HealthCheckRequest(service="second"), timeout=START_S)
-            assert next(watch).status == SERVING
+            statuses = (reply.status for reply in watch)
+            assert SERVING in statuses
             callers.submit(client.forward, "second", torch.ones(2, 8))
-            assert next(watch).status == NOT_SERVING
+            assert NOT_SERVING in statuses
         finally:
             for expert in experts.values():
                 expert.may_go.set()
