@@ -37,7 +37,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from moe_autograd._ambient import Ambient
@@ -61,6 +61,7 @@ def run_all(
     *,
     max_concurrency: int | None = None,
     scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    is_even: bool = False,
 ) -> dict[int, BaseException]:
     """Run `call(0)`, ..., `call(num_calls - 1)`, concurrently where they wait or where cores are free.
 
@@ -69,6 +70,7 @@ def run_all(
         num_calls: at least one.
         max_concurrency: at most so many calls at once; `None` leaves the number to the library.
         scope: entered on each thread that runs calls, the calling thread included, around its share of them.
+        is_even: whether every call has the smallest share of intra-op threads, however many run beside it.
 
     Returns:
         The exceptions of the calls that raised, by index.
@@ -81,10 +83,22 @@ def run_all(
     """
     limit = num_calls if max_concurrency is None else min(num_calls, max_concurrency)
     if limit == 1:
-        return _run_in_turn(call, num_calls, scope)
-    crew = _Crew(call, num_calls, limit, scope)
+        with _smallest_team() if is_even else contextlib.nullcontext():
+            return _run_in_turn(call, num_calls, scope)
+    crew = _Crew(call, num_calls, limit, scope, is_even)
     lookout.watch(crew)
     return crew.run()
+
+
+@contextlib.contextmanager
+def _smallest_team() -> Iterator[None]:
+    """Let the calling thread use as many intra-op threads as a call has at least."""
+    team_size = get_team_size()
+    set_team_size(max(1, team_size // num_cores()))
+    try:
+        yield
+    finally:
+        set_team_size(team_size)
 
 
 def _run_in_turn(
@@ -125,8 +139,10 @@ class _Crew:
         num_calls: int,
         limit: int,
         scope: Callable[[], AbstractContextManager[object]],
+        is_even: bool = False,
     ) -> None:
         self._call = call
+        self._is_even = is_even
         self._pending = deque(range(num_calls))
         self._limit = limit
         self._scope = scope
@@ -200,7 +216,7 @@ class _Crew:
             except IndexError:  # another thread was faster
                 return
             # The first call may get company while it runs, and then has the smallest share; later ones know.
-            side_by_side = self._num_running if team_size else cores
+            side_by_side = self._num_running if team_size and not self._is_even else cores
             share = smallest if side_by_side >= cores else self._team_size // side_by_side
             if share != team_size:
                 set_team_size(share)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 
+from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.ranks import are_spread, kinds_that_talk
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
@@ -66,11 +67,13 @@ class Held(NamedTuple):
         cuts: the tensors with history (Rule 3 of `module_calls`).
         owners: the modules that have buffers themselves.
         talkers: the modules, and the weights, that run collectives (`ranks`).
+        compiled: the modules and functions that `torch.compile` has made (`compiled`).
     """
 
     cuts: list[Cut]
     owners: list[torch.nn.Module]
     talkers: list[object]
+    compiled: list[object]
 
 
 def look_into(module: object) -> Held:
@@ -81,13 +84,15 @@ def look_into(module: object) -> Held:
     program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed, and
     functions of the same file.
     """
-    own = Held([], [], [])
+    own = Held([], [], [], [])
     if isinstance(module, torch.nn.Module):
         return own._replace(cuts=_cuts(_held_by_module(module, own)))
     found: list[Tensor] = []
     seen = {id(module)}
     to_visit = [module]
     for held in to_visit:  # grows
+        if isinstance(held, types.FunctionType) and is_compiled(held):
+            own.compiled.append(held)
         if isinstance(held, Tensor):
             if _has_history(held):
                 found.append(held)
@@ -166,6 +171,8 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         if buffers or NOT_MADE_YET in attributes:
             of_all.owners.append(part)
         of_all.talkers.extend([held for held in (part, *parameters.values()) if isinstance(held, talking)])
+        if is_compiled(part):
+            of_all.compiled.append(part)
         if attributes.get("_forward_pre_hooks"):
             _refuse_sharded(part)
         if hasattr(type(part), "stands_for"):  # an offloaded expert

@@ -75,6 +75,7 @@ class Joined:
     """
 
     can_be_apart = True  # whether calls with different histories may be tied apart
+    is_even = False  # whether all calls have the same share of intra-op threads
     is_whole = True  # whether these are all calls of the map
     compiled_arrivals: object = None  # of a backward that runs outside of the engine
 
@@ -164,7 +165,7 @@ class Joined:
             grads[i] = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
 
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
-        run_calls(run, names, self.max_concurrency, f"{self.title}, backward")
+        run_calls(run, names, self.max_concurrency, f"{self.title}, backward", is_even=self.is_even)
         return [grad for own in grads for grad in own]
 
     def see_within(self, place: int, see: See) -> None:

@@ -25,6 +25,7 @@ from moe_autograd.autograd.changes import (
     renew_views,
 )
 from moe_autograd.autograd.closures import Cut
+from moe_autograd.autograd.compiled import may_compile
 from moe_autograd.autograd.entry import Entrance, flatten
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import join
@@ -146,8 +147,11 @@ def run_module_calls(
     shares_graph: bool = False,
     joined: type[JoinedModules] = JoinedModules,
     turns: Turns | None = None,
+    compiled: Sequence[object] = (),
 ) -> list[Any]:
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
+    is_even = bool(compiled) and max_concurrency != 1
+    at_once = 1 if is_even and may_compile(compiled, inputs) else max_concurrency
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
     entrance = Entrance([value for values, _ in flats for value in values])
     held = memory_held(cuts)
@@ -169,7 +173,7 @@ def run_module_calls(
         calls[i].find_leaves(owners)
 
     try:
-        run_calls(forward, names, max_concurrency, f"{title}, forward")
+        run_calls(forward, names, at_once, f"{title}, forward", is_even=is_even)
         if not shares_graph:
             refuse_changed_closures(title, names, held)
         entrance.refuse_replaced(title)
@@ -201,8 +205,8 @@ def run_module_calls(
         # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
         dirty = tuple([tensor for call in calls for tensor in call.dirty])
         with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(dirty):
-            all_calls = joined(calls, names, max_concurrency, title)
-            all_calls.entrance, all_calls.turns = entrance, turns
+            all_calls = joined(calls, names, max_concurrency if turns is None else at_once, title)
+            all_calls.entrance, all_calls.turns, all_calls.is_even = entrance, turns, is_even
             tied = join(all_calls)
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
     if changed:

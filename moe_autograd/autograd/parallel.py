@@ -307,6 +307,7 @@ def _apply(
             cuts=[own.cuts for own in held],
             joined=DeferringModules if defers else JoinedModules,
             turns=None if how is None else turns,
+            compiled=[one for own in held for one in own.compiled],
         )
     if accelerator_in_use() is not None:
         use_here(tree_leaves(returned))
@@ -319,7 +320,7 @@ _apply_uncompiled = torch._disable_dynamo(_apply)
 def _held_by_group(unit: Unit, modules: Sequence[Any]) -> Held:
     """Return the modules with buffers that a group calls here; what else it holds is its own business."""
     members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
-    return Held([], [owner for member in members for owner in look_into(member).owners], [])
+    return Held([], [owner for member in members for owner in look_into(member).owners], [], [])
 
 
 def _is_observed() -> bool:

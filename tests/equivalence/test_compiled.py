@@ -1,0 +1,111 @@
+"""Experts made by `torch.compile`: compiled as often as in a loop, and side by side once they are."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd import parallel_apply
+from moe_autograd.autograd import compiled
+from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.module_programs import finish, parameters, seeded
+
+NUM_EXPERTS = 12  # more than dynamo compiles of one kind
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    compiled._known.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+def by_call(module: nn.Module) -> Callable[..., Any]:
+    return torch.compile(module, backend="eager", fullgraph=True)
+
+
+def in_place(module: nn.Module) -> Callable[..., Any]:
+    module.compile(backend="eager", fullgraph=True)
+    return module
+
+
+def in_a_function(module: nn.Module) -> Callable[..., Any]:
+    return torch.compile(lambda x: module(x) * 2, backend="eager", fullgraph=True)
+
+
+def inside(module: nn.Module) -> Callable[..., Any]:
+    return nn.Sequential(by_call(module), nn.Tanh())
+
+
+def checkpointed(calls: Any, inputs: Any) -> list[Any]:
+    return [checkpoint(call, *x, use_reentrant=False) for call, x in zip(calls, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("compile_it", [by_call, in_place, in_a_function, inside])
+def test_experts_are_compiled_as_often_as_in_a_loop(compile_it: Any, recompute: bool) -> None:
+    """Calls of one shape first, then of another, then each of its own."""
+
+    def program(apply: MapFunction) -> Any:
+        torch._dynamo.reset()
+        before = counters["stats"]["unique_graphs"]
+        modules = seeded(Expert, NUM_EXPERTS)
+        calls, said = [compile_it(module) for module in modules], []
+        for rows in (
+            [9] * NUM_EXPERTS,
+            [7] * NUM_EXPERTS,
+            range(2, 2 + NUM_EXPERTS),
+            range(20, 20 + NUM_EXPERTS),
+        ):
+            xs = [torch.linspace(-1, 1, 4 * n, dtype=torch.float64).view(n, 4).requires_grad_() for n in rows]
+            said.append(finish(apply(calls, [(x * 2,) for x in xs]), *xs, *parameters(modules)))
+        return said, counters["stats"]["unique_graphs"] - before
+
+    said = assert_same_program(
+        program,
+        native_apply=checkpointed if recompute else one_after_another,
+        mapped_apply=functools.partial(parallel_apply, recompute=recompute),
+        tolerance=1e-12,
+    )
+    assert not isinstance(said, Raised), said
+
+
+def test_once_compiled_experts_may_wait_for_each_other() -> None:
+    barrier = threading.Barrier(2)
+    is_open = True
+
+    @torch._dynamo.disable
+    def meet() -> None:
+        if not is_open:
+            barrier.wait(120)
+
+    class Meets(Expert):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            meet()
+            return x * 2
+
+    calls = [torch.compile(module, backend="eager") for module in seeded(Meets, 2)]
+    for rows in (4, 5, 6, 7):
+        x = torch.ones(rows, 4, dtype=torch.float64)
+        is_open = rows < 7
+        parallel_apply(calls, [(x,)] * 2)
