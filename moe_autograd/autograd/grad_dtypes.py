@@ -1,9 +1,9 @@
 """Gradients of another dtype than their tensor's.
 
 A tensor says by `grad_dtype` what dtype its gradient has, or `None` if any will do; the engine sees to it on each edge
-of a graph. A leaf may say so, and since torch 2.15 an autograd function of its results
-(`ctx.set_output_grad_dtype`). Where we put a node of our own between a tensor and what it is for, that node has to say
-the same, or the gradient would be rounded on its way.
+of a graph. A leaf may say so, and since torch 2.14 an autograd function of its results (`ctx.set_output_grad_dtype`),
+which 2.15 lets others see. Where we put a node of our own between a tensor and what it is for, that node has to say the
+same, or the gradient would be rounded on its way.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch.autograd.function import Function
 GradDtypes: TypeAlias = Sequence[torch.dtype | None]  # one for each tensor
 
 MAY_DECLARE = hasattr(Function, "set_output_grad_dtype")
+_MAY_ASK_RESULTS = hasattr(Tensor, "_has_grad_dtype_override")  # else `grad_dtype` is for leaves alone
 
 
 def differs(tensor: Tensor) -> bool:
     """Whether the gradient of a tensor has, or may have, another dtype than the tensor."""
-    if not (tensor.requires_grad and (MAY_DECLARE or tensor.is_leaf)):
+    if not (tensor.requires_grad and (_MAY_ASK_RESULTS or tensor.is_leaf)):
         return False
     return tensor.grad_dtype is not tensor.dtype
 

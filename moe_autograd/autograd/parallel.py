@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -124,7 +125,7 @@ def _map(
 
     if not args_per_call:
         return ()
-    if are_spread(a for args in args_per_call for a in args if isinstance(a, Tensor)):
+    if are_spread(itertools.chain.from_iterable(args_per_call)):
         max_concurrency = 1
     if not applies_as_usual(func):
         return tuple(

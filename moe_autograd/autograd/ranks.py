@@ -16,15 +16,19 @@ from typing import Any
 
 from torch import nn
 
+_DTENSORS = "torch.distributed.tensor"
+
 
 def are_spread(values: Iterable[Any]) -> bool:
-    """Whether one of `values` is of a kind that talks."""
-    kinds = kinds_that_talk()
-    return len(kinds) > 1 and any(isinstance(value, kinds) for value in values)
+    """Whether one of `values` is a tensor with parts on other ranks."""
+    if _DTENSORS not in sys.modules:
+        return False
+    kind = getattr(sys.modules[_DTENSORS], "DTensor", ())  # or it is just being imported
+    return any(isinstance(value, kind) for value in values)
 
 
 def kinds_that_talk() -> tuple[type, ...]:
     """Return the classes of modules and tensors that run collectives, as far as somebody has imported them."""
-    named = [("torch.distributed.tensor", "DTensor"), ("torch.distributed.fsdp", "FullyShardedDataParallel")]
+    named = [(_DTENSORS, "DTensor"), ("torch.distributed.fsdp", "FullyShardedDataParallel")]
     loaded = [getattr(sys.modules.get(module), name, None) for module, name in named]
     return (nn.SyncBatchNorm, *[kind for kind in loaded if kind is not None])
