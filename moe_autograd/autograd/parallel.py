@@ -125,6 +125,9 @@ def _map(
 
     if not args_per_call:
         return ()
+    title = f"map_with_parallel_backward({func.__name__})"
+    if len(args_per_call) == 1 and not _is_observed():
+        return (apply_alone(func, args_per_call[0], title),)
     if are_spread(itertools.chain.from_iterable(args_per_call)):
         max_concurrency = 1
     if not applies_as_usual(func):
@@ -133,9 +136,6 @@ def _map(
                 [func.apply] * len(args_per_call), args_per_call, None, max_concurrency, False, False, None
             )
         )
-    title = f"map_with_parallel_backward({func.__name__})"
-    if len(args_per_call) == 1 and not _is_observed():
-        return (apply_alone(func, args_per_call[0], title),)
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
     calls: list[FunctionCall] = [_NOT_RUN] * len(args_per_call)
     is_recorded = torch.is_grad_enabled()
