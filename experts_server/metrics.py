@@ -27,6 +27,7 @@ from moe_autograd.wire.compression import can_hold, encoded_bytes, is_applicable
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 KINDS = ("forward", "backward", "update")
+PAUSE_S = 0.1  # before a connection is taken that there was no descriptor for
 _KIND_OF: dict[type[Call], str] = {ForwardCall: "forward", BackwardCall: "backward", UpdateCall: "update"}
 ENCODINGS: dict[int, str] = {number: name.lower() for name, number in pb.Encoding.items()}
 
@@ -230,9 +231,21 @@ class MetricsEndpoint:
                 f"config, key 'metrics_listen': {describe_refusal(joined_address(host, port), error)}"
             ) from error
         self.address = joined_address(host, self._server.server_port)
+        self._is_closing = threading.Event()
+        self._accept = self._server.get_request
+        self._server.get_request = self._accept_or_pause  # type: ignore[method-assign]
+
+    def _accept_or_pause(self) -> Any:
+        """Take a connection; where there is no descriptor for it, it stays, and the server would ask at once again."""
+        try:
+            return self._accept()
+        except OSError:
+            self._is_closing.wait(PAUSE_S)
+            raise
 
     def close(self) -> None:
         """Stop serving."""
+        self._is_closing.set()
         self._server.shutdown()
         self._server.server_close()
         assert isinstance(self._thread, threading.Thread)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import socket
+import threading
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
-from tests.support.servers import ServerProcess, WireClient
+from tests.support.servers import ServerProcess, WireClient, wait_until
 
 
 def test_a_server_without_a_descriptor_left_computes_and_tells_what_it_hosts(tmp_path: Path) -> None:
@@ -33,4 +36,28 @@ def test_a_server_without_a_descriptor_left_computes_and_tells_what_it_hosts(tmp
         assert client.save() == "generation-00000002"
         with WireClient(server.address, client_id=b"another") as another:
             assert another.num_updates() == {"ffn.0": 1}
+        assert server.stop() == 0
+
+
+def test_a_reader_of_metrics_that_it_cannot_let_in_costs_it_no_core() -> None:
+    def cpu_s() -> float:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    flags = ("--expert", "ffn", "--d-model", "4", "--metrics-listen", "127.0.0.1:0")
+    with ServerProcess(*flags) as server:
+        process = server.process.pid
+        wait_until(lambda: any("metrics at http://" in line for line in server.log))
+        (address,) = re.findall(r"http://(\S+)/metrics", "".join(server.log))
+        host, _, port = address.rpartition(":")
+        limits = resource.prlimit(process, resource.RLIMIT_NOFILE)
+        num_open = len(os.listdir(f"/proc/{process}/fd"))
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (num_open, limits[1]))
+        with socket.create_connection((host, int(port))) as reader:
+            before = cpu_s()
+            threading.Event().wait(1.0)
+            assert cpu_s() - before < 0.5
+            resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+            reader.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert reader.recv(15) == b"HTTP/1.0 200 OK"
         assert server.stop() == 0
