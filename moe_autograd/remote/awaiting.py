@@ -84,8 +84,20 @@ async def in_thread(func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) 
     finally:
         SCOPE.reset(token)
     call = functools.partial(ambient.run, functools.partial(func, *args, **kwargs))
+    withdrawn: list[BaseException] = []
+
+    def call_unless_withdrawn() -> R:
+        if withdrawn:
+            raise withdrawn[0]
+        return call()
+
     try:
-        return await asyncio.get_running_loop().run_in_executor(None, call)
+        future = asyncio.get_running_loop().run_in_executor(None, call_unless_withdrawn)
+    except RuntimeError as error:  # no thread for it; the executor keeps it, and would call it later
+        withdrawn.append(error)
+        raise
+    try:
+        return await future
     except asyncio.CancelledError:
         scope.cancel()
         raise

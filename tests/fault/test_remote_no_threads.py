@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.errors import RemoteError
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
 from moe_autograd.remote.fanout import Cancellation, Fanout
 from tests.support.hosting import LR, sgd
 from tests.support.scarce import no_thread_to_give
@@ -67,6 +68,18 @@ def test_what_grpc_needs_a_thread_for_is_refused_and_works_again_later(
         with no_thread_to_give(), pytest.raises(RemoteError, match=message):
             send()
         send()
+
+
+def test_what_asyncio_has_no_thread_for_raises_and_is_not_called_later() -> None:
+    called: list[str] = []
+
+    async def run() -> None:
+        with no_thread_to_give(), pytest.raises(RuntimeError, match="thread"):
+            await in_thread(called.append, "in vain")
+        await in_thread(called.append, "later")
+
+    asyncio.run(run())
+    assert called == ["later"]
 
 
 def test_what_no_thread_was_there_for_is_done_once_and_never_later() -> None:
