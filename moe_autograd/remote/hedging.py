@@ -117,6 +117,7 @@ class Hedging:
         self._budget = budget
         self._channel = channel
         self._note = note
+        self._is_open = True
         self._threads = ThreadPoolExecutor(_MOST_REQUESTS, thread_name_prefix="moe_autograd hedging")
 
     def send(
@@ -134,7 +135,7 @@ class Hedging:
             For each who answered it, and what.
         """
         race = _Race(requests)
-        self._start(race, address, range(len(requests)), terms)
+        self._start(race, address, range(len(requests)), terms, is_first=True)
         try:
             race.wait_until_over(min(self.latencies.usual_s(address), terms.deadline.remaining_s))
             for other, indices in race.open_calls(elsewhere).items():
@@ -147,16 +148,31 @@ class Hedging:
 
     def close(self) -> None:
         """Let the threads go when they are done."""
+        self._is_open = False
         self._threads.shutdown(wait=False)
 
-    def _start(self, race: _Race, address: str, indices: Sequence[int], terms: Terms) -> None:
+    def _start(
+        self, race: _Race, address: str, indices: Sequence[int], terms: Terms, *, is_first: bool = False
+    ) -> None:
         leg = _Leg(address, tuple(indices), Cancellation())
         race.enter(leg)
         try:
             with interrupts_held_back():
-                self._threads.submit(self._run, race, leg, terms)
+                self._threads.submit(self._run_once, race, leg, terms)
         except RuntimeError as error:
-            raise closed(address) from error
+            if not self._is_open:
+                raise closed(address) from error
+            if not leg.claim.acquire(blocking=False):  # one of the threads that there are has just taken it
+                return
+            if is_first:  # the system has no thread to give
+                self._run(race, leg, terms)
+            else:
+                race.leave(leg, None)
+
+    def _run_once(self, race: _Race, leg: _Leg, terms: Terms) -> None:
+        """Run a leg, unless that was done where there was no thread for it: the pool keeps it all the same."""
+        if leg.claim.acquire(blocking=False):
+            self._run(race, leg, terms)
 
     def _run(self, race: _Race, leg: _Leg, terms: Terms) -> None:
         def cancel() -> None:
@@ -228,6 +244,7 @@ class _Leg:
     indices: tuple[int, ...]
     cancellation: Cancellation
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    claim: threading.Lock = field(default_factory=threading.Lock)  # of whoever runs it
 
 
 class _Race:

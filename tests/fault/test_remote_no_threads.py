@@ -12,7 +12,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.errors import RemoteError
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
+from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
 from moe_autograd.remote.fanout import Cancellation, Fanout
 from tests.support.hosting import LR, sgd
 from tests.support.scarce import no_thread_to_give
@@ -49,6 +49,18 @@ def test_servers_are_served_one_after_the_other(modules: dict[str, nn.Module], a
         assert [hosted.num_updates for hosted in experts.info().values()] == [2, 2, 2]
     for module, weight in zip(modules.values(), before, strict=True):
         torch.testing.assert_close(module.weight.detach(), weight - 2 * LR)
+
+
+def test_what_may_be_asked_twice_is_asked_once() -> None:
+    module = nn.Linear(4, 4)
+    with ExpertsServer({"a": module}) as one, ExpertsServer({"a": module}) as other:
+        addresses, hedge = [one.address, other.address], HedgePolicy(first_after_s=1e-6)
+        with connect(addresses, timeout_s=START_S, hedge=hedge) as experts:
+            x = torch.ones(1, 4)
+            with no_thread_to_give():
+                for _ in range(3):
+                    torch.testing.assert_close(experts["a"](x), module(x))
+            torch.testing.assert_close(experts["a"](x), module(x))
 
 
 @pytest.mark.parametrize("what", ["a large tensor", "weights"])
