@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 
 from moe_autograd.autograd.compiled import is_compiled
-from moe_autograd.autograd.ranks import are_spread, kinds_that_talk
+from moe_autograd.autograd.ranks import are_spread, modules_that_talk
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
 NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
@@ -66,7 +66,7 @@ class Held(NamedTuple):
     Args:
         cuts: the tensors with history (Rule 3 of `module_calls`).
         owners: the modules that have buffers themselves.
-        talkers: the modules, and the weights, that run collectives (`ranks`).
+        talkers: the modules that run collectives, by themselves or for their weights, and such tensors (`ranks`).
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
     """
 
@@ -141,7 +141,7 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
     """
     found: list[Tensor] = []
     parts, around = [module], list[Any]()
-    talking = kinds_that_talk()
+    talking = modules_that_talk()
     for part in parts:  # grows
         attributes = part.__dict__
         own = attributes if "_modules" in attributes else _of_script(part)
@@ -156,13 +156,12 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
                 found += _within(held)
             elif kind is types.FunctionType:  # a `forward` of its own, too
                 around += _around_all(held)
-        for held in (*parameters.values(), *buffers.values()):
-            if held is not None and _has_history(held):
-                found.append(held)
+        found += _with_history((*parameters.values(), *buffers.values()))
         forward = getattr(type(part), "forward", None)
         if getattr(forward, "__closure__", None):
             around += _around_all(forward)
-        around += [namespace.get(name) for namespace, name in _globals_of(type(part), forward)]
+        if places := _globals_of(type(part), forward):
+            around += [namespace.get(name) for namespace, name in places]
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += _within(around)
@@ -170,7 +169,8 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             around.clear()
         if buffers or NOT_MADE_YET in attributes:
             of_all.owners.append(part)
-        of_all.talkers.extend([held for held in (part, *parameters.values()) if isinstance(held, talking)])
+        if isinstance(part, talking) or are_spread(parameters.values()):
+            of_all.talkers.append(part)
         if is_compiled(part):
             of_all.compiled.append(part)
         if attributes.get("_forward_pre_hooks"):
@@ -185,6 +185,14 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
                 found += [weight for weight in weights if weight.grad_fn is not None]
             parts += [child for child in children.values() if child is not None]
     return found
+
+
+def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return those that were computed; of several in one go, as every call of a module asks."""
+    try:
+        return [tensor for tensor in tensors if tensor is not None and tensor.grad_fn is not None]
+    except RuntimeError:
+        return [tensor for tensor in tensors if tensor is not None and _has_history(tensor)]
 
 
 def _has_history(tensor: Tensor) -> bool:

@@ -44,7 +44,9 @@ _known: dict[frozenset[str], _Known] = {}
 
 def is_compiled(held: Any) -> bool:
     """Whether a module, not counting its parts, or a function is compiled when it is called."""
-    own = getattr(held, "__dict__", None) or {}
+    own = getattr(held, "__dict__", None)
+    if not own:
+        return False
     is_in_place = _COMPILED_FUNCTION in own or own.get(_COMPILED_IN_PLACE) is not None
     return is_in_place or _COMPILED_MODULE in own.get("_modules", ())
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-_DTENSORS = "torch.distributed.tensor"
+_DTENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
 
 
 def are_spread(values: Iterable[Any]) -> bool:
@@ -27,8 +27,8 @@ def are_spread(values: Iterable[Any]) -> bool:
     return any(isinstance(value, kind) for value in values)
 
 
-def kinds_that_talk() -> tuple[type, ...]:
-    """Return the classes of modules and tensors that run collectives, as far as somebody has imported them."""
-    named = [(_DTENSORS, "DTensor"), ("torch.distributed.fsdp", "FullyShardedDataParallel")]
-    loaded = [getattr(sys.modules.get(module), name, None) for module, name in named]
-    return (nn.SyncBatchNorm, *[kind for kind in loaded if kind is not None])
+def modules_that_talk() -> tuple[type, ...]:
+    """Return the classes of modules that run collectives, as far as somebody has imported them."""
+    if _FSDP not in sys.modules:
+        return (nn.SyncBatchNorm,)
+    return nn.SyncBatchNorm, *filter(None, [getattr(sys.modules[_FSDP], "FullyShardedDataParallel", None)])
