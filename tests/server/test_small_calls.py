@@ -46,7 +46,7 @@ def forward_and_backward(server: ExpertsServer, num_rows: int) -> tuple[Tensor, 
 
 def has_worked(server: ExpertsServer) -> bool:
     assert server._server is not None
-    return server._server.pool.has_threads
+    return any(worker.since for worker in server._server.pool._workers)
 
 
 @pytest.mark.parametrize("module", [nn.Linear(D, D), FeedForwardExpert(D, 16)], ids=["linear", "ffn"])
