@@ -47,6 +47,9 @@ def install() -> None:
         for name, operator in operators_with_generator():
             position = _generator_position(operator)
             kernels.impl(name, functools.partial(_draw_from_own_stream, operator, position), _KEY_NAME)
+        for name, operator, sibling in operators_that_draw_inside():
+            kernels.impl(name, functools.partial(_draw_as_sibling, operator, sibling), _KEY_NAME)
+        kernels.impl("native_dropout", _drop_out, _KEY_NAME)
         installed.extend((fallthrough, kernels))
 
 
@@ -58,6 +61,25 @@ def operators_with_generator() -> Iterator[tuple[str, OpOverload]]:
             operator = getattr(packet, overload_name)
             if _generator_position(operator) >= 0 and not _is_composite(operator):
                 yield operator.name().removeprefix("aten::"), operator
+
+
+def operators_that_draw_inside() -> Iterator[tuple[str, OpOverload, OpOverload]]:
+    """Return overloads that take no generator, each with its name and the overload that takes one besides.
+
+    What they draw inside would be caught, but not under a dispatch mode: that switches the key off for its operators.
+    """
+    for packet_name in RANDOM_OPERATORS:
+        packet = getattr(torch.ops.aten, packet_name)
+        overloads = [getattr(packet, name) for name in packet.overloads()]
+        siblings = {_names_without_generator(one): one for one in overloads if _generator_position(one) >= 0}
+        for operator in overloads:
+            sibling = siblings.get(_names_without_generator(operator))
+            if sibling is not None and _generator_position(operator) < 0 and not _is_composite(operator):
+                yield operator.name().removeprefix("aten::"), operator, sibling
+
+
+def _names_without_generator(operator: OpOverload) -> tuple[str, ...]:
+    return tuple([f"{one.name}: {one.type}" for one in operator._schema.arguments if one.name != "generator"])
 
 
 def _generator_position(operator: OpOverload) -> int:
@@ -80,6 +102,25 @@ def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwa
         if position < len(args):
             return operator(*args[:position], own, *args[position + 1 :], **kwargs)
         return operator(*args, **{**kwargs, "generator": own})
+
+
+def _draw_as_sibling(operator: OpOverload, sibling: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    with _ExcludeDispatchKeyGuard(_PASSED_BY):
+        device = _device_of(args, kwargs)
+        if running.seeds is None or device.type == "meta" or _is_tracing():
+            return operator(*args, **kwargs)
+        return sibling(*args, **kwargs, generator=running.seeds.draw(running.index, device))
+
+
+def _drop_out(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    """As torch's kernel, which takes no generator, does on the CPU."""
+    with _ExcludeDispatchKeyGuard(_PASSED_BY):
+        is_idle = train is False or x.numel() == 0 or x.device.type == "meta"
+        if running.seeds is None or is_idle or _is_tracing():
+            return torch.ops.aten.native_dropout.default(x, p, train)
+        own = running.seeds.draw(running.index, x.device)
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=own)
+        return x.mul(mask).mul(1 / (1 - p) if p < 1 else 0.0), mask
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -6,6 +6,7 @@ all if no call drew.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
+from moe_autograd.autograd.recompute import Recompute
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import parameters, seeded
 
@@ -299,3 +302,52 @@ def test_torchs_own_generator_objects_stay_what_they_are() -> None:
     assert isinstance(torch.default_generator, torch.Generator)
     assert isinstance(torch.random.default_generator, torch.Generator)
     assert torch.rand(2, generator=torch.random.default_generator).shape == (2,)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: torch.rand(x.shape),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint": lambda x: torch.randint(3, 50, x.shape),
+    "randint_like": lambda x: torch.randint_like(x, 50),
+    "randperm": lambda x: torch.randperm(x.numel()),
+    "bernoulli": lambda x: torch.bernoulli(x * 0.5),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "native_dropout": lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True)[0],
+    "normal": lambda x: torch.normal(x, 1.0),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_dispatch_mode_changes_no_number(draw: Callable[[Tensor], Tensor]) -> None:
+    """Selective checkpoints and counters of operators are such modes; so is the first run of compiled code."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def watched(x: Tensor) -> Tensor:
+        with Watch():
+            return draw(x)
+
+    def drawn_by(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(1)
+        return [*parallel_apply([call] * 4, [(torch.ones(40),)] * 4), torch.rand(1)]
+
+    plain = drawn_by(draw)
+    assert not torch.equal(plain[0], plain[1])
+    for one, other in zip(plain, drawn_by(watched), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_selective_checkpoint_draws_the_same_again() -> None:
+    class Masks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * (torch.rand_like(x) < 0.5)).square()
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    xs = [torch.full((40,), 3.0, requires_grad=True) for _ in range(4)]
+    outputs = parallel_apply([Masks()] * 4, [(x,) for x in xs], recompute=Recompute(context_fn=contexts))
+    torch.stack(outputs).sum().backward()
+    for x, output in zip(xs, outputs, strict=True):
+        assert torch.equal(x.grad, 6.0 * (output != 0))
