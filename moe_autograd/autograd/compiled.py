@@ -1,28 +1,33 @@
 """Calls of what `torch.compile` has made, so that it is compiled as often as in a loop.
 
-Dynamo compiles when a call comes that no compiled version fits: of another shape, or with another number of intra-op
-threads. Of threads that come side by side each compiles one, all alike, until `torch._dynamo.config.recompile_limit` is
-reached; from then on such calls run uncompiled, or raise with `fullgraph=True`. So
+Dynamo compiles when a call comes that no compiled version fits: of another shape or dtype, in another grad mode, with
+another number of intra-op threads. Of threads that come side by side each compiles one, all alike, until
+`torch._dynamo.config.recompile_limit` is reached; from then on such calls run uncompiled, or raise with
+`fullgraph=True`. So
 
 1. the forwards of a map, also those that run again, are made one after the other if one may be about to compile: if
-   anything was compiled since the last such map, or if there is a shape that no map had before, unless the last new
-   shapes needed nothing new;
+   anything was compiled since the last such map, if no map has met what is called, or met it as it is now (`_kind_of`),
+   or if there is a shape that no map had before, unless the last new shapes needed nothing new;
 2. each call has as many intra-op threads as calls side by side have at least.
 
-Mutable state: `_known`; maps that begin at once on several threads may each take turns once more, or once less.
+Mutable state: `_known` and `_met`; maps that begin at once on several threads may each take turns once more, or once
+less.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-MOST_SHAPES = 4096
+MOST_KINDS, MOST_SHAPES = 256, 4096
 
 _COMPILED_MODULE = "_orig_mod"  # what `torch.compile(module)` returns keeps the module there
 _COMPILED_IN_PLACE = "_compiled_call_impl"  # set by `module.compile()`
@@ -31,15 +36,16 @@ _COMPILED_FUNCTION = "_torchdynamo_orig_callable"
 
 @dataclasses.dataclass
 class _Known:
-    """What maps of one kind of compiled code have met."""
+    """What maps of one kind have met."""
 
     num_graphs: int = -1  # when the last one began
-    shapes: set[tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=set)
+    shapes: set[Hashable] = dataclasses.field(default_factory=set)
     had_new_shapes: bool = False  # the last one
     takes_any_shape: bool = False
 
 
-_known: dict[frozenset[str], _Known] = {}
+_known: dict[Hashable, _Known] = {}
+_met: weakref.WeakSet[Any] = weakref.WeakSet()  # what `torch.compile` has made
 
 
 def is_compiled(held: Any) -> bool:
@@ -51,25 +57,38 @@ def is_compiled(held: Any) -> bool:
     return is_in_place or _COMPILED_MODULE in own.get("_modules", ())
 
 
-def may_compile(compiled: Iterable[Any], args: Iterable[Any]) -> bool:
+def may_compile(compiled: Sequence[Any], args: Iterable[Any]) -> bool:
     """Whether a call of a map that is about to begin may compile something (Rule 1).
 
     Args:
         compiled: what its calls hold of compiled code.
         args: those of each call.
     """
-    known = _known.setdefault(frozenset(map(_name_of, compiled)), _Known())
+    leaves = [tree_leaves(own) for own in args]
+    if len(_known) > MOST_KINDS:
+        _known.clear()
+    known = _known.setdefault(_kind_of(compiled, leaves), _Known())
     before, known.num_graphs = known.num_graphs, _num_graphs()
     if known.num_graphs != before:
         known.takes_any_shape = False
     elif known.had_new_shapes:
         known.takes_any_shape = True
-    shapes = {_shapes_of(own) for own in args}
+    shapes = {_shapes_of(own) for own in leaves}
     known.had_new_shapes = not shapes <= known.shapes
     if len(known.shapes) > MOST_SHAPES:
         known.shapes.clear()
     known.shapes |= shapes
-    return known.num_graphs != before or (known.had_new_shapes and not known.takes_any_shape)
+    made = [getattr(one, _COMPILED_IN_PLACE, None) or one for one in compiled]
+    are_met = all(one in _met for one in made)
+    _met.update(made)
+    is_usual = are_met and known.num_graphs == before
+    return not is_usual or (known.had_new_shapes and not known.takes_any_shape)
+
+
+def _kind_of(compiled: Iterable[Any], leaves: Iterable[Sequence[Any]]) -> Hashable:
+    """Return what is compiled for apart, as far as it can be seen before the calls, other than shapes."""
+    arguments = frozenset([tuple(map(_kind_of_argument, own)) for own in leaves])
+    return frozenset([(_name_of(one), *_modes_of(one)) for one in compiled]), arguments, *_world()
 
 
 def _name_of(compiled: Any) -> str:
@@ -77,8 +96,57 @@ def _name_of(compiled: Any) -> str:
     return getattr(compiled, "__qualname__", kind.__qualname__)
 
 
-def _shapes_of(args: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(value.shape) for value in tree_leaves(args) if isinstance(value, Tensor)])
+def _modes_of(compiled: Any) -> Iterator[Hashable]:
+    """Return whether parts are in training, and what their parameters are; of a function, the modules around it."""
+    around = [compiled]
+    if not isinstance(compiled, nn.Module):
+        function = getattr(compiled, _COMPILED_FUNCTION)
+        around = [getattr(function, "__self__", None)]
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                around.append(cell.cell_contents)
+    for module in around:
+        for part in module.modules() if isinstance(module, nn.Module) else ():
+            yield part.training
+            yield from [(p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None]
+
+
+def _kind_of_argument(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return (type(value), value) if value is None or isinstance(value, bool | str) else type(value)
+    is_dense = value.layout is torch.strided and value.is_contiguous()
+    return (
+        type(value),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_inference(),
+        value.dim(),
+        is_dense,
+    )
+
+
+def _world() -> Iterator[Hashable]:
+    """Return what dynamo asks of the state of a thread."""
+    yield torch.is_grad_enabled()
+    yield torch.is_inference_mode_enabled()
+    yield torch.get_num_threads()
+    yield torch.get_default_dtype()
+    yield torch.are_deterministic_algorithms_enabled()
+    accelerator = torch.accelerator.current_accelerator()
+    for device in ("cpu", *([accelerator.type] if accelerator else ())):
+        yield torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _shapes_of(leaves: Sequence[Any]) -> Hashable:
+    """Return the shapes of a call's arguments, and its numbers, which dynamo takes for shapes."""
+    return tuple(
+        [
+            tuple(value.shape) if isinstance(value, Tensor) else value
+            for value in leaves
+            if isinstance(value, Tensor | int | float)
+        ]
+    )
 
 
 def _num_graphs() -> int:

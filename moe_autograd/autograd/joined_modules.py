@@ -151,7 +151,7 @@ def run_module_calls(
 ) -> list[Any]:
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
     is_even = bool(compiled) and max_concurrency != 1
-    at_once = 1 if is_even and may_compile(compiled, inputs) else max_concurrency
+    at_once = 1 if is_even and may_compile(compiled, zip(inputs, kwargs, strict=True)) else max_concurrency
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
     entrance = Entrance([value for values, _ in flats for value in values])
     held = memory_held(cuts)

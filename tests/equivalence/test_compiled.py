@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of i
 def nothing_is_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     compiled._known.clear()
+    compiled._met.clear()
     yield
     torch._dynamo.reset()
 
@@ -85,6 +87,65 @@ def test_experts_are_compiled_as_often_as_in_a_loop(compile_it: Any, recompute: 
         native_apply=checkpointed if recompute else one_after_another,
         mapped_apply=functools.partial(parallel_apply, recompute=recompute),
         tolerance=1e-12,
+    )
+    assert not isinstance(said, Raised), said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "no_grad",
+        "inference_mode",
+        "autocast",
+        "eval",
+        "freeze",
+        "dtype",
+        "requires_grad",
+        "keyword",
+        "transposed",
+        "compile",
+    ],
+)
+@pytest.mark.parametrize("compile_it", [by_call, in_place, in_a_function])
+def test_what_is_compiled_anew_though_shapes_are_as_before_is_compiled_once(
+    compile_it: Any, change: str
+) -> None:
+    """A layer that was trained is evaluated, for instance: each thread compiled it, until dynamo refused."""
+
+    def program(apply: MapFunction) -> Any:
+        torch._dynamo.reset()
+        compiled._known.clear()
+        before = counters["stats"]["unique_graphs"]
+        modules = seeded(Expert, NUM_EXPERTS)
+        calls = [compile_it(module) for module in modules]
+        xs = [torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4) for _ in modules]
+        said = [finish(apply(calls, [(x,) for x in xs]), *parameters(modules)) for _ in range(4)]
+        world: Any = contextlib.nullcontext()
+        if change in ("no_grad", "inference_mode"):
+            world = getattr(torch, change)()
+        elif change == "autocast":
+            world = torch.autocast("cpu", dtype=torch.bfloat16)
+        elif change == "dtype":
+            xs = [x.float() for x in xs]
+        elif change == "requires_grad":
+            xs = [x.requires_grad_() for x in xs]
+        elif change == "transposed":
+            xs = [x.T for x in xs]
+        elif change == "compile":
+            calls = [torch.compile(module, backend="aot_eager", fullgraph=True) for module in modules]
+        for module in modules if change in ("eval", "freeze", "dtype") else ():
+            module.eval() if change == "eval" else module.requires_grad_(False)
+            module.to(xs[0].dtype)
+        with world:
+            if change == "keyword":
+                calls = [functools.partial(call, x=x) for call, x in zip(calls, xs, strict=True)]
+                returned = apply(calls, [()] * NUM_EXPERTS)
+            else:
+                returned = apply(calls, [(x,) for x in xs])
+        return said, [y.detach() for y in returned], counters["stats"]["unique_graphs"] - before
+
+    said = assert_same_program(
+        program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=1e-6
     )
     assert not isinstance(said, Raised), said
 
