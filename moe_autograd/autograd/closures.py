@@ -44,6 +44,10 @@ _CONTAINERS = frozenset([list, tuple, dict])
 _TORCHS = "torch."  # how the names of its files begin
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
+_Place = tuple[
+    "weakref.ref[types.FunctionType]", str
+]  # a global of the file of a function, which may hold the class
+
 _names: dict[int, _Names] = {}  # what functions name, by the `id` of their code, as long as that lives
 _places: dict[int, _Places] = {}  # of the globals that modules name, by the `id` of their class, likewise
 
@@ -51,7 +55,7 @@ _places: dict[int, _Places] = {}  # of the globals that modules name, by the `id
 class _Places(NamedTuple):
     of: weakref.ref[type]
     forward: Any  # its code
-    places: Sequence[tuple[dict[str, Any], str]]  # each in its file
+    places: Sequence[_Place]
 
 
 class _Names(NamedTuple):
@@ -161,7 +165,9 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         if getattr(forward, "__closure__", None):
             around += _around_all(forward)
         if places := _globals_of(type(part), forward):
-            around += [namespace.get(name) for namespace, name in places]
+            around += [
+                one.__globals__.get(name) for function, name in places if (one := function()) is not None
+            ]
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += _within(around)
@@ -267,8 +273,8 @@ def _is_function_of(namespace: dict[str, Any], value: object) -> bool:
     return isinstance(value, types.FunctionType) and value.__globals__ is namespace
 
 
-def _globals_of(kind: type, forward: Any) -> Sequence[tuple[dict[str, Any], str]]:
-    """Return the globals that the `forward` of a class names, each with its file; every call of a module asks."""
+def _globals_of(kind: type, forward: Any) -> Sequence[_Place]:
+    """Return the globals that the `forward` of a class names; every call of a module asks."""
     key, code = id(kind), getattr(forward, "__code__", None)
     known = _places.get(key)
     if known is None or known.forward is not code or known.of() is not kind:
@@ -277,22 +283,31 @@ def _globals_of(kind: type, forward: Any) -> Sequence[tuple[dict[str, Any], str]
     return known.places
 
 
-def _find_globals_of(kind: type, forward: Any) -> Sequence[tuple[dict[str, Any], str]]:
+def _find_globals_of(kind: type, forward: Any) -> Sequence[_Place]:
     """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
     functions = [forward] if isinstance(forward, types.FunctionType) else []
     owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(_TORCHS)]
     places = {}
     for function in functions:  # grows
         namespace, names = function.__globals__, _names_of(function.__code__)
-        called = [owner.get(name) for name in ("forward", *names.of_attributes) for owner in owners]
+        called = [
+            _function_in(owner.get(name)) for name in ("forward", *names.of_attributes) for owner in owners
+        ]
         for name in () if _is_torchs(namespace) else names.of_globals:
             value = namespace.get(name)
             if _is_function_of(namespace, value):
                 called.append(value)
             elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
-                places[id(namespace), name] = namespace, name
+                places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
     return tuple(places.values())
+
+
+def _function_in(value: object) -> object:
+    """Return the function that a class runs for a property, or a static or class method."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
 
 
 def _names_of(code: types.CodeType) -> _Names:
@@ -307,7 +322,7 @@ def _names_of(code: types.CodeType) -> _Names:
             for step in dis.get_instructions(one):
                 if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                     of_globals[step.argval] = None
-                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                     of_attributes[step.argval] = None
         names = _names[key] = _Names(told, tuple(of_globals), tuple(of_attributes))
     return names

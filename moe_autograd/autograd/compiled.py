@@ -111,7 +111,7 @@ def _modes_of(compiled: Any) -> Iterator[Hashable]:
             yield from [(p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None]
 
 
-def _kind_of_argument(value: Any) -> Hashable:
+def _kind_of_argument(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return (type(value), value) if value is None or isinstance(value, bool | str) else type(value)
     is_dense = value.layout is torch.strided and value.is_contiguous()

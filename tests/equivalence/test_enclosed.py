@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -124,6 +126,43 @@ class NamesInAMethod(nn.Linear):
         return x * scale
 
 
+class HasOne(nn.Linear):
+    def of_a_base(self) -> Tensor:
+        return cast(Tensor, scale)
+
+    @property
+    def of_a_property(self) -> Tensor:
+        return cast(Tensor, scale)
+
+    @staticmethod
+    def of_a_static_method() -> Tensor:
+        return cast(Tensor, scale)
+
+    @classmethod
+    def of_a_class_method(cls) -> Tensor:
+        return cast(Tensor, scale)
+
+
+class NamesInAMethodOfItsBase(HasOne):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * super().of_a_base()
+
+
+class NamesInAProperty(HasOne):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.of_a_property
+
+
+class NamesInAStaticMethod(HasOne):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.of_a_static_method()
+
+
+class NamesInAClassMethod(HasOne):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.of_a_class_method()
+
+
 def _scaled(x: Tensor) -> Tensor:
     return x * scale
 
@@ -165,6 +204,10 @@ NAMING = [
     Names,
     NamesInItsBase,
     NamesInAMethod,
+    NamesInAMethodOfItsBase,
+    NamesInAProperty,
+    NamesInAStaticMethod,
+    NamesInAClassMethod,
     NamesInAFunction,
     NamesWithin,
     NamesADictionary,
@@ -257,3 +300,20 @@ def test_modules_may_keep_parts_of_memory_that_was_changed_since() -> None:
     for is_hidden in (False, True):
         same = functools.partial(program, is_hidden=is_hidden)
         assert_same_program(same, native_apply=one_after_another, mapped_apply=parallel_apply)
+
+
+def test_classes_of_files_that_nobody_holds_any_more_are_freed() -> None:
+    """As those that a program generates: what their functions name is remembered, and led to the classes."""
+    source = """
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x * scale
+"""
+    file = {"__name__": "generated", "nn": nn, "scale": 2.0}
+    exec(source, file)
+    kind: Any = file["Scaled"]
+    parallel_apply([kind(), kind()], [(torch.ones(2),)] * 2)
+    told = weakref.ref(kind)
+    del file, kind
+    gc.collect()
+    assert told() is None
