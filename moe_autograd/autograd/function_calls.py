@@ -35,7 +35,7 @@ from moe_autograd.autograd.emulated import (
     materialize,
     options_of,
 )
-from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declared_grad_dtypes
+from moe_autograd.autograd.grad_dtypes import GradDtypes, declared_grad_dtypes
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part
 
@@ -96,7 +96,7 @@ class FunctionCall:
             self._tensor_arguments = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
             self.inputs = tuple([args[i] for i in self._tensor_arguments])
         self.grad_dtypes: GradDtypes = ()
-        if MAY_DECLARE and ctx.output_grad_dtypes is not None:
+        if ctx.output_grad_dtypes is not None:
             self._take_grad_dtypes(returned if isinstance(returned, tuple) else (returned,))
         self._changed_view: Tensor | None = None
         self.changed: tuple[Tensor, ...] = ()  # in place, and gradients flow through it
@@ -136,7 +136,7 @@ class FunctionCall:
 
     def _take_grad_dtypes(self, returned: tuple[Any, ...]) -> None:
         declared = declared_grad_dtypes(self._ctx, returned)
-        if True in self._ctx.needs_input_grad:
+        if declared and True in self._ctx.needs_input_grad:
             pairs = zip(declared, returned, strict=True)
             self.grad_dtypes = [dtype for dtype, result in pairs if isinstance(result, Tensor)]
 

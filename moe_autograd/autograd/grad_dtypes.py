@@ -51,7 +51,7 @@ def declare(ctx: Any, grad_dtypes: GradDtypes) -> None:
 def as_declared(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Return gradients in the dtypes that a forward declared, as the engine would hand them to its backward."""
     dtypes: GradDtypes | None = ctx.output_grad_dtypes
-    if dtypes is None:
+    if dtypes is None or not MAY_DECLARE:
         return grads
     pairs = zip(grads, dtypes, strict=True)
     return [grad if grad is None or dtype is None else grad.to(dtype) for grad, dtype in pairs]
@@ -64,8 +64,12 @@ def declared_grad_dtypes(ctx: Any, results: Sequence[Any]) -> GradDtypes:
         RuntimeError: in PyTorch's words, if that fits other results.
     """
     declared: GradDtypes | None = ctx.output_grad_dtypes
-    if declared is None:
+    if declared is None or not MAY_DECLARE:
         return ()
+    if not isinstance(declared, tuple):
+        raise RuntimeError(
+            f"set_output_grad_dtype expects the declarations to be a tuple, but got: {type(declared).__name__}"
+        )
     for dtype in declared:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise RuntimeError(

@@ -242,6 +242,7 @@ def attributes_of_whatever_name(apply: MapFunction) -> Any:
         "non_differentiable",
         "materialize_grads",
         "needs_input_grad",
+        "output_grad_dtypes",
     }  # torch's
 
     class Keeps(Function):
