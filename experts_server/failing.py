@@ -88,14 +88,25 @@ def _kind_of(error: BaseException) -> Kind:
     return type(error), frame.f_code.co_filename if frame else "", line
 
 
-def _without_text(error: BaseException) -> BaseException:
-    """Return an exception that is shown as `error` is, with all that led to it, but for what they say."""
+def _without_text(
+    error: BaseException, known: dict[BaseException, BaseException] | None = None
+) -> BaseException:
+    """Return an exception that is shown as `error` is, with all that led to it, but for what they say.
+
+    Args:
+        error: is shown.
+        known: what was made before: mostly a cause is the context as well.
+    """
+    known = {} if known is None else known
+    if error in known:
+        return known[error]
     kind = type(error)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     shown: BaseException = type(kind.__name__, (Exception,), names)().with_traceback(error.__traceback__)
+    known[error] = shown
     if error.__cause__ is not None:
-        shown.__cause__ = _without_text(error.__cause__)
+        shown.__cause__ = _without_text(error.__cause__, known)
     if error.__context__ is not None:
-        shown.__context__ = _without_text(error.__context__)
+        shown.__context__ = _without_text(error.__context__, known)
     shown.__suppress_context__ = error.__suppress_context__
     return shown

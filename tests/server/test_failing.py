@@ -125,3 +125,23 @@ def test_many_experts_that_fail_alike_are_named_and_show_once_where(caplog: pyte
         log.note(f"e.{index}", raised(LookupError))
     assert [record.getMessage()[:12] for record in caplog.records] == [f"expert 'e.{i}'" for i in range(5)]
     assert [bool(record.exc_info) for record in caplog.records] == [True] + [False] * 4
+
+
+def test_a_long_chain_of_causes_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each cause is the context as well: followed both ways, fifty are more than can be counted."""
+
+    def call(depth: int) -> None:
+        try:
+            if depth:
+                call(depth - 1)
+            raise KeyError(SECRET)
+        except LookupError as error:
+            raise LookupError(SECRET) from error
+
+    with pytest.raises(LookupError) as caught:
+        call(25)
+    FailureLog().note("a", failed(caught.value))
+    (record,) = caplog.records
+    text = logging.Formatter().format(record)
+    assert text.count("The above exception was the direct cause") == 26
+    assert SECRET not in text.replace("SECRET", "")
