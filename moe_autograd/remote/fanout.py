@@ -1,8 +1,8 @@
 """Do something at several servers at the same time.
 
 The calling thread serves the first itself; each other one gets a thread of a small pool, or is served after the first
-where the system has no thread to give. All come to rest before
-the caller goes on, except on Ctrl-C: then what is under way is cancelled and the caller goes on at once.
+where the system has no thread to give. All come to rest before the caller goes on, except on Ctrl-C: then what is under
+way is cancelled and the caller goes on at once.
 
 Mutable state: the pool, made when first needed, under `_lock`. A pool's threads wait for servers only, never for
 each other. The calling thread waits for them at a queue, since Ctrl-C can leave the lock of a future locked.
@@ -21,6 +21,8 @@ from moe_autograd.remote.interrupts import interrupts_held_back
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+Taken = Future[list[R | BaseException]]  # what came of it; the list is emptied when that is taken
 
 _PASSES_AT_ONCE = 8
 
@@ -96,8 +98,8 @@ class Fanout:
         if not work:
             return {}
         first, *others = work
-        futures: dict[str, Future[R]] = {}
-        ended: queue.SimpleQueue[Future[R]] = queue.SimpleQueue()
+        futures: dict[str, Taken[R]] = {}
+        ended: queue.SimpleQueue[Taken[R]] = queue.SimpleQueue()
         try:
             for address in others:
                 with interrupts_held_back():
@@ -125,18 +127,18 @@ class Fanout:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, do: Callable[[str, T], R], address: str, work: T) -> Future[R]:
+    def _submit(self, do: Callable[[str, T], R], address: str, work: T) -> Taken[R]:
         """Let a thread of the pool do it; return a cancelled future where the system has none to give.
 
         The pool keeps what it has no thread for, and would do it when everybody has gone on: so it is cancelled.
         """
-        future: Future[R] = Future()
+        future: Taken[R] = Future()
         try:
             in_pool = self._threads().submit(_run, future, do, address, work)
             in_pool.add_done_callback(lambda own: own.cancelled() and future.cancel())  # by `close`
         except RuntimeError as error:
             if not self._is_open:
-                future.set_exception(closed(address, error))
+                future.set_result([closed(address, error)])
             else:
                 future.cancel()
         return future
@@ -150,12 +152,18 @@ class Fanout:
             return self._pool
 
 
-def _run(future: Future[R], do: Callable[[str, T], R], address: str, work: T) -> None:
+def _run(future: Taken[R], do: Callable[[str, T], R], address: str, work: T) -> None:
+    """Let the future hold what `do` returns or raises, in a list, from which it is taken out.
+
+    An exception has this frame in its traceback, and with it the future: held there it would hold itself.
+    """
     if future.set_running_or_notify_cancel():
+        outcome: list[R | BaseException] = []
         try:
-            future.set_result(do(address, work))
+            outcome.append(do(address, work))
         except BaseException as error:
-            future.set_exception(error)
+            outcome.append(error)
+        future.set_result(outcome)
 
 
 def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
@@ -165,17 +173,15 @@ def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
         return error
 
 
-def _result(future: Future[R], address: str) -> R | Exception:
+def _result(future: Taken[R], address: str) -> R | Exception:
     """Return what a thread returned or raised."""
     try:
-        error = future.exception()
+        outcome = future.result().pop()
     except CancelledError as cancelled:  # by `close`, before a thread took it
         return closed(address, cancelled)
-    if error is None:
-        return future.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error
+    if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def values_or_raise(results: Mapping[str, R | Exception]) -> list[R]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -228,6 +230,26 @@ class TestFanout:
         results = fanout.at_each({"a": 1, "b": 0, "c": 1}, do, Cancellation())
         assert [type(result) for result in results.values()] == [int, ZeroDivisionError, int]
         fanout.close()
+
+    def test_what_a_thread_raised_goes_when_nobody_holds_it(self):
+        class Failed(Exception):
+            pass
+
+        def do(address: str, _: int) -> None:
+            if address == "b":
+                raise Failed
+
+        gc.disable()
+        try:
+            fanout = Fanout(2)
+            results = fanout.at_each({"a": 0, "b": 0}, do, Cancellation())
+            assert fanout._pool is not None
+            fanout._pool.shutdown()  # its thread holds nothing any more
+            raised = weakref.ref(results["b"])
+            del results
+            assert raised() is None
+        finally:
+            gc.enable()
 
     def test_an_interrupt_of_the_calling_thread_cancels_the_rest(self):
         cancellation = Cancellation()
