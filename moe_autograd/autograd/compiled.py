@@ -112,8 +112,12 @@ def _modes_of(compiled: Any) -> Iterator[Hashable]:
 
 
 def _kind_of_argument(value: Any) -> Any:
+    """Return what an argument is; numbers and sizes stand for all others of their kind, but for 0 and 1."""
     if not isinstance(value, Tensor):
-        return (type(value), value) if value is None or isinstance(value, bool | str) else type(value)
+        stands_alone = (
+            value is None or isinstance(value, bool | str) or (type(value) is int and value in (0, 1))
+        )
+        return type(value), value if stands_alone else ...
     is_dense = value.layout is torch.strided and value.is_contiguous()
     return (
         type(value),
@@ -121,7 +125,7 @@ def _kind_of_argument(value: Any) -> Any:
         value.device,
         value.requires_grad,
         value.is_inference(),
-        value.dim(),
+        tuple([min(size, 2) for size in value.shape]),
         is_dense,
     )
 

@@ -65,7 +65,7 @@ def checkpointed(calls: Any, inputs: Any) -> list[Any]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("compile_it", [by_call, in_place, in_a_function, inside])
 def test_experts_are_compiled_as_often_as_in_a_loop(compile_it: Any, recompute: bool) -> None:
-    """Calls of one shape first, then of another, then each of its own."""
+    """Calls of one shape first, then of another, then each of its own; of one row, or none, dynamo compiles apart."""
 
     def program(apply: MapFunction) -> Any:
         torch._dynamo.reset()
@@ -77,6 +77,8 @@ def test_experts_are_compiled_as_often_as_in_a_loop(compile_it: Any, recompute: 
             [7] * NUM_EXPERTS,
             range(2, 2 + NUM_EXPERTS),
             range(20, 20 + NUM_EXPERTS),
+            [1] * NUM_EXPERTS,
+            [0] * NUM_EXPERTS,
         ):
             xs = [torch.linspace(-1, 1, 4 * n, dtype=torch.float64).view(n, 4).requires_grad_() for n in rows]
             said.append(finish(apply(calls, [(x * 2,) for x in xs]), *xs, *parameters(modules)))
