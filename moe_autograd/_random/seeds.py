@@ -83,12 +83,13 @@ class CallSeeds:
         The caller's stream stays where it is until the calls `come_back`, or are let go.
         """
         self._is_apart = True
-        next_draw = self._peek()
-        for place in itertools.count(_APART):
-            self._base = _mix(next_draw, place) >> 1
-            if _apart.setdefault(self._base, self) is self:
+        while True:
+            next_draw = self._peek()
+            bases = (_mix(next_draw, place) >> 1 for place in itertools.count(_APART))
+            self._base = next(base for base in bases if _apart.setdefault(base, self) is self)
+            if self._peek() == next_draw:
                 return self
-        raise AssertionError("there is no last place")
+            self.let_go()  # another thread's calls have come back meanwhile: they may have had this one
 
     def come_back(self) -> None:
         """Advance the caller's stream, if one of the calls apart has drawn; to be called where the caller waits."""
