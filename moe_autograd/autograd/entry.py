@@ -247,10 +247,11 @@ class WrappedHook:
 
 def of_several(hook: Any) -> bool:
     """Whether a hook is one of those that `register_multi_grad_hook` puts on several tensors."""
-    return getattr(_innermost(hook), "__globals__", None) is register_multi_grad_hook.__globals__
+    return getattr(innermost(hook), "__globals__", None) is register_multi_grad_hook.__globals__
 
 
-def _innermost(hook: Any) -> Any:
+def innermost(hook: Any) -> Any:
+    """Return the user's own hook."""
     while isinstance(hook, WrappedHook):
         hook = hook._hook
     return hook
@@ -271,7 +272,7 @@ def waited_for(hook: Any) -> list[Any]:
     """Return the nodes that a hook of `register_multi_grad_hook(mode="all")` waits for, in its own list."""
     if not of_several(hook):
         return []
-    hook = _innermost(hook)
+    hook = innermost(hook)
     names = hook.__code__.co_freevars
     return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else []
 

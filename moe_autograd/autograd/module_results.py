@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import types
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -96,6 +97,7 @@ class CallResults:
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
     _edges: list[GradientEdge]  # where the gradients of its results go within it
     _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
+    _own_hooks: Mapping[int, Any] = types.MappingProxyType({})  # that it put on its results, by their places
     _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
     _retaining: frozenset[int] = (
         frozenset()
@@ -142,6 +144,8 @@ class CallResults:
         self._values = values
         self._edges = [edge_of(value) for value in inner]
         self._inner = inner
+        if any(value._backward_hooks for value in inner):
+            self._own_hooks = {i: value._backward_hooks for i, value in enumerate(inner)}
         self._detach(inner, outer_of)
 
     def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:
@@ -241,7 +245,7 @@ class CallResults:
         if place < len(self._edges):  # else its graph is gone
             node, output_nr = self._edges[place][:2]
             within = see(output_nr)
-            node.register_prehook(within)
+            within.register(node, self._own_hooks.get(place))
             self._within = [*self._within, (place, within)]
             if (joined := joined_by(node)) is not None:  # it is a result of a map within
                 joined.see_within(output_nr, see)

@@ -7,7 +7,8 @@ the calls that it is to get, of all nodes that run.)
 That node sees what comes to a result from outside of its call. From within comes what flows through other results that
 were computed from it, and, in second derivatives, through what its operator has saved of it. For these parts a hook is
 registered on the node within as well. So it sees parts, where natively it sees their sum: whoever scales or records a
-gradient does the same to both. (Those of `register_multi_grad_hook` count, and are left alone.)
+gradient does the same to both. (Those of `register_multi_grad_hook` count, and are left alone.) It comes before hooks
+that the call has put there itself: what these change would pass for a part from within, and be changed once more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.function import Function
 
-from moe_autograd.autograd.entry import WrappedHook, of_several, waited_for
+from moe_autograd.autograd.entry import WrappedHook, innermost, of_several, waited_for
 
 _TYING: set[type] = set()  # the kinds of nodes that tie the results of calls
 
@@ -79,21 +80,54 @@ class Within:
             int, Tensor
         ] = {}  # by thread: what came from outside, where the call's own backward runs
 
+    def register(self, node: Any, hooks: Any) -> None:
+        """Have it called on the way to a node within the call.
+
+        Args:
+            node: that computed the result.
+            hooks: that the call has put on the result, if any: these run before the node's.
+        """
+        raise NotImplementedError
+
+    def _register_at_node(self, node: Any, place: int) -> None:
+        handle = node.register_prehook(self)
+        hooks = handle.hooks_dict_ref()
+        del hooks[handle.id]
+        _put_in(hooks, place, handle.id, self)
+
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         """Return gradients in place of these, or nothing."""
-        total, seed = grads[self._output_nr], self.seeds.get(threading.get_ident())
+        new = self.of_tensor(grads[self._output_nr])
+        return None if new is None else (*grads[: self._output_nr], new, *grads[self._output_nr + 1 :])
+
+    def of_tensor(self, total: Tensor | None) -> Tensor | None:
+        """Return a gradient in place of this one, or nothing."""
+        seed = self.seeds.get(threading.get_ident())
         if total is None or total is seed:
             return None
         part = total if seed is None else total - seed
         changed = self.see(part)
         if changed is part:
             return None
-        new = changed if seed is None else seed + changed
-        return (*grads[: self._output_nr], new, *grads[self._output_nr + 1 :])
+        return changed if seed is None else seed + changed
 
     def see(self, part: Tensor) -> Tensor:
         """Return what is to flow in place of what came from within."""
         raise NotImplementedError
+
+
+def _put_in(hooks: Any, place: int, key: object, hook: Callable[..., Any]) -> None:
+    """Put a hook before those that are there; at place 1 after ours. Dictionaries of ours note what users put there."""
+    others = list(hooks.items())
+    num_ours = sum(isinstance(each, Within) for _, each in others)
+    others.insert(num_ours * place, (key, hook))
+    hooks.clear()
+    for each in others:
+        collections.OrderedDict.__setitem__(hooks, *each)
+
+
+def _is_within(hook: Any) -> bool:
+    return isinstance(getattr(innermost(hook), "__self__", None), Within)
 
 
 See: TypeAlias = Callable[[int], Within]
@@ -106,10 +140,17 @@ class HooksWithin(Within):
         super().__init__(output_nr)
         self._hooks = hooks  # they may lead to the result, and so back to here
 
+    def register(self, node: Any, hooks: Any) -> None:
+        """Before all other hooks."""
+        if hooks:
+            _put_in(hooks, 0, self, self.of_tensor)
+        else:
+            self._register_at_node(node, 0)
+
     def see(self, part: Tensor) -> Tensor:
         """Call them."""
         for hook in list((self._hooks() or {}).values()):
-            if not of_several(hook):
+            if not of_several(hook) and not _is_within(hook):
                 changed = hook(part)
                 part = part if changed is None else changed
         return part
@@ -121,6 +162,10 @@ class RetainWithin(Within):
     def __init__(self, result: weakref.ref[Tensor], output_nr: int) -> None:
         super().__init__(output_nr)
         self._result = result
+
+    def register(self, node: Any, hooks: Any) -> None:
+        """After the result's own hooks, and those of its node come after it, as PyTorch has it."""
+        self._register_at_node(node, 1)
 
     def see(self, part: Tensor) -> Tensor:
         """Add to it."""

@@ -157,6 +157,31 @@ def test_gradients_of_hooks_on_a_changed_input_are_those_of_a_loop(
     check(ChangesInPlace, USED[used], watch, differentiate, {})
 
 
+class HooksItsResult(AddsALoss):
+    def forward(self, x: Tensor) -> Any:
+        returned = super().forward(x)
+        returned[0].register_hook(lambda grad: grad * 1.5)
+        return returned
+
+
+class HooksItsNode(AddsALoss):
+    def forward(self, x: Tensor) -> Any:
+        returned = super().forward(x)
+        returned[0].grad_fn.register_prehook(lambda grads: (grads[0] * 1.5,))
+        return returned
+
+
+@pytest.mark.parametrize("differentiate", [once, twice, second_order])
+@pytest.mark.parametrize("kind", [HooksItsResult, HooksItsNode])
+@pytest.mark.parametrize("watch", [scale_hook, retain, retain_what_is_scaled])
+@pytest.mark.parametrize("used", USED)
+def test_gradients_that_hooks_within_a_call_have_changed_are_not_changed_twice(
+    kind: Any, used: str, watch: Any, differentiate: Any
+) -> None:
+    """A hook on a result took the change for what comes from within, and changed it once more."""
+    check(kind, USED[used], watch, differentiate, {})
+
+
 def test_a_hook_sees_once_and_whole_what_comes_to_its_result_through_other_results_alone() -> None:
     """As for maps of what a classifier looks at: it returns features and classes, and the loss is of the latter."""
 
