@@ -13,6 +13,7 @@ that the call has put there itself: what these change would pass for a part from
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import functools
@@ -34,9 +35,8 @@ def skip_missing_gradients(func: type[Function]) -> type[Function]:
     node_class: Any = func._backward_cls
     register = node_class._register_hook_dict
 
-    def register_skipping(
-        node: Any, result: Tensor
-    ) -> None:  # `Tensor.register_hook` calls it for its first hook
+    def register_skipping(node: Any, result: Tensor) -> None:
+        """Do what `Tensor.register_hook` asks for with its first hook."""
         result._backward_hooks = hooks = Hooks()
         register(node, result)
         node.joined.see_within(result.output_nr, functools.partial(HooksWithin, weakref.ref(hooks)))
@@ -65,7 +65,7 @@ class Hooks(collections.OrderedDict[int, Callable[[Tensor], Any]]):
         super().__setitem__(key, hook if waited_for(hook) else _Skipping(hook))
 
 
-class Within:
+class Within(abc.ABC):
     """What is called for the gradient of a result, on the node within the call that computed it.
 
     Args:
@@ -76,10 +76,10 @@ class Within:
 
     def __init__(self, output_nr: int) -> None:
         self._output_nr = output_nr
-        self.seeds: dict[
-            int, Tensor
-        ] = {}  # by thread: what came from outside, where the call's own backward runs
+        # by thread: what came from outside, where the call's own backward runs
+        self.seeds: dict[int, Tensor] = {}
 
+    @abc.abstractmethod
     def register(self, node: Any, hooks: Any) -> None:
         """Have it called on the way to a node within the call.
 
@@ -87,7 +87,6 @@ class Within:
             node: that computed the result.
             hooks: that the call has put on the result, if any: these run before the node's.
         """
-        raise NotImplementedError
 
     def _register_at_node(self, node: Any, place: int) -> None:
         handle = node.register_prehook(self)
@@ -111,9 +110,9 @@ class Within:
             return None
         return changed if seed is None else seed + changed
 
+    @abc.abstractmethod
     def see(self, part: Tensor) -> Tensor:
         """Return what is to flow in place of what came from within."""
-        raise NotImplementedError
 
 
 def _put_in(hooks: Any, place: int, key: object, hook: Callable[..., Any]) -> None:

@@ -19,6 +19,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from tests.support.fragile import Fragile
 from tests.support.proxy import Proxy
 from tests.support.servers import ServerProcess
 from tests.support.survivors import combine_survivors
@@ -34,26 +35,6 @@ SUBSETS = [
 ]
 
 
-class Fragile(nn.Module):
-    """A linear layer that raises in its forward, or in its backward, while it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D_MODEL, D_MODEL).double()
-        self.fails_in = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails_in == "forward":
-            raise ArithmeticError("told to")
-        y = self.linear(x)
-        if self.fails_in == "backward":
-            y.register_hook(self._fail)
-        return y
-
-    def _fail(self, grad: Tensor) -> None:
-        raise ArithmeticError("told to")
-
-
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=SMALL_LR)
 
@@ -67,7 +48,7 @@ def tokens() -> Tensor:
 @pytest.fixture(scope="module")
 def modules() -> list[Fragile]:
     torch.manual_seed(0)
-    return [Fragile() for _ in range(NUM_EXPERTS)]
+    return [Fragile(D_MODEL) for _ in range(NUM_EXPERTS)]
 
 
 @pytest.fixture(scope="module")

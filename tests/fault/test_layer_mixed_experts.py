@@ -20,36 +20,17 @@ from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExpert, RemoteOptimizer, connect
+from tests.support.fragile import Fragile
 from tests.support.survivors import combine_survivors
 
 NUM_EXPERTS, D_MODEL, LR, NUM_ROUNDS = 6, 4, 1e-3, 40
 SAVINGS = [MemoryConfig(), MemoryConfig(recompute=True), MemoryConfig(recompute=True, split_backward=True)]
 
 
-class Fragile(nn.Module):
-    """A linear layer that raises in its forward, or in its backward, while it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D_MODEL, D_MODEL).double()
-        self.fails_in = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails_in == "forward":
-            raise ArithmeticError("told to")
-        y: Tensor = self.linear(x)
-        if self.fails_in == "backward" and y.requires_grad:  # not in the forward of a server that recomputes
-            y.register_hook(self._fail)
-        return y
-
-    def _fail(self, grad: Tensor) -> None:
-        raise ArithmeticError("told to")
-
-
 @pytest.fixture(scope="module")
 def modules() -> list[Fragile]:
     torch.manual_seed(0)
-    return [Fragile() for _ in range(NUM_EXPERTS)]
+    return [Fragile(D_MODEL) for _ in range(NUM_EXPERTS)]
 
 
 @pytest.fixture(scope="module")
