@@ -94,9 +94,8 @@ class ExpertQueue:
         self._failures = failures or FailureLog()
         self.stats = ExpertStats()
         self._lock = threading.Lock()
-        self._epochs: deque[Waiting] = deque(
-            [OrderedDict()]
-        )  # an `InspectCall` has one of its own; the first is next
+        # an `InspectCall` has one of its own; the first is next
+        self._epochs: deque[Waiting] = deque([OrderedDict()])
         self._num_waiting = 0
         self._num_tokens = 0
         self._is_scheduled = False

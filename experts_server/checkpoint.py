@@ -42,13 +42,14 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PLAIN_KEY = "experts_server"
+# what reading a damaged file may raise
 _DAMAGES = (
     OSError,
     ValueError,
     KeyError,
     TypeError,
     SafetensorError,
-)  # what reading a damaged file may raise
+)
 _GENERATION = re.compile(r"generation-(\d{8,})")
 
 
@@ -178,7 +179,8 @@ def _write_expert(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
         ValueError,
         NotImplementedError,
         SafetensorError,
-    ) as error:  # each for another kind of tensor
+    ) as error:
+        # each for another kind of tensor
         raise CheckpointError(
             f"checkpoint of expert {snapshot.plain['expert']!r}: expected tensors that safetensors can hold, got one "
             f"that it cannot ({type(error).__name__}: {error}). Use another dtype, or host it without checkpoint_dir."

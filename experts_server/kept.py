@@ -164,9 +164,8 @@ class OwnForwards:
     def __init__(self, name: str, store: KeptForwards) -> None:
         self._name = name
         self._store = store
-        self._graphs: OrderedDict[Key, None] = (
-            OrderedDict()
-        )  # most recent last; some may have gone from the store
+        # most recent last; some may have gone from the store
+        self._graphs: OrderedDict[Key, None] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<OwnForwards of {self._name!r}, up to {len(self._graphs)} graphs in {self._store!r}>"

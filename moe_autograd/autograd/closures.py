@@ -44,9 +44,8 @@ _CONTAINERS = frozenset([list, tuple, dict])
 _TORCHS = "torch."  # how the names of its files begin
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
-_Place = tuple[
-    "weakref.ref[types.FunctionType]", str
-]  # a global of the file of a function, which may hold the class
+# a global of the file of a function, which may hold the class
+_Place = tuple["weakref.ref[types.FunctionType]", str]
 
 _names: dict[int, _Names] = {}  # what functions name, by the `id` of their code, as long as that lives
 _places: dict[int, _Places] = {}  # of the globals that modules name, by the `id` of their class, likewise

@@ -30,9 +30,8 @@ from moe_autograd._random import running
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
 
 Hook = Callable[[Tensor], Tensor | None]
-Flat = tuple[
-    list[Any], TreeSpec | None
-]  # arguments and how they were nested; `None`: positional ones, not nested
+# arguments and how they were nested; `None`: positional ones, not nested
+Flat = tuple[list[Any], TreeSpec | None]
 
 
 class _Entry(Function):

@@ -28,9 +28,8 @@ _NUM_LOOKS = (
     4  # for each call: behind whoever has more, what is looked for is likely, and two nodes cost little
 )
 
-_MIND = frozenset(
-    ["CppFunction", "Error", "NotImplemented"]
-)  # torch's names: those of extensions; those that raise
+# torch's names: those of extensions; those that raise
+_MIND = frozenset(["CppFunction", "Error", "NotImplemented"])
 
 
 def apart(calls: Sequence[Call]) -> Sequence[list[int]]:

@@ -90,9 +90,8 @@ class ModuleCall(CallResults):
     shared_leaves: frozenset[int] = frozenset()  # the `id`s of leaves that several calls of the map reach
     turn: AbstractContextManager[object] = _NO_TURN  # in which its backward runs
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
-    histories: Sequence[
-        Node | None
-    ] = ()  # where the gradients of its cuts go, in a backward that makes a graph
+    # where the gradients of its cuts go, in a backward that makes a graph
+    histories: Sequence[Node | None] = ()
     _pending: PendingWeightGradients | None = None  # of its leaves
     before: Mapping[int, Tensor] = types.MappingProxyType({})  # by the `id` of an input that it changed
 

@@ -99,9 +99,8 @@ class CallResults:
     _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
     _own_hooks: Mapping[int, Any] = types.MappingProxyType({})  # that it put on its results, by their places
     _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
-    _retaining: frozenset[int] = (
-        frozenset()
-    )  # the places of those that retain their gradients, as far as is known
+    # the places of those that retain their gradients, as far as is known
+    _retaining: frozenset[int] = frozenset()
 
     def _take_results(
         self, returned: Any, outer_of: dict[int, Tensor], changed: Sequence[tuple[Tensor, Tensor]]

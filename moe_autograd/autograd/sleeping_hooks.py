@@ -36,9 +36,8 @@ class _Inner(threading.local):
     def __init__(self) -> None:
         self.backwards: dict[int, Ends] = {}  # those on this thread, by the engine's numbers
         self.of_all: Ends = frozenset()  # the ends of every backward on this thread
-        self.running: list[
-            tuple[Callable[[], Iterable[Tensor]], list[int]]
-        ] = []  # their ends, and their numbers
+        # their ends, and their numbers
+        self.running: list[tuple[Callable[[], Iterable[Tensor]], list[int]]] = []
 
 
 _inner = _Inner()
@@ -101,9 +100,8 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
         if hooks:
             ends.add(id(hooks))
             for key, hook in hooks.items():
-                if not isinstance(
-                    hook, _Sleeper
-                ):  # nor is one registered: dictionaries of ours take note of that
+                if not isinstance(hook, _Sleeper):
+                    # nor is one registered: dictionaries of ours take note of that
                     collections.OrderedDict.__setitem__(hooks, key, _Sleeper(hook, id(hooks)))
         late_hooks: Any = tensor._post_accumulate_grad_hooks
         if late_hooks:

@@ -72,7 +72,6 @@ def _ask_resolver(address: str) -> list[str] | ServerUnavailableError:
         str(place[0]): f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
         for family, *_, place in answers
     }
-    numbers = sorted(
-        hosts, key=lambda host: (":" in host, host)
-    )  # resolvers turn them round; we want one order
+    # resolvers turn them round; we want one order
+    numbers = sorted(hosts, key=lambda host: (":" in host, host))
     return [f"{hosts[number]}:{port}" for number in numbers]

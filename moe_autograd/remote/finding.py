@@ -109,9 +109,8 @@ class Finding:
             for pause_s in _PAUSES_S:
                 try:
                     return _ask(channel, deadline)
-                except (
-                    ServerUnavailableError
-                ):  # one that broke, which grpc may not have noticed at the second attempt
+                except ServerUnavailableError:
+                    # one that broke, which grpc may not have noticed at the second attempt
                     if deadline.remaining_s < _LEAST_ATTEMPT_S or operation.cancellation.wait(pause_s):
                         raise
                 except PermissionDeniedError:

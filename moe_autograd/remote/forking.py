@@ -83,9 +83,8 @@ class Gate:
     def _begin_anew(self) -> None:
         self._lock = threading.Lock()  # a condition's own, or an event, may stay locked after Ctrl-C
         self._changed = threading.Condition(self._lock)
-        self._under_way: weakref.WeakSet[Passage] = (
-            weakref.WeakSet()
-        )  # Ctrl-C may come before one is taken out
+        # Ctrl-C may come before one is taken out
+        self._under_way: weakref.WeakSet[Passage] = weakref.WeakSet()
         self._num_forks = 0
 
     @contextmanager

@@ -91,9 +91,8 @@ class Placement:
         self._replies: dict[str, dict[str, pb.ExpertInfo]] = {}
         self._layouts: dict[str, Sequence[pb.StateLayout]] = {}  # by address
         self._answered: frozenset[str] = frozenset()  # when servers were asked last
-        self._beside: dict[
-            str, dict[str, frozenset[str]]
-        ] = {}  # by address and expert: its replicas, itself included
+        # by address and expert: its replicas, itself included
+        self._beside: dict[str, dict[str, frozenset[str]]] = {}
         self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
         self._favourites: dict[str, str] = {}  # expert: the replica that was chosen
         self._found: dict[str, tuple[str, ...]] = {}  # by expert, since servers were asked last

@@ -152,9 +152,8 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
     by_caller: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: Tensor) -> _Saved:
-        flat = (
-            held.weights.buffer
-        )  # not from outside: the graph holds this function, and with it what it refers to
+        # not from outside: the graph holds this function, and with it what it refers to
+        flat = held.weights.buffer
         assert flat is not None
         if lies_in(tensor, flat):
             return _InWeights(held, tensor, tensor.data_ptr() - flat.data_ptr())
