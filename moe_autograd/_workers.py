@@ -57,17 +57,17 @@ MOST_LOOKS_AGAIN = 16  # in a look, at threads that waited before
 
 def run_all(
     call: Callable[[int], None],
-    num_calls: int,
+    order: range,
     *,
     max_concurrency: int | None = None,
     scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     is_even: bool = False,
 ) -> dict[int, BaseException]:
-    """Run `call(0)`, ..., `call(num_calls - 1)`, concurrently where they wait or where cores are free.
+    """Run `call(index)` for each index, concurrently where they wait or where cores are free.
 
     Args:
-        call: takes the index. Calls begin in the order of their index.
-        num_calls: at least one.
+        call: takes the index.
+        order: the indices, at least one, in the order in which calls begin.
         max_concurrency: at most so many calls at once; `None` leaves the number to the library.
         scope: entered on each thread that runs calls, the calling thread included, around its share of them.
         is_even: whether every call has the smallest share of intra-op threads, however many run beside it.
@@ -81,11 +81,11 @@ def run_all(
     Threads: usable from any thread, also from within a call. Other threads than the caller's run their calls in
     the caller's world (`_ambient`).
     """
-    limit = num_calls if max_concurrency is None else min(num_calls, max_concurrency)
+    limit = len(order) if max_concurrency is None else min(len(order), max_concurrency)
     if limit == 1:
         with _smallest_team() if is_even else contextlib.nullcontext():
-            return _run_in_turn(call, num_calls, scope)
-    crew = _Crew(call, num_calls, limit, scope, is_even)
+            return _run_in_turn(call, order, scope)
+    crew = _Crew(call, order, limit, scope, is_even)
     lookout.watch(crew)
     return crew.run()
 
@@ -102,12 +102,12 @@ def _smallest_team() -> Iterator[None]:
 
 
 def _run_in_turn(
-    call: Callable[[int], None], num_calls: int, scope: Callable[[], AbstractContextManager[object]]
+    call: Callable[[int], None], order: range, scope: Callable[[], AbstractContextManager[object]]
 ) -> dict[int, BaseException]:
     """Run the calls one by one on the calling thread."""
     failures: dict[int, BaseException] = {}
     with scope():
-        for index in range(num_calls):
+        for index in order:
             try:
                 call(index)
             except KeyboardInterrupt:
@@ -136,14 +136,14 @@ class _Crew:
     def __init__(
         self,
         call: Callable[[int], None],
-        num_calls: int,
+        order: range,
         limit: int,
         scope: Callable[[], AbstractContextManager[object]],
         is_even: bool = False,
     ) -> None:
         self._call = call
         self._is_even = is_even
-        self._pending = deque(range(num_calls))
+        self._pending = deque(order)
         self._limit = limit
         self._scope = scope
         self._failures: dict[int, BaseException] = {}
@@ -151,7 +151,7 @@ class _Crew:
         self._cores = num_cores()
         self._team_size = get_team_size()
         self._smallest_share = max(1, self._team_size // self._cores)
-        self._num_calls = num_calls
+        self._num_calls = len(order)
         self._num_running = 1
         self._to_come: list[None] = []  # one for each added thread that nobody has woken yet
         self._lock = threading.Lock()
@@ -160,7 +160,7 @@ class _Crew:
         self._progress: dict[int, Progress] = {}
         self.has_grown = False
         self._begun_s = self._last_end_s = time.perf_counter()
-        self._last_num_pending = num_calls
+        self._last_num_pending = len(order)
         self._pause_s = FIRST_LOOK_S
         self.next_look_s = self._begun_s + FIRST_LOOK_S
 

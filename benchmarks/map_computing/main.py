@@ -24,6 +24,22 @@ from moe_autograd import parallel_apply
 
 
 @dataclass(frozen=True)
+class Way:
+    """How steps differ from those of experts with weights and inputs of their own.
+
+    Args:
+        adds_up: the gradients of each step are added to those of the last.
+        shares: all calls are of one expert, with one batch.
+    """
+
+    adds_up: bool = False
+    shares: bool = False
+
+    def options(self) -> list[str]:
+        return ["--adds-up"] * self.adds_up + ["--shares"] * self.shares
+
+
+@dataclass(frozen=True)
 class Size:
     num_experts: int
     num_tokens: int
@@ -50,16 +66,16 @@ def plain_loop(modules: Sequence[nn.Module], inputs: Sequence[Any]) -> list[Any]
 KINDS: dict[str, Callable[..., list[Any]]] = {"loop": plain_loop, "map": parallel_apply}
 
 
-def steps(
-    apply: Callable[..., list[Any]], size: Size, *, adds_up: bool = False
-) -> Callable[[], Mapping[str, float]]:
-    """Return what makes steps; with `adds_up` the gradients of each are added to those of the last."""
+def steps(apply: Callable[..., list[Any]], size: Size, way: Way) -> Callable[[], Mapping[str, float]]:
+    """Return what makes steps."""
     torch.manual_seed(0)
     experts = [
         nn.Sequential(nn.Linear(size.d_model, size.d_ff), nn.GELU(), nn.Linear(size.d_ff, size.d_model))
         for _ in range(size.num_experts)
     ]
     xs = [torch.randn(size.num_tokens, size.d_model, requires_grad=True) for _ in experts]
+    if way.shares:
+        experts, xs = experts[:1] * size.num_experts, xs[:1] * size.num_experts
     ones = [torch.ones_like(x) for x in xs]
     tensors = [*xs, *(p for expert in experts for p in expert.parameters())]
 
@@ -71,7 +87,7 @@ def steps(
 
         forward_s = backward_s = 0.0
         for _ in range(size.repeats):
-            for tensor in () if adds_up else tensors:
+            for tensor in () if way.adds_up else tensors:
                 tensor.grad = None
             forward_s += stopwatch(forward)
             backward_s += stopwatch(lambda: torch.autograd.backward(outputs, ones))
@@ -85,21 +101,21 @@ def steps(
     return run
 
 
-def peak_bytes(kind: str, name: str, adds_up: bool) -> int:
+def peak_bytes(kind: str, name: str, way: Way) -> int:
     """Return the peak of a process that runs ten steps of one kind and nothing else."""
     command = [sys.executable, "-m", "benchmarks.map_computing.main", "--peak-of", kind, name]
-    command += ["--adds-up"] * adds_up
+    command += way.options()
     return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
-def median_peaks(name: str, adds_up: bool) -> list[float]:
+def median_peaks(name: str, way: Way) -> list[float]:
     """Return the median peak of each kind, taken in turns: where the allocator puts things differs by a tenth."""
-    rounds = [[peak_bytes(kind, name, adds_up) for kind in KINDS] for _ in range(7)]
+    rounds = [[peak_bytes(kind, name, way) for kind in KINDS] for _ in range(7)]
     return [statistics.median(peaks) for peaks in zip(*rounds, strict=True)]
 
 
-def print_peak(kind: str, name: str, adds_up: bool) -> None:
-    run = steps(KINDS[kind], SIZES[name], adds_up=adds_up)
+def print_peak(kind: str, name: str, way: Way) -> None:
+    run = steps(KINDS[kind], SIZES[name], way)
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     for _ in range(10):
@@ -114,19 +130,17 @@ def resident_bytes(field: str) -> int:
     raise LookupError(field)
 
 
-def main(rounds: int, names: Sequence[str], adds_up: bool) -> None:
+def main(rounds: int, names: Sequence[str], way: Way) -> None:
     rows = []
     for name in names:
         size = SIZES[name]
-        taken = take_turns(
-            {kind: steps(apply, size, adds_up=adds_up) for kind, apply in KINDS.items()}, rounds=rounds
-        )
+        taken = take_turns({kind: steps(apply, size, way) for kind, apply in KINDS.items()}, rounds=rounds)
         for part in ("forward", "backward", "step"):
             loop, mapped = taken["loop"][part], taken["map"][part]
             rows.append((name, part, loop.median_ms, mapped.median_ms, loop.ratio_to(mapped)))
     print_table(("experts", "pass", "loop, ms", "map, ms", "times as fast"), rows)
     print()
-    peaks = [(name, *median_peaks(name, adds_up)) for name in names]
+    peaks = [(name, *median_peaks(name, way)) for name in names]
     print_table(
         ("experts", "size", "loop, peak MB", "map, peak MB", "map / loop"),
         [(name, SIZES[name], loop / 1e6, mapped / 1e6, mapped / loop) for name, loop, mapped in peaks],
@@ -138,9 +152,11 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--adds-up", action="store_true", help="add gradients to those of the last step")
+    parser.add_argument("--shares", action="store_true", help="call one expert with one batch, each time")
     parser.add_argument("--peak-of", nargs=2, metavar=("KIND", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    chosen = Way(arguments.adds_up, arguments.shares)
     if arguments.peak_of:
-        print_peak(*arguments.peak_of, arguments.adds_up)
+        print_peak(*arguments.peak_of, chosen)
     else:
-        main(arguments.rounds, arguments.sizes, arguments.adds_up)
+        main(arguments.rounds, arguments.sizes, chosen)

@@ -7,7 +7,7 @@ add it, and the join hands on none for that leaf. Only where that makes no diffe
 
 1. The engine would accumulate there: nobody asked for the gradient itself, nor for one with a graph.
 2. No hook waits for the gradient, or for its accumulation, at the leaf or at its node.
-3. No other call of the map reaches the leaf: else the order in which floats are added would depend on the threads.
+3. No other call of the map reaches the leaf: else it gets a sum (`sums`), which is there once all calls have ended.
 4. After Ctrl-C nothing is added any more by calls that have been left to end by themselves.
 """
 

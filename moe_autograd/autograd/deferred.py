@@ -31,7 +31,6 @@ to whoever has taken it off the backlog.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
@@ -57,6 +56,7 @@ from moe_autograd.autograd.module_calls import ModuleCall, on_this_thread
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
+from moe_autograd.autograd.sums import Sums, shared_by_many
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 
 
@@ -77,14 +77,15 @@ class DeferringModules(JoinedModules):
         self, calls: Sequence[ModuleCall], names: Sequence[str], max_concurrency: int | None, title: str
     ) -> None:
         super().__init__(calls, names, max_concurrency, title)
-        self._num_cuts = [len(call.cuts) for call in calls]
+        self.num_tied = [len(call.cuts) for call in calls]
         for call in calls:
             call.may_defer = True
             call.inputs = call.inputs[: len(call.cuts)]  # `late` leads to the leaves
+        self.shared_leaves = shared_by_many([call.leaves for call in calls])
 
     def pass_gate(self) -> Tensor | None:
         """See `Joined`: `late` leads to the leaves."""
-        leaves = [leaf for call in self.calls for leaf in call.leaves]
+        leaves = [leaf for call in reversed(self.calls) for leaf in call.leaves]
         if not leaves:
             return None
         self._has_late = True
@@ -98,21 +99,20 @@ class DeferringModules(JoinedModules):
         if is_in_first_part():
             return [True] * sum(self.num_inputs)
         late, of_cuts = (nodes[0], nodes[1:]) if self._has_late else (None, nodes)
-        self._note_histories(of_cuts, self._num_cuts)
-        of_leaves = [] if late is None else [node for node, _ in late.next_functions]
-        cuts, leaves = iter(which_are_wanted(of_cuts)), iter(which_are_wanted(of_leaves))
-        wanted: list[Wanted] = []
-        for num_cuts, num_inputs in zip(self._num_cuts, self.num_inputs, strict=True):
-            wanted += [*itertools.islice(cuts, num_cuts), *itertools.islice(leaves, num_inputs - num_cuts)]
-        return wanted
+        self._note_histories(of_cuts, self.num_tied)
+        of_leaves = [] if late is None else which_are_wanted([node for node, _ in late.next_functions])
+        num_leaves = [both - cuts for both, cuts in zip(self.num_inputs, self.num_tied, strict=True)]
+        leaves_of = reversed(split(of_leaves, num_leaves[::-1]))
+        cuts_of = split(which_are_wanted(of_cuts), self.num_tied)
+        return [one for cuts, leaves in zip(cuts_of, leaves_of, strict=True) for one in (*cuts, *leaves)]
 
     def hand_out(self, grads: list[Tensor | None]) -> Tensors:
         """See `Joined`: promise the leaves' gradients to `late`."""
         if not self._has_late:
-            return (None, *grads)
+            return super().hand_out(grads)
         of_cuts: list[Tensor | None] = []
         of_leaves: list[Tensors] = []
-        for own, num_cuts in zip(split(grads, self.num_inputs), self._num_cuts, strict=True):
+        for own, num_cuts in zip(split(grads, self.num_inputs), self.num_tied, strict=True):
             of_cuts += own[:num_cuts]
             of_leaves.append(own[num_cuts:])
         pending = {i: one for i, call in enumerate(self.calls) if (one := call.take_pending()) is not None}
@@ -122,7 +122,7 @@ class DeferringModules(JoinedModules):
         if pending:
             kept_by_this_backward(_Works, _Works).works.append(work)
             _backlog.add(work)
-        return (carrier, *of_cuts)
+        return (carrier, *self.last_first(of_cuts))
 
 
 class _Late(Function):
@@ -168,6 +168,7 @@ class _Work:
         self, joined: DeferringModules, pending: dict[int, PendingWeightGradients], grads: list[Tensors]
     ) -> None:
         self._pending, self._has_begun, self._grads = pending, bool(pending), grads
+        self._sums = Sums(joined.shared_leaves, pending)
         self._names = [joined.names[i] for i in pending]
         self._ends_with_hooks = frozenset().union(*[joined.calls[i].ends_with_hooks for i in pending])
         self._title, self._max_concurrency = f"{joined.title}, weight gradients", joined.max_concurrency
@@ -179,7 +180,7 @@ class _Work:
             self._ambient, self._seeds = Ambient(), CallSeeds().apart()
 
     def keep(self) -> Tensors:
-        """Return the gradients of all leaves, call after call.
+        """Return the gradients of all leaves, those of the last call first.
 
         Raises:
             BaseException: of the lowest failing call, with a note that names it.
@@ -203,11 +204,12 @@ class _Work:
             self._thread_ids.add(threading.get_ident())
             try:
                 with all_hooks_sleep(self._ends_with_hooks), on_this_thread():
-                    self._grads[places[index]] = pending.run()
+                    self._grads[places[index]] = self._sums.add(places[index], pending.run())
             finally:
                 self._thread_ids.discard(threading.get_ident())
 
-        run_calls(run, self._names, self._max_concurrency, self._title, seeds=self._seeds)
+        run_calls(run, self._names, self._max_concurrency, self._title, seeds=self._seeds, last_first=True)
+        self._sums.hand_out(self._grads)
 
     def _compute_here(self) -> None:
         """Compute in the backward that wants the promise kept, and raise what is raised."""
@@ -238,7 +240,7 @@ class _Work:
         error, self._error = self._error, None
         grads, self._grads = self._grads, []
         if error is None:
-            return tuple([grad for own in grads for grad in own])
+            return tuple([grad for own in reversed(grads) for grad in own])
         try:
             raise error
         finally:

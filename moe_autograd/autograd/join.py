@@ -19,6 +19,8 @@ Rule 2. A call's saved tensors go when that call is done: the node lets go of al
 Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch.
 Rule 4. A result of a call that takes nothing which requires a gradient requires none, though the node does.
 Rule 5. The node is not part of a cycle: a call forgets its results once they are tied.
+Rule 6. The node leads to the inputs of the last call first, and the last call's backward begins first. So what several
+        calls compute for one tensor is added in the order of a loop, by the engine or in `sums`, to the same bits.
 
 The engine goes on to everything that lies behind a node, with a gradient or without: a backward through `y0` alone
 would lead to what `x1` was computed with. Where that makes a difference (`histories`), calls whose inputs were computed
@@ -27,14 +29,14 @@ by different nodes are tied apart, by three nodes for each history::
         history of x0 ◀── departure ◀── waiting ◀── arrival ◀── y0
         history of x1 ◀── departure ◀── waiting ◀── arrival ◀── y1
 
-Rule 6. Of the nodes that are ready the engine runs the one with the highest number, and a thread numbers those that it
+Rule 7. Of the nodes that are ready the engine runs the one with the highest number, and a thread numbers those that it
         makes as it makes them. First come all departures, then all waitings, then all arrivals; so in a graph that one
         thread has made everybody whom this backward reaches has arrived when the first departure runs, and the
         backwards of all run at once. Another thread's nodes may lead to arrivals with any numbers: then a waiting gives
         its departure the lowest of all until everybody has arrived. (Were somebody to come later still, as he might
         where several maps of such a graph wait at a time, his backward would run later. No number depends on it.)
-Rule 7. What has arrived belongs to one backward (`this_backward`); another one, also inside of it, sees nothing of it.
-Rule 8. An input that comes out as a result, changed or not, is an input of its arrival as well, as PyTorch wants it.
+Rule 8. What has arrived belongs to one backward (`this_backward`); another one, also inside of it, sees nothing of it.
+Rule 9. An input that comes out as a result, changed or not, is an input of its arrival as well, as PyTorch wants it.
 """
 
 from __future__ import annotations
@@ -81,8 +83,7 @@ def join(joined: Joined) -> list[Sequence[Tensor]]:
 
 
 def _tie(joined: Joined) -> list[Sequence[Tensor]]:
-    inputs = [tensor for call in joined.calls for tensor in call.inputs]
-    tied = _Join.apply(joined, joined.pass_gate(), *inputs)  # type: ignore[no-untyped-call]
+    tied = _Join.apply(joined, joined.pass_gate(), *joined.inputs())  # type: ignore[no-untyped-call]
     return split(tied, joined.num_results)
 
 
@@ -158,15 +159,16 @@ def _ask(
             leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
             let_hooks_sleep(node.variable for node in leaf_nodes)
             break
-    return joined.ask(nodes)
+    return joined.ask(joined.in_order(nodes))
 
 
 # ---- apart
 
 
 def _tie_apart(joined: Joined, places: Sequence[list[int]]) -> list[Sequence[Tensor]]:
+    joined.look_for_shared()
     parts = [_Part(joined, own_places) for own_places in places]
-    tokens = [part.depart() for part in parts]  # Rule 6
+    tokens = [part.depart() for part in parts]  # Rule 7
     tokens = [_Waiting.apply(*each) for each in zip(parts, tokens, strict=True)]  # type: ignore[no-untyped-call]
     tied: list[Sequence[Tensor]] = [()] * len(joined.calls)
     for part, token in zip(parts, tokens, strict=True):
@@ -191,13 +193,13 @@ class _Part:
 
     def depart(self) -> Tensor:
         """Return what leads to everything that the calls depend on."""
-        inputs = [tensor for call in self.joined.calls for tensor in call.inputs]
+        inputs = self.joined.inputs()
         return cast(Tensor, _Departure.apply(self, self.joined.pass_gate(), *inputs))  # type: ignore[no-untyped-call]
 
     def arrive(self, token: Tensor) -> list[Sequence[Tensor]]:
         """Return the results of the calls, which lead to the token."""
         returned = {id(result) for call in self.joined.calls for result in call.results}
-        again = [t for call in self.joined.calls for t in call.inputs if id(t) in returned]  # Rule 8
+        again = [t for call in self.joined.calls for t in call.inputs if id(t) in returned]  # Rule 9
         tied = _Arrival.apply(self, token, *again)  # type: ignore[no-untyped-call]
         return split(tied, self.joined.num_results)
 
@@ -269,7 +271,7 @@ def _arrive(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
 
 
 def _arrivals_of(whole: Joined) -> _Arrivals:
-    """Return those of this backward (Rule 7)."""
+    """Return those of this backward (Rule 8)."""
     if torch._C._current_graph_task_id() != -1:
         return kept_by_this_backward(whole, functools.partial(_Arrivals, whole.arrivals))
     if whole.compiled_arrivals is None:
@@ -315,7 +317,7 @@ class _Arrivals:
         self._wanted.update(zip(part.places, split(wanted, joined.num_inputs), strict=True))
 
     def let_wait(self, departure: Any, number: int) -> None:
-        """Let a departure wait for those who are to come; if nobody is, let all go (Rule 6)."""
+        """Let a departure wait for those who are to come; if nobody is, let all go (Rule 7)."""
         self._waiting.append((departure, number))
         if self._num_to_come > 0:
             departure._set_sequence_nr(0)

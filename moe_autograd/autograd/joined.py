@@ -15,6 +15,7 @@ from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, may_have_gradient
 from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import run_calls
+from moe_autograd.autograd.sums import Shared, Sums, shared_by_many
 
 Tensors: TypeAlias = Sequence[Tensor | None]  # mostly gradients; `None` where none flows
 
@@ -76,6 +77,8 @@ class Joined:
 
     can_be_apart = True  # whether calls with different histories may be tied apart
     is_even = False  # whether all calls have the same share of intra-op threads
+    shared: Sequence[Shared] = ()  # what many inputs are
+    _has_shared = False  # whether two inputs are the same tensor
     is_whole = True  # whether these are all calls of the map
     compiled_arrivals: object = None  # of a backward that runs outside of the engine
 
@@ -87,9 +90,37 @@ class Joined:
         self.max_concurrency = max_concurrency
         self.title = title
         self.num_inputs = [len(call.inputs) for call in calls]
+        self.num_tied = self.num_inputs  # of those inputs that the join itself leads to
         self.num_results = [len(call.results) for call in calls]
         self.arrivals: list[weakref.ref[Node]] = []  # of calls that are tied apart
         self.num_saved = [len(call.to_save) for call in calls]
+
+    def inputs(self) -> list[Tensor]:
+        """Return what the join is to lead to, the inputs of the last call first.
+
+        So the engine adds up what calls compute for one tensor in the order of a loop, to the same bits.
+        """
+        inputs = [tensor for call in self.calls for tensor in call.inputs]
+        if len({*map(id, inputs)}) == len(inputs):
+            return inputs
+        self._has_shared = True
+        self.look_for_shared()
+        return self.last_first(inputs)
+
+    def look_for_shared(self) -> None:
+        """Look for what many inputs are, before the calls forget them (`sums`)."""
+        self.shared = shared_by_many([call.inputs for call in self.calls])
+
+    def last_first(self, of_inputs: list[Any]) -> list[Any]:
+        """Return what there is for each input that the join leads to, that for the last call first."""
+        return _turned_around(of_inputs, self.num_tied) if self._has_shared else of_inputs
+
+    def in_order(self, nodes: Sequence[Node | None]) -> Sequence[Node | None]:
+        """Return the nodes that the join leads to in the order of the calls, after that of the gate if there is one."""
+        if not self._has_shared:
+            return nodes
+        start = len(nodes) - sum(self.num_tied)
+        return [*nodes[:start], *_turned_around(nodes[start:], self.num_tied[::-1])]
 
     def pass_gate(self) -> Tensor | None:
         """Return one more tensor for the join to depend on, or `None`."""
@@ -154,6 +185,7 @@ class Joined:
         reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
 
         has_streams = accelerator_in_use() is not None
+        sums = Sums(self.shared, reached) if self.shared else None
 
         def run(index: int) -> None:
             i = reached[index]
@@ -162,10 +194,14 @@ class Joined:
             if has_streams:
                 use_here(own_saved)
                 use_here(own_grads)
-            grads[i] = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
+            found = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
+            grads[i] = found if sums is None else sums.add(i, found)
 
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
-        run_calls(run, names, self.max_concurrency, f"{self.title}, backward", is_even=self.is_even)
+        title = f"{self.title}, backward"
+        run_calls(run, names, self.max_concurrency, title, last_first=True, is_even=self.is_even)
+        if sums is not None:
+            sums.hand_out(grads)
         return [grad for own in grads for grad in own]
 
     def see_within(self, place: int, see: See) -> None:
@@ -177,12 +213,12 @@ class Joined:
         """
 
     def hand_out(self, grads: list[Tensor | None]) -> Tensors:
-        """Return what flows to the gate, and after it what flows to the inputs.
+        """Return what flows to the gate, and after it what flows to `inputs()`.
 
         Args:
             grads: what `backward` returned.
         """
-        return (None, *grads)
+        return (None, *self.last_first(grads))
 
 
 def has_any(grads: Tensors) -> bool:
@@ -200,6 +236,10 @@ def split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
         parts.append(flat[start : start + count])
         start += count
     return parts
+
+
+def _turned_around(flat: Sequence[Any], counts: list[int]) -> list[Any]:
+    return [one for part in reversed(split(flat, counts)) for one in part]
 
 
 def which_are_wanted(nodes: Sequence[Node | None]) -> list[bool]:

@@ -25,6 +25,7 @@ def run_calls(
     *,
     is_recorded: bool = True,
     seeds: CallSeeds | None = None,
+    last_first: bool = False,
     is_even: bool = False,
 ) -> None:
     """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
@@ -36,6 +37,7 @@ def run_calls(
         title: how the map is called in errors and profiles.
         is_recorded: whether the calls see the caller's grad mode, or none of their operators is recorded.
         seeds: of their random numbers; `None` takes them from the calling thread's stream.
+        last_first: whether the last call begins first, as in the backward of a loop.
         is_even: whether each has the smallest share of intra-op threads, however many run beside it.
 
     Raises:
@@ -62,8 +64,9 @@ def run_calls(
     if is_recording():
         chosen = _on_timeline(chosen, names, "backward" if ", backward" in title else "forward")
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
+        order = range(len(names) - 1, -1, -1) if last_first else range(len(names))
         _raise_lowest(
-            run_all(chosen, len(names), max_concurrency=max_concurrency, scope=scope, is_even=is_even),
+            run_all(chosen, order, max_concurrency=max_concurrency, scope=scope, is_even=is_even),
             names,
             title,
         )

@@ -16,13 +16,13 @@ from moe_autograd._workers import MOST_LOOKS_AGAIN, _Crew, run_all
 
 def names_of_threads(num_calls: int, **options: int) -> set[str]:
     names: set[str] = set()
-    assert run_all(lambda _: names.add(threading.current_thread().name), num_calls, **options) == {}
+    assert run_all(lambda _: names.add(threading.current_thread().name), range(num_calls), **options) == {}
     return names
 
 
 def test_calls_that_wait_for_each_other_all_run_at_once() -> None:
     barrier = threading.Barrier(64)
-    assert run_all(lambda _: void(barrier.wait(60)), 64) == {}
+    assert run_all(lambda _: void(barrier.wait(60)), range(64)) == {}
 
 
 def test_a_bound_is_kept() -> None:
@@ -37,7 +37,7 @@ def test_a_bound_is_kept() -> None:
         with lock:
             running.discard(index)
 
-    assert run_all(call, 24, max_concurrency=3) == {}
+    assert run_all(call, range(24), max_concurrency=3) == {}
     assert most[0] == 3
 
 
@@ -53,7 +53,7 @@ def test_failures_come_back_by_index_and_every_call_runs() -> None:
         if index % 2:
             raise LookupError(index)
 
-    failures = run_all(call, 6)
+    failures = run_all(call, range(6))
     assert sorted(ran) == list(range(6))
     assert {index: type(error) for index, error in failures.items()} == dict.fromkeys((1, 3, 5), LookupError)
 
@@ -66,14 +66,14 @@ def test_the_scope_is_entered_on_each_thread_that_runs_calls() -> None:
         entered.add(threading.current_thread().name + str(threading.get_ident()))
         yield
 
-    run_all(lambda _: void(barrier.wait(60)), 8, scope=scope)
+    run_all(lambda _: void(barrier.wait(60)), range(8), scope=scope)
     assert len(entered) == 8
 
 
 def test_idle_threads_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_threads, "IDLE_S", 0.01)
     barrier = threading.Barrier(8)
-    run_all(lambda _: void(barrier.wait(60)), 8)
+    run_all(lambda _: void(barrier.wait(60)), range(8))
     leaving = [thread for thread in tuple(_threads._threads) if thread is not threading.current_thread()]
     for thread in leaving:
         thread.join(60)
@@ -124,7 +124,7 @@ class Looked:
 
 
 def crew_of(threads: list[Looked], *, num_to_come: int = 0) -> _Crew:
-    crew = _Crew(void, 1000, 1000, contextlib.nullcontext)
+    crew = _Crew(void, range(1000), 1000, contextlib.nullcontext)
     crew._progress = dict(enumerate(threads))  # type: ignore[arg-type]
     crew._num_running = len(threads) + num_to_come
     crew._cores = 2

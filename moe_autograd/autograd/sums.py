@@ -1,0 +1,171 @@
+"""Add what many calls compute for one tensor while they are under way, as plain PyTorch does.
+
+A join hands on the gradients of all calls at once. What calls share, a weight of them all or a batch that goes to every
+expert, has one gradient from each: for 32 calls with one weight of 16 MB half a gigabyte was in memory, where a loop
+holds two gradients. So they are added as they come, and the join hands on the sum::
+
+      calls       3     2     1     0        the last call first, as a loop's backward meets them
+                  │     │     │     │
+                  ▼     ▼     ▼     ▼
+                 g3 ─▶ + ──▶ + ──▶ + ──▶     one gradient for the tensor
+
+Rule 1. They are added in the order of the loop, whoever ends first, and so to the same bits. One that ends before its
+        turn waits for it.
+Rule 2. Added is what is as the tensor itself: dense, of its shape, dtype and device. All else goes to the engine, which
+        makes it fit or complains.
+Rule 3. Nothing with a graph, and nothing of an accelerator's streams: the engine adds it.
+Rule 4. A gradient that a call has returned may still be the call's own. Only sums are changed in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from moe_autograd._streams import accelerator_in_use
+from moe_autograd.autograd import accumulating
+from moe_autograd.autograd.grad_dtypes import differs
+
+FEWEST = 3  # gradients; of two the engine holds no more than a loop
+
+_Place: TypeAlias = tuple[int, int]  # a call, and which of its inputs
+
+
+class Shared(NamedTuple):
+    """A tensor that several inputs are, and what its gradients are like."""
+
+    places: Sequence[_Place]  # those of the last call first
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def is_like(self, grad: Tensor) -> bool:
+        """Whether a gradient may be added to others (Rule 2)."""
+        return (
+            type(grad) is Tensor
+            and grad.layout is torch.strided
+            and grad.shape == self.shape
+            and grad.dtype is self.dtype
+            and grad.device == self.device
+            and not grad.requires_grad
+            and not torch._C._functorch.is_legacy_batchedtensor(grad)
+        )
+
+
+def shared_by_many(inputs_of: Sequence[Sequence[Tensor]]) -> list[Shared]:
+    """Return what of the calls' inputs is large, wants a gradient and stands in many places."""
+    places: dict[int, list[_Place]] = {}
+    tensors: dict[int, Tensor] = {}
+    for call in reversed(range(len(inputs_of))):
+        for i, tensor in enumerate(inputs_of[call]):
+            if tensor.requires_grad and tensor.numel() >= accumulating.LEAST_ADDED:
+                places.setdefault(id(tensor), []).append((call, i))
+                tensors[id(tensor)] = tensor
+    return [
+        Shared(own, tensors[key].shape, tensors[key].dtype, tensors[key].device)
+        for key, own in places.items()
+        if len(own) >= FEWEST and not differs(tensors[key])
+    ]
+
+
+class Sums:
+    """The sums of one backward.
+
+    Args:
+        shared: what is to be added up.
+        calls: those that take part; they have to come, each once.
+
+    Threads: any.
+    """
+
+    def __init__(self, shared: Iterable[Shared], calls: Iterable[int]) -> None:
+        self._of_call: dict[int, list[tuple[int, _Sum]]] = {}
+        self._sums: list[_Sum] = []
+        if torch.is_grad_enabled() or accelerator_in_use() is not None:  # Rule 3
+            return
+        taking_part = set(calls)
+        for one in shared:
+            places = [place for place in one.places if place[0] in taking_part]
+            total = _Sum(one, places)
+            self._sums.append(total)
+            for call, i in places:
+                self._of_call.setdefault(call, []).append((i, total))
+
+    def add(self, call: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Add those of a call's gradients that are to be added; return the others, each in its place."""
+        own = self._of_call.get(call)
+        if own is None:
+            return grads
+        others = list(grads)
+        del grads
+        for i, total in own:
+            grad = others[i]
+            if grad is not None and total.shared.is_like(grad):
+                others[i] = None
+            else:
+                grad = None
+            total.put((call, i), grad)
+        return others
+
+    def hand_out(self, grads_of: list[Sequence[Tensor | None]]) -> None:
+        """Put each sum in the place of the first gradient that it has."""
+        for total in self._sums:
+            if total.first is not None:
+                call, i = total.first
+                grads = list(grads_of[call])
+                grads[i] = total.value
+                grads_of[call] = grads
+
+
+class _Sum:
+    """The sum of the gradients in some places.
+
+    Mutable state: all is guarded by the lock, but for `value` and `first`, which belong to the thread that is adding.
+    """
+
+    def __init__(self, shared: Shared, places: Sequence[_Place]) -> None:
+        self.shared = shared
+        self.value: Tensor | None = None
+        self.first: _Place | None = None  # whose gradient it begins with
+        self._is_own = False  # whether the value is no call's
+        self._lock = threading.Lock()
+        self._places = places
+        self._num_added = 0
+        self._waiting: dict[_Place, Tensor | None] = {}
+        self._is_adding = False
+
+    def put(self, place: _Place, grad: Tensor | None) -> None:
+        """Add what has come to a place, and all whose turn is next (Rule 1), unless another thread does."""
+        with self._lock:
+            self._waiting[place] = grad
+            if self._is_adding:
+                return
+            self._is_adding = True
+        while (turn := self._next()) is not None:
+            self._add(turn)
+
+    def _next(self) -> _Place | None:
+        """Return whose turn it is; `None` if his gradient has not come."""
+        with self._lock:
+            if self._num_added < len(self._places):
+                turn = self._places[self._num_added]
+                if turn in self._waiting:
+                    self._num_added += 1
+                    return turn
+            self._is_adding = False
+            return None
+
+    def _add(self, turn: _Place) -> None:
+        grad = self._waiting.pop(turn)
+        if grad is None:
+            return
+        if self.value is None:
+            self.value, self.first = grad, turn
+        elif self._is_own:
+            self.value += grad
+        else:
+            self.value, self._is_own = self.value + grad, True  # Rule 4
