@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import contextvars
-import dis
 import functools
 import itertools
 import types
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +16,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 
 from moe_autograd.autograd.compiled import is_compiled
+from moe_autograd.autograd.named import (
+    globals_of,
+    is_function_of,
+    is_torchs,
+    names_of,
+    swaps_weights,
+)
 from moe_autograd.autograd.ranks import are_spread, modules_that_talk
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
@@ -38,29 +42,10 @@ _HOLDS_NOTHING = (
     types.ModuleType,
     types.BuiltinFunctionType,
 )
-_NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # nor will they be
 _FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tuple, dict)
+_CALL = "__call__"
 _CONTAINERS = frozenset([list, tuple, dict])
-_TORCHS = "torch."  # how the names of its files begin
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
-
-# a global of the file of a function, which may hold the class
-_Place = tuple["weakref.ref[types.FunctionType]", str]
-
-_names: dict[int, _Names] = {}  # what functions name, by the `id` of their code, as long as that lives
-_places: dict[int, _Places] = {}  # of the globals that modules name, by the `id` of their class, likewise
-
-
-class _Places(NamedTuple):
-    of: weakref.ref[type]
-    forward: Any  # its code
-    places: Sequence[_Place]
-
-
-class _Names(NamedTuple):
-    code: weakref.ref[types.CodeType]
-    of_globals: tuple[str, ...]
-    of_attributes: tuple[str, ...]
 
 
 class Held(NamedTuple):
@@ -71,31 +56,45 @@ class Held(NamedTuple):
         owners: the modules that have buffers themselves.
         talkers: the modules that run collectives, by themselves or for their weights, and such tensors (`ranks`).
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
+        swapping: what puts other weights into a module for as long as it runs (`named`).
+        parts: all modules.
     """
 
     cuts: list[Cut]
     owners: list[torch.nn.Module]
     talkers: list[object]
     compiled: list[object]
+    swapping: list[object]
+    parts: list[torch.nn.Module]
 
 
-def look_into(module: object) -> Held:
-    """Return what a callable holds.
+def holds_nothing() -> Held:
+    """Return lists to be filled."""
+    return Held([], [], [], [], [], [])
+
+
+def look_into(call: object, args: Iterable[object] = ()) -> Held:
+    """Return what a callable holds, and the modules among its arguments.
 
     It is looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules,
     context variables; nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole
     program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed, and
     functions of the same file.
     """
-    own = Held([], [], [], [])
-    if isinstance(module, torch.nn.Module):
-        return own._replace(cuts=_cuts(_held_by_module(module, own)))
-    found: list[Tensor] = []
-    seen = {id(module)}
-    to_visit = [module]
+    own = holds_nothing()
+    modules = [value for value in (call, *args) if isinstance(value, torch.nn.Module)]
+    found = [tensor for module in modules for tensor in _held_by_module(module, own)]
+    if modules and modules[0] is call:
+        return own._replace(cuts=_cuts(found))
+    method = getattr(type(call), _CALL, None)
+    to_visit = [call, method] if isinstance(method, types.FunctionType) else [call]
+    seen = {*map(id, to_visit), *map(id, modules)}
     for held in to_visit:  # grows
-        if isinstance(held, types.FunctionType) and is_compiled(held):
-            own.compiled.append(held)
+        if isinstance(held, types.FunctionType):
+            if is_compiled(held):
+                own.compiled.append(held)
+            if swaps_weights(held):
+                own.swapping.append(held)
         if isinstance(held, Tensor):
             if _has_history(held):
                 found.append(held)
@@ -158,15 +157,19 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             elif kind in _CONTAINERS and held:
                 found += _within(held)
             elif kind is types.FunctionType:  # a `forward` of its own, too
-                around += _around_all(held)
+                around += _around_all(held, of_all)
         found += _with_history((*parameters.values(), *buffers.values()))
         forward = getattr(type(part), "forward", None)
         if getattr(forward, "__closure__", None):
-            around += _around_all(forward)
-        if places := _globals_of(type(part), forward):
-            around += [
-                one.__globals__.get(name) for function, name in places if (one := function()) is not None
-            ]
+            around += _around_all(forward, of_all)
+        named = globals_of(type(part), forward)
+        for function, name in named.places:
+            if (one := function()) is not None:
+                around.append(one.__globals__.get(name))
+        if named.swaps:
+            of_all.swapping.append(part)
+        if of_all.swapping:  # a template is often hidden from `modules()`
+            parts += _modules_in(attributes, parts)
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += _within(around)
@@ -189,7 +192,17 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
                 weights = [getattr(part, name) for name in children["parametrizations"]._modules]
                 found += [weight for weight in weights if weight.grad_fn is not None]
             parts += [child for child in children.values() if child is not None]
+    of_all.parts.extend(parts)
     return found
+
+
+def _modules_in(attributes: dict[str, Any], but: Sequence[object]) -> list[torch.nn.Module]:
+    """Return the modules that stand as attributes and in lists of them, as they may do unregistered."""
+    values = [attributes[name] for name in sorted(attributes.keys() - _OF_TORCH)]
+    for value in values:  # grows
+        if type(value) in _CONTAINERS and len(values) < MOST_LOOKED_AT:
+            values += _first(value.values() if type(value) is dict else value)
+    return [value for value in values if isinstance(value, torch.nn.Module) and value not in but]
 
 
 def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -241,7 +254,7 @@ def _within(container: Any) -> list[Tensor]:
     return found
 
 
-def _around_all(function: Any) -> list[Any]:
+def _around_all(function: Any, of_all: Held) -> list[Any]:
     """Return what stands around a function, and around the functions there: it may be decorated."""
     functions, values = [function], list[Any]()
     for each in functions:  # grows
@@ -250,81 +263,19 @@ def _around_all(function: Any) -> list[Any]:
                 values.append(value)
             elif value not in functions and len(functions) < MOST_LOOKED_AT:
                 functions.append(value)
+    of_all.swapping.extend([one for one in functions if swaps_weights(one)])
     return values
 
 
 def _around(function: types.FunctionType) -> list[Any]:
     """Return what stands in a function's closure, and of the globals that it names what may be followed."""
     namespace, values = function.__globals__, _in_closure(function)
-    for name in () if _is_torchs(namespace) else _names_of(function.__code__).of_globals:
+    for name in () if is_torchs(namespace) else names_of(function.__code__).of_globals:
         value = namespace.get(name)
         # Functions and objects of other files would lead through whole libraries.
-        if isinstance(value, _FOLLOWED_BY_NAME) or _is_function_of(namespace, value):
+        if isinstance(value, _FOLLOWED_BY_NAME) or is_function_of(namespace, value):
             values.append(value)
     return values
-
-
-def _is_torchs(namespace: dict[str, Any]) -> bool:
-    return str(namespace.get("__name__")).startswith(_TORCHS)
-
-
-def _is_function_of(namespace: dict[str, Any], value: object) -> bool:
-    return isinstance(value, types.FunctionType) and value.__globals__ is namespace
-
-
-def _globals_of(kind: type, forward: Any) -> Sequence[_Place]:
-    """Return the globals that the `forward` of a class names; every call of a module asks."""
-    key, code = id(kind), getattr(forward, "__code__", None)
-    known = _places.get(key)
-    if known is None or known.forward is not code or known.of() is not kind:
-        told = weakref.ref(kind, lambda _: _places.pop(key, None))
-        known = _places[key] = _Places(told, code, _find_globals_of(kind, forward))
-    return known.places
-
-
-def _find_globals_of(kind: type, forward: Any) -> Sequence[_Place]:
-    """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
-    functions = [forward] if isinstance(forward, types.FunctionType) else []
-    owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(_TORCHS)]
-    places = {}
-    for function in functions:  # grows
-        namespace, names = function.__globals__, _names_of(function.__code__)
-        called = [
-            _function_in(owner.get(name)) for name in ("forward", *names.of_attributes) for owner in owners
-        ]
-        for name in () if _is_torchs(namespace) else names.of_globals:
-            value = namespace.get(name)
-            if _is_function_of(namespace, value):
-                called.append(value)
-            elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
-                places[id(namespace), name] = weakref.ref(function), name
-        functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
-    return tuple(places.values())
-
-
-def _function_in(value: object) -> object:
-    """Return the function that a class runs for a property, or a static or class method."""
-    if isinstance(value, property):
-        return value.fget
-    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
-
-
-def _names_of(code: types.CodeType) -> _Names:
-    """Return what a function names; its code hashes slowly, and there is one for all functions that a line makes."""
-    key = id(code)
-    names = _names.get(key)
-    if names is None or names.code() is not code:
-        told = weakref.ref(code, lambda _: _names.pop(key, None))
-        of_globals, of_attributes = dict[str, None](), dict[str, None]()
-        for one in (codes := [code]):  # grows
-            codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
-            for step in dis.get_instructions(one):
-                if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    of_globals[step.argval] = None
-                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                    of_attributes[step.argval] = None
-        names = _names[key] = _Names(told, tuple(of_globals), tuple(of_attributes))
-    return names
 
 
 def _in_closure(function: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.alone import apply_alone, run_alone
 from moe_autograd.autograd.changes import refuse_shared_changes
-from moe_autograd.autograd.closures import Held, look_into
+from moe_autograd.autograd.closures import Held, holds_nothing, look_into
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions, applies_as_usual
@@ -232,10 +232,12 @@ def parallel_apply(
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as
         a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
-        the forward (`statistics`). Modules that would rather be called together have a `call_group` (`grouping`): all
-        modules of one group are one call. Forward-mode differentiation that calls start themselves (`torch.func.jvp`,
-        `jacfwd`, `hessian`) is of the whole process in PyTorch, and wrong side by side: `max_concurrency=1`. Calls
-        that talk with other ranks, such as those with `DTensor`s, are made one after the other (`ranks`).
+        the forward (`statistics`). So do calls that share a module whose weights one of them swaps while it runs
+        (`torch.func.functional_call`). Modules that would rather be called together have a `call_group` (`grouping`):
+        all modules of one group are one call. Forward-mode differentiation that calls start themselves
+        (`torch.func.jvp`, `jacfwd`, `hessian`) is of the whole process in PyTorch, and wrong side by side:
+        `max_concurrency=1`. Calls that talk with other ranks, such as those with `DTensor`s, are made one after the
+        other (`ranks`).
 
     Example:
         >>> import torch
@@ -292,10 +294,10 @@ def _apply(
             call if unit.is_group else around(_in_place, unit.positions[0], call)
             for unit, call in zip(together, called, strict=True)
         ]
-    held = [_held_by_group(unit, modules) if unit.is_group else look_into(unit.call) for unit in together]
+    held = [_held_by(unit, modules) for unit in together]
     if any(own.talkers for own in held) or are_spread(_tensors_in(args, kwargs)):
         max_concurrency, defer_weight_grads = 1, False
-    turns = Turns([own.owners for own in held], [unit.name for unit in together])
+    turns = Turns(held, [unit.name for unit in together])
     defers = defer_weight_grads and how is None and may_defer()
     with contextlib.nullcontext() if max_concurrency == 1 else turns:
         returned = run_module_calls(
@@ -318,10 +320,12 @@ def _apply(
 _apply_uncompiled = torch._disable_dynamo(_apply)
 
 
-def _held_by_group(unit: Unit, modules: Sequence[Any]) -> Held:
-    """Return the modules with buffers that a group calls here; what else it holds is its own business."""
+def _held_by(unit: Unit, modules: Sequence[Any]) -> Held:
+    if not unit.is_group:
+        return look_into(unit.call, (*unit.args, *unit.kwargs.values()))
+    # Of a group the modules with buffers that it calls here; what else it holds is its own business.
     members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
-    return Held([], [owner for member in members for owner in look_into(member).owners], [], [])
+    return holds_nothing()._replace(owners=[owner for one in members for owner in look_into(one).owners])
 
 
 def _is_observed() -> bool:

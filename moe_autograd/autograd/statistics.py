@@ -13,6 +13,9 @@ its buffers, the map raises. A module may say it by an attribute `keeps_statisti
 
 Threads: calls of a map begin in the order of their index (`_workers`), so whoever is waited for has begun. What they
 cannot do is wait for each other in the forward; as nobody can tell that from a long computation, it gives a warning.
+
+So do calls that share a module of which one of them swaps the weights while it runs (`named`), as `functional_call`
+does.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from moe_autograd.autograd.closures import NOT_MADE_YET
+from moe_autograd.autograd.closures import NOT_MADE_YET, Held
 from moe_autograd.autograd.grouping import around
 
 WARN_AFTER_S = 60.0
@@ -58,8 +61,9 @@ class Turn:
     def _warn_of(self, other: Turn) -> None:
         warnings.warn(
             f"parallel_apply: expected {other._name} to end, got none of its results in {WARN_AFTER_S:g} s; "
-            f"{self._name} waits for it, as both have a module that keeps running statistics. They run one after the "
-            "other, and cannot wait for each other. Give each a module of its own, or call it in eval mode.",
+            f"{self._name} waits for it, as both have a module that keeps running statistics, or whose weights "
+            "`functional_call` swaps. They run one after the other, and cannot wait for each other. Give each a module "
+            "of its own; one with statistics may be called in eval mode.",
             stacklevel=2,
         )
 
@@ -68,14 +72,18 @@ class Turns:
     """Which calls of one map share modules that keep statistics; a context around those that run side by side.
 
     Args:
-        owners: for each call the modules with buffers that it reaches.
+        held: for each call what it reaches.
         names: of the calls.
     """
 
-    def __init__(self, owners: Sequence[Sequence[nn.Module]], names: Sequence[str]) -> None:
-        num_calls = collections.Counter(id(module) for own in owners for module in set(own))
-        shared = [[module for module in own if num_calls[id(module)] > 1] for own in owners]
+    def __init__(self, held: Sequence[Held], names: Sequence[str]) -> None:
+        shared = _shared([own.owners for own in held])
         self._keepers = [[id(module) for module in own if _keeps_statistics(module)] for own in shared]
+        swapping = [own.parts for own in held if own.swapping]
+        swapped = {id(part) for parts in swapping for part in parts if part._parameters or part._buffers}
+        if swapped:
+            for keys, parts in zip(self._keepers, _shared([own.parts for own in held]), strict=True):
+                keys += [id(part) for part in parts if id(part) in swapped]
         self._names = names
         self._watched = [
             (names[i], module, name, buffer, 0 if buffer.is_inference() else buffer._version)
@@ -133,6 +141,11 @@ class Turns:
                     "do."
                 )
         return None
+
+
+def _shared(modules: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+    num_calls = collections.Counter(id(module) for own in modules for module in set(own))
+    return [[module for module in own if num_calls[id(module)] > 1] for own in modules]
 
 
 def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

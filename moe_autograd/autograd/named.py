@@ -1,0 +1,130 @@
+"""What functions name: globals and attributes, and with them what they may reach, or do.
+
+Among it is `torch.func.functional_call`, which puts other weights into a module for as long as it runs. Another call
+that runs the module meanwhile would compute with these: calls that share it take turns (`statistics`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+# nor will they be
+_NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_TORCHS = "torch."  # how the names of its files begin
+# how torch's ways to put other weights into a module for a while are named, by their callers and by themselves
+_SWAPPING = frozenset(["functional_call", "_functional_call", "_reparametrize_module", "_swap_state"])
+
+# a global of the file of a function, which may hold the class
+_Place = tuple["weakref.ref[types.FunctionType]", str]
+
+_names: dict[int, Names] = {}  # what functions name, by the `id` of their code, as long as that lives
+_places: dict[int, Places] = {}  # of the globals that modules name, by the `id` of their class, likewise
+
+
+class Places(NamedTuple):
+    """What the `forward` of a class names.
+
+    Args:
+        of: the class.
+        forward: its code.
+        places: of the globals.
+        swaps: whether it swaps a module's weights.
+    """
+
+    of: weakref.ref[type]
+    forward: Any
+    places: Sequence[_Place]
+    swaps: bool
+
+
+class Names(NamedTuple):
+    """What a function names, and the functions in it; see `names_of`."""
+
+    code: weakref.ref[types.CodeType]
+    of_globals: tuple[str, ...]
+    of_attributes: tuple[str, ...]
+    swaps: bool
+
+
+def is_torchs(namespace: dict[str, Any]) -> bool:
+    """Whether these are the globals of a file of torch's."""
+    return str(namespace.get("__name__")).startswith(_TORCHS)
+
+
+def is_function_of(namespace: dict[str, Any], value: object) -> bool:
+    """Whether something is a function of the file that has these globals."""
+    return isinstance(value, types.FunctionType) and value.__globals__ is namespace
+
+
+def swaps_weights(function: types.FunctionType) -> bool:
+    """Whether a function puts other weights into a module for a while, by itself or by another that it names."""
+    names = names_of(function.__code__)
+    if names.swaps:
+        return True
+    named = [function.__globals__.get(name) for name in names.of_globals]
+    return any(isinstance(one, types.FunctionType) and _names_swapping(one.__code__) for one in named)
+
+
+def globals_of(kind: type, forward: Any) -> Places:
+    """Return the globals that the `forward` of a class names; every call of a module asks."""
+    key, code = id(kind), getattr(forward, "__code__", None)
+    known = _places.get(key)
+    if known is None or known.forward is not code or known.of() is not kind:
+        told = weakref.ref(kind, lambda _: _places.pop(key, None))
+        known = _places[key] = Places(told, code, *_find_globals_of(kind, forward))
+    return known
+
+
+def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], bool]:
+    """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
+    functions = [forward] if isinstance(forward, types.FunctionType) else []
+    owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(_TORCHS)]
+    places = {}
+    for function in functions:  # grows
+        namespace, names = function.__globals__, names_of(function.__code__)
+        called = [
+            _function_in(owner.get(name)) for name in ("forward", *names.of_attributes) for owner in owners
+        ]
+        for name in () if is_torchs(namespace) else names.of_globals:
+            value = namespace.get(name)
+            if is_function_of(namespace, value):
+                called.append(value)
+            elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
+                places[id(namespace), name] = weakref.ref(function), name
+        functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
+    return tuple(places.values()), any(map(swaps_weights, functions))
+
+
+def _function_in(value: object) -> object:
+    """Return the function that a class runs for a property, or a static or class method."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
+
+
+def names_of(code: types.CodeType) -> Names:
+    """Return what a function names; its code hashes slowly, and there is one for all functions that a line makes."""
+    key = id(code)
+    names = _names.get(key)
+    if names is None or names.code() is not code:
+        told = weakref.ref(code, lambda _: _names.pop(key, None))
+        of_globals, of_attributes = dict[str, None](), dict[str, None]()
+        for one in (codes := [code]):  # grows
+            codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
+            for step in dis.get_instructions(one):
+                if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    of_globals[step.argval] = None
+                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                    of_attributes[step.argval] = None
+        swaps = any(map(_names_swapping, codes))
+        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), swaps)
+    return names
+
+
+def _names_swapping(code: types.CodeType) -> bool:
+    return not _SWAPPING.isdisjoint(code.co_names)
