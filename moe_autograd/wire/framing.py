@@ -30,6 +30,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 ALIGNMENT = 16  # what Python gives the first byte of a `bytes` object, and as much as any dtype needs
 
 _CONTENTS, _PADDING, _PAYLOAD, _CHECKSUM = b"\x0a", b"\x12", b"\x1a", b"\x79"
+_TAGS = _CONTENTS + _PADDING + _PAYLOAD
 _TRAILER_BYTES = 9
 _ZEROS = bytes(2 * ALIGNMENT)
 _SHORT_VARINTS = [bytes([number]) for number in range(0x80)]
@@ -38,7 +39,7 @@ _SHORT_VARINTS = [bytes([number]) for number in range(0x80)]
 class Frame(NamedTuple):
     """A packet taken apart: its contents, still serialized, and its payload, still in the packet."""
 
-    contents: memoryview
+    contents: bytes
     payload: memoryview
     payload_start: int  # where in the packet the payload begins
 
@@ -114,28 +115,27 @@ def _padding(payload_start: int) -> list[Buffer]:
 
 
 def take_packet_apart(packet: bytes) -> Frame:
-    """Check a `Packet`'s checksum and find its contents and its payload, copying neither.
+    """Check a `Packet`'s checksum and find its contents and its payload, which is not copied.
 
     Raises:
         CorruptDataError: the checksum is wrong, or the fields are not those of a packet.
     """
     check_seal(packet)
-    view = memoryview(packet)
     end = len(packet) - _TRAILER_BYTES
-    contents, payload, payload_start, position = view[:0], view[:0], 0, 0
+    contents, payload, payload_start, position = b"", memoryview(b""), 0, 0
     while position < end:
-        tag = packet[position : position + 1]
+        tag = packet[position]
         length, start = _read_varint(packet, position + 1)
         position = start + length
-        if position > end or tag not in (_CONTENTS, _PADDING, _PAYLOAD):
+        if position > end or tag not in _TAGS:
             raise CorruptDataError(
-                f"packet: expected fields 1 to 3 within {end} bytes, got tag 0x{tag.hex()} "
+                f"packet: expected fields 1 to 3 within {end} bytes, got tag 0x{tag:02x} "
                 f"with {length} bytes at {start}. The sender speaks another version of the protocol."
             )
-        if tag == _CONTENTS:
-            contents = view[start:position]
-        elif tag == _PAYLOAD:
-            payload, payload_start = view[start:position], start
+        if tag == _CONTENTS[0]:
+            contents = packet[start:position]
+        elif tag == _PAYLOAD[0]:
+            payload, payload_start = memoryview(packet)[start:position], start
     return Frame(contents, payload, payload_start)
 
 
@@ -153,6 +153,8 @@ def varint(number: int) -> bytes:
 
 def _read_varint(buffer: bytes, position: int) -> tuple[int, int]:
     """Return the number at `position` and the position after it."""
+    if buffer[position] < 0x80:  # mostly; there is a trailer behind it
+        return buffer[position], position + 1
     number = 0
     for index, byte in enumerate(buffer[position : position + 10]):
         number |= (byte & 0x7F) << 7 * index

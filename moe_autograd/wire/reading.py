@@ -62,14 +62,15 @@ class ParcelReader:
         """
         contents_bytes, payload, payload_start = take_packet_apart(message)
         try:
-            contents = pb.Contents.FromString(bytes(contents_bytes))
+            contents = pb.Contents.FromString(contents_bytes)
         except DecodeError as error:
             raise CorruptDataError(f"packet: expected its contents, got {error}.") from error
         done: list[Parcel] = []
         _check_number(len(contents.announcements))
         arrived = _Arrived(contents.parts, message, payload, payload_start)
         for announcement in contents.announcements:
-            self._take_parts(arrived, done)
+            if self._incoming or self._refused:
+                self._take_parts(arrived, done)
             self._announce(announcement, arrived, done)
         self._take_parts(arrived, done)
         if (part := arrived.next_part) is not None:

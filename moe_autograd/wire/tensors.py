@@ -86,6 +86,7 @@ class Travelling(NamedTuple):
     plain: torch.Tensor | None
 
 
+_CPU = torch.device("cpu")  # to read the name takes half as long as to make an empty tensor
 _NO_TENSOR = TensorForm(None, (), pb.RAW, 0)
 _NOTHING = Travelling(b"", None)
 
@@ -96,7 +97,8 @@ _NOTHING = Travelling(b"", None)
 def check_can_travel(tensor: torch.Tensor) -> None:
     """Raise `TypeError` where a tensor's dtype, layout, device or kind cannot travel."""
     # A subclass may have no memory of its own, and may have a plain tensor to give.
-    if _is_dispatched_in_python(tensor) and _is_dispatched_in_python(tensor.detach().cpu()):
+    is_plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if not is_plain and _is_dispatched_in_python(tensor) and _is_dispatched_in_python(tensor.detach().cpu()):
         raise TypeError(f"tensor: expected plain memory, got a {type(tensor).__name__}. Convert it first.")
     if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -255,7 +257,7 @@ def tensor_in(memory: Memory, start: int, form: TensorForm) -> torch.Tensor:
 
 def empty_of(form: TensorForm) -> torch.Tensor | None:
     """Return the tensor of a form without bytes: one without elements, or None."""
-    return None if form.dtype is None else torch.empty(form.shape, dtype=form.dtype, device="cpu")
+    return None if form.dtype is None else torch.empty(form.shape, dtype=form.dtype, device=_CPU)
 
 
 class Assembly:

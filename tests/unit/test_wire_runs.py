@@ -38,7 +38,7 @@ def sent(*parcels: tuple[Head, list[Tensor | None]]) -> list[bytes]:
 
 
 def contents_of(message: bytes) -> pb.Contents:
-    return pb.Contents.FromString(bytes(take_packet_apart(message).contents))
+    return pb.Contents.FromString(take_packet_apart(message).contents)
 
 
 heads = st.one_of(
