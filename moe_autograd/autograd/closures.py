@@ -17,11 +17,13 @@ from torch.nn.utils import parametrize
 
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.named import (
+    SETTING,
+    SWAPPING,
     globals_of,
     is_function_of,
     is_torchs,
     names_of,
-    swaps_weights,
+    telling_names,
 )
 from moe_autograd.autograd.ranks import are_spread, modules_that_talk
 
@@ -56,7 +58,8 @@ class Held(NamedTuple):
         owners: the modules that have buffers themselves.
         talkers: the modules that run collectives, by themselves or for their weights, and such tensors (`ranks`).
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
-        swapping: what puts other weights into a module for as long as it runs (`named`).
+        swapping: what puts other weights into a module for as long as it runs (`named`, rule 1).
+        setting: what sets something for the whole process (`named`, rule 2).
         parts: all modules.
     """
 
@@ -65,12 +68,13 @@ class Held(NamedTuple):
     talkers: list[object]
     compiled: list[object]
     swapping: list[object]
+    setting: list[object]
     parts: list[torch.nn.Module]
 
 
 def holds_nothing() -> Held:
     """Return lists to be filled."""
-    return Held([], [], [], [], [], [])
+    return Held([], [], [], [], [], [], [])
 
 
 def look_into(call: object, args: Iterable[object] = ()) -> Held:
@@ -93,8 +97,7 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
         if isinstance(held, types.FunctionType):
             if is_compiled(held):
                 own.compiled.append(held)
-            if swaps_weights(held):
-                own.swapping.append(held)
+            _note(held, telling_names(held), own)
         if isinstance(held, Tensor):
             if _has_history(held):
                 found.append(held)
@@ -166,8 +169,7 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         for function, name in named.places:
             if (one := function()) is not None:
                 around.append(one.__globals__.get(name))
-        if named.swaps:
-            of_all.swapping.append(part)
+        _note(part, named.telling, of_all)
         if of_all.swapping:  # a template is often hidden from `modules()`
             parts += _modules_in(attributes, parts)
         if around:
@@ -263,8 +265,15 @@ def _around_all(function: Any, of_all: Held) -> list[Any]:
                 values.append(value)
             elif value not in functions and len(functions) < MOST_LOOKED_AT:
                 functions.append(value)
-    of_all.swapping.extend([one for one in functions if swaps_weights(one)])
+    for one in functions:
+        _note(one, telling_names(one), of_all)
     return values
+
+
+def _note(held: object, telling: frozenset[str], of_all: Held) -> None:
+    if telling:
+        of_all.swapping.extend([held] if telling & SWAPPING else ())
+        of_all.setting.extend([held] if telling & SETTING else ())
 
 
 def _around(function: types.FunctionType) -> list[Any]:

@@ -1,7 +1,12 @@
 """What functions name: globals and attributes, and with them what they may reach, or do.
 
-Among it is `torch.func.functional_call`, which puts other weights into a module for as long as it runs. Another call
-that runs the module meanwhile would compute with these: calls that share it take turns (`statistics`).
+Among it are two things that torch can do for one thread at a time only:
+
+1. `torch.func.functional_call` puts other weights into a module for as long as it runs. Another call that runs the
+   module meanwhile would compute with these: calls that share it take turns (`statistics`).
+2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype` and forward-mode differentiation (`torch.func.jvp` and
+   its like) are of the whole process. Side by side, calls would have each other's, and might leave it behind: a map with
+   such a call makes one after the other.
 """
 
 from __future__ import annotations
@@ -16,8 +21,15 @@ from typing import Any, NamedTuple
 # nor will they be
 _NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _TORCHS = "torch."  # how the names of its files begin
-# how torch's ways to put other weights into a module for a while are named, by their callers and by themselves
-_SWAPPING = frozenset(["functional_call", "_functional_call", "_reparametrize_module", "_swap_state"])
+# rule 1: how torch's ways to do so are named, by their callers and by themselves
+SWAPPING = frozenset(["functional_call", "_functional_call", "_reparametrize_module", "_swap_state"])
+SETTING = frozenset(  # rule 2
+    [
+        *("sdpa_kernel", "sdp_kernel", "set_default_dtype"),
+        *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
+    ]
+)
+_TELLING = SWAPPING | SETTING
 
 # a global of the file of a function, which may hold the class
 _Place = tuple["weakref.ref[types.FunctionType]", str]
@@ -33,13 +45,13 @@ class Places(NamedTuple):
         of: the class.
         forward: its code.
         places: of the globals.
-        swaps: whether it swaps a module's weights.
+        telling: those of `SWAPPING` and `SETTING`.
     """
 
     of: weakref.ref[type]
     forward: Any
     places: Sequence[_Place]
-    swaps: bool
+    telling: frozenset[str]
 
 
 class Names(NamedTuple):
@@ -48,7 +60,7 @@ class Names(NamedTuple):
     code: weakref.ref[types.CodeType]
     of_globals: tuple[str, ...]
     of_attributes: tuple[str, ...]
-    swaps: bool
+    telling: frozenset[str]
 
 
 def is_torchs(namespace: dict[str, Any]) -> bool:
@@ -61,13 +73,12 @@ def is_function_of(namespace: dict[str, Any], value: object) -> bool:
     return isinstance(value, types.FunctionType) and value.__globals__ is namespace
 
 
-def swaps_weights(function: types.FunctionType) -> bool:
-    """Whether a function puts other weights into a module for a while, by itself or by another that it names."""
+def telling_names(function: types.FunctionType) -> frozenset[str]:
+    """Return those of `SWAPPING` and `SETTING` that a function names, or another that it names."""
     names = names_of(function.__code__)
-    if names.swaps:
-        return True
     named = [function.__globals__.get(name) for name in names.of_globals]
-    return any(isinstance(one, types.FunctionType) and _names_swapping(one.__code__) for one in named)
+    codes = [one.__code__ for one in named if isinstance(one, types.FunctionType)]
+    return names.telling.union(*[_TELLING.intersection(code.co_names) for code in codes])
 
 
 def globals_of(kind: type, forward: Any) -> Places:
@@ -80,7 +91,7 @@ def globals_of(kind: type, forward: Any) -> Places:
     return known
 
 
-def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], bool]:
+def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], frozenset[str]]:
     """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
     functions = [forward] if isinstance(forward, types.FunctionType) else []
     owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(_TORCHS)]
@@ -97,7 +108,7 @@ def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], bool]:
             elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
                 places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
-    return tuple(places.values()), any(map(swaps_weights, functions))
+    return tuple(places.values()), frozenset[str]().union(*map(telling_names, functions))
 
 
 def _function_in(value: object) -> object:
@@ -121,10 +132,6 @@ def names_of(code: types.CodeType) -> Names:
                     of_globals[step.argval] = None
                 elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                     of_attributes[step.argval] = None
-        swaps = any(map(_names_swapping, codes))
-        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), swaps)
+        telling = frozenset[str]().union(*[_TELLING.intersection(one.co_names) for one in codes])
+        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), telling)
     return names
-
-
-def _names_swapping(code: types.CodeType) -> bool:
-    return not _SWAPPING.isdisjoint(code.co_names)

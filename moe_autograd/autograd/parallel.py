@@ -234,10 +234,9 @@ def parallel_apply(
         a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
         the forward (`statistics`). So do calls that share a module whose weights one of them swaps while it runs
         (`torch.func.functional_call`). Modules that would rather be called together have a `call_group` (`grouping`):
-        all modules of one group are one call. Forward-mode differentiation that calls start themselves
-        (`torch.func.jvp`, `jacfwd`, `hessian`) is of the whole process in PyTorch, and wrong side by side:
-        `max_concurrency=1`. Calls that talk with other ranks, such as those with `DTensor`s, are made one after the
-        other (`ranks`).
+        all modules of one group are one call. Calls that talk with other ranks, such as those with `DTensor`s
+        (`ranks`), or set something for the whole process (`sdpa_kernel`, forward-mode differentiation: `named`), are
+        made one after the other; where the map cannot find out, pass `max_concurrency=1`.
 
     Example:
         >>> import torch
@@ -295,7 +294,7 @@ def _apply(
             for unit, call in zip(together, called, strict=True)
         ]
     held = [_held_by(unit, modules) for unit in together]
-    if any(own.talkers for own in held) or are_spread(_tensors_in(args, kwargs)):
+    if any(own.talkers or own.setting for own in held) or are_spread(_tensors_in(args, kwargs)):
         max_concurrency, defer_weight_grads = 1, False
     turns = Turns(held, [unit.name for unit in together])
     defers = defer_weight_grads and how is None and may_defer()

@@ -1,0 +1,109 @@
+"""Calls that set something for the whole process while they run have what they set, and leave nothing behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from moe_autograd import parallel_apply
+from tests.support.comparing_modules import ORDER
+from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.module_programs import finish, leaves, parameters, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch.func.jvp
+BACKENDS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION] * 4
+NUM_CALLS = len(BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def _leave_process_as_it_was() -> Iterator[None]:
+    """What fails here may leave settings behind, for all other tests."""
+    allowed = _cur_sdpa_kernel_backends()
+    dtype = torch.get_default_dtype()
+    yield
+    sdpa_kernel(allowed).__enter__()
+    torch.set_default_dtype(dtype)
+
+
+def compute(x: Tensor) -> Tensor:
+    """Long enough for other calls to come."""
+    for _ in range(50):
+        x = (x @ x.transpose(-1, -2) @ x).tanh()
+    return x
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.backend = nn.Linear(4, 4), SDPBackend.MATH
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.project(x)
+        with sdpa_kernel(self.backend):
+            compute(x.detach())
+            return attend(x, x, x), _cur_sdpa_kernel_backends()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+def test_kernels_that_calls_choose_are_theirs_alone(options: dict[str, bool]) -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(Attention, NUM_CALLS), leaves(NUM_CALLS, 1, 2, 16, 4)
+        for module, backend in zip(modules, BACKENDS, strict=True):
+            module.backend = backend  # type: ignore[assignment]  # an attribute that nn.Module types loosely
+        outputs, chosen = zip(*apply(modules, [(x,) for x in xs]), strict=True)
+        said = [[one.name for one in own] for own in chosen], _cur_sdpa_kernel_backends()
+        return said, finish(list(outputs), *xs, *parameters(modules))
+
+    _assert_same(program, options)
+
+
+def with_jvp(module: nn.Module, x: Tensor) -> Any:
+    return torch.func.jvp(lambda v: compute(module(v)), (x,), (torch.ones_like(x),))
+
+
+def with_jacfwd(module: nn.Module, x: Tensor) -> Any:
+    return torch.func.jacfwd(lambda v: compute(module(v)))(x)
+
+
+def with_hessian(module: nn.Module, x: Tensor) -> Any:
+    return torch.func.hessian(lambda v: compute(module(v)).sum())(x)
+
+
+def with_another_dtype(module: nn.Module, x: Tensor) -> Any:
+    dtype = torch.float64 if x[0, 0] > 0 else torch.float32
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        compute(x.detach())
+        return module(x) + torch.ones(4), torch.get_default_dtype() is dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("call", [with_jvp, with_jacfwd, with_hessian, with_another_dtype])
+def test_what_calls_set_for_the_whole_process_is_theirs_alone(
+    call: Callable[[nn.Module, Tensor], Any],
+) -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: nn.Linear(4, 4), NUM_CALLS), leaves(NUM_CALLS)
+        outputs = apply([lambda x, m=m: call(m, x) for m in modules], [(x,) for x in xs])
+        return torch.get_default_dtype(), finish(outputs, *xs, *parameters(modules))
+
+    _assert_same(program, {})
+
+
+def _assert_same(program: Callable[[MapFunction], Any], options: dict[str, bool]) -> None:
+    said = assert_same_program(
+        program,
+        native_apply=one_after_another,
+        mapped_apply=functools.partial(parallel_apply, **options),
+        tolerance=ORDER,
+    )
+    assert not isinstance(said, Raised)
