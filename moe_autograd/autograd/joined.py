@@ -185,7 +185,7 @@ class Joined:
         reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
 
         has_streams = accelerator_in_use() is not None
-        sums = Sums(self.shared, reached) if self.shared else None
+        sums = Sums(self.shared, reached, wanted_of) if self.shared else None
 
         def run(index: int) -> None:
             i = reached[index]

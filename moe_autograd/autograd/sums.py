@@ -78,18 +78,21 @@ class Sums:
     Args:
         shared: what is to be added up.
         calls: those that take part; they have to come, each once.
+        wanted_of: for each call which of its gradients this backward uses; empty where all.
 
     Threads: any.
     """
 
-    def __init__(self, shared: Iterable[Shared], calls: Iterable[int]) -> None:
+    def __init__(
+        self, shared: Iterable[Shared], calls: Iterable[int], wanted_of: Sequence[Sequence[object]] = ()
+    ) -> None:
         self._of_call: dict[int, list[tuple[int, _Sum]]] = {}
         self._sums: list[_Sum] = []
         if torch.is_grad_enabled() or accelerator_in_use() is not None:  # Rule 3
             return
         taking_part = set(calls)
         for one in shared:
-            places = [place for place in one.places if place[0] in taking_part]
+            places = [(call, i) for call, i in one.places if call in taking_part and _has(wanted_of, call, i)]
             total = _Sum(one, places)
             self._sums.append(total)
             for call, i in places:
@@ -119,6 +122,10 @@ class Sums:
                 grads = list(grads_of[call])
                 grads[i] = total.value
                 grads_of[call] = grads
+
+
+def _has(wanted_of: Sequence[Sequence[object]], call: int, i: int) -> bool:
+    return not wanted_of or not wanted_of[call] or bool(wanted_of[call][i])
 
 
 class _Sum:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import accumulating
@@ -277,3 +278,27 @@ def test_backwards_begin_with_the_last_call_as_in_a_loop(kind: str) -> None:
         results = parallel_apply([Product.apply] * NUM_CALLS, calls, max_concurrency=1)
     backward_through(results)
     assert begun == list(reversed(range(NUM_CALLS)))
+
+
+class CountsAdditions(TorchDispatchMode):
+    """Counts what is added."""
+
+    num_added = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_added += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wants_weight", [False, True])
+def test_what_nobody_asks_for_is_not_added(wants_weight: bool) -> None:
+    def program(apply: MapFunction) -> Any:
+        weight, xs = inputs_of(torch.float32)
+        for x in xs:
+            x.requires_grad_()
+        loss = torch.stack(apply(Product, *[(x, weight) for x in xs])).sum()
+        with CountsAdditions() as counts:
+            torch.autograd.grad(loss, [weight] if wants_weight else xs)
+        return counts.num_added
+
+    assert assert_same_program(program) == (NUM_CALLS - 1 if wants_weight else 0)
