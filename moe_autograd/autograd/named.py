@@ -5,8 +5,8 @@ Among it are two things that torch can do for one thread at a time only:
 1. `torch.func.functional_call` puts other weights into a module for as long as it runs. Another call that runs the
    module meanwhile would compute with these: calls that share it take turns (`statistics`).
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype` and forward-mode differentiation (`torch.func.jvp` and
-   its like) are of the whole process. Side by side, calls would have each other's, and might leave it behind: a map with
-   such a call makes one after the other.
+   its like) are of the whole process. Side by side, calls would have each other's, and might leave it behind: a map
+   with such a call makes one after the other.
 """
 
 from __future__ import annotations
