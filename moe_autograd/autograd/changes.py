@@ -90,8 +90,8 @@ def refuse_changed_closures(
             if tensor.grad_fn is not history:
                 raise RuntimeError(
                     f"{caller}: expected calls to leave what they hold as it is, got a tensor of shape "
-                    f"{tuple(tensor.shape)} changed in place that {name} holds in its closure or module. Pass it as an "
-                    "argument to the one call that changes it, or change a clone."
+                    f"{tuple(tensor.shape)} changed in place that {name} holds in its closure, its module or an object "
+                    "among its arguments. Pass it as an argument to the one call that changes it, or change a clone."
                 )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.named import (
@@ -45,7 +46,7 @@ _HOLDS_NOTHING = (
     types.BuiltinFunctionType,
 )
 _FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tuple, dict)
-_CALL = "__call__"
+_CALL = "__call__"  # which callables that are no functions may have
 _CONTAINERS = frozenset([list, tuple, dict])
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
@@ -78,7 +79,7 @@ def holds_nothing() -> Held:
 
 
 def look_into(call: object, args: Iterable[object] = ()) -> Held:
-    """Return what a callable holds, and the modules among its arguments.
+    """Return what a callable holds, and what objects among its arguments hold that are no pytrees.
 
     It is looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules,
     context variables; nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole
@@ -86,12 +87,13 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
     functions of the same file.
     """
     own = holds_nothing()
-    modules = [value for value in (call, *args) if isinstance(value, torch.nn.Module)]
+    objects = _objects_among(args)
+    modules = [value for value in (call, *objects) if isinstance(value, torch.nn.Module)]
     found = [tensor for module in modules for tensor in _held_by_module(module, own)]
-    if modules and modules[0] is call:
+    if len(modules) == 1 + len(objects):
         return own._replace(cuts=_cuts(found))
     method = getattr(type(call), _CALL, None)
-    to_visit = [call, method] if isinstance(method, types.FunctionType) else [call]
+    to_visit = [value for value in (call, method, *objects) if not isinstance(value, torch.nn.Module)]
     seen = {*map(id, to_visit), *map(id, modules)}
     for held in to_visit:  # grows
         if isinstance(held, types.FunctionType):
@@ -109,6 +111,12 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
                 seen.add(id(value))
                 to_visit.append(value)
     return own._replace(cuts=_cuts(found))
+
+
+def _objects_among(args: Iterable[object]) -> list[object]:
+    if all(isinstance(value, Tensor | int | float | None) for value in args):
+        return []
+    return [leaf for leaf in tree_leaves(args) if not isinstance(leaf, (Tensor, *_HOLDS_NOTHING))]
 
 
 def _cuts(found: Iterable[Tensor]) -> list[Cut]:

@@ -15,7 +15,8 @@ Rule 1. Inputs are cut at the *entry*: a node that gives a tensor which requires
         storage and version counter. Inner graphs end there; an in-place change is noticed on both sides.
 Rule 2. Leaves need no cut: the inner graph ends at them by itself. Which ones a call reached is found by walking
         its graph after the forward, so a closure's parameters count as much as a module's own.
-Rule 3. Tensors with history that a callable holds are looked up (`closures`) before the walk, which stops at them.
+Rule 3. Tensors with history that a callable holds, or an object among its arguments that is no pytree, are looked up
+        (`closures`) before the walk, which stops at them.
         Cuts that the walk does not meet, inputs among them, are forgotten: the engine would run what is behind them,
         as it does not natively, and what a module kept of its last forward is freed. A tensor that the look does not
         find is walked through, down to its leaves; if two calls meet behind it, neither frees what they share. (Two

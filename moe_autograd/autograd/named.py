@@ -4,9 +4,9 @@ Among it are two things that torch can do for one thread at a time only:
 
 1. `torch.func.functional_call` puts other weights into a module for as long as it runs. Another call that runs the
    module meanwhile would compute with these: calls that share it take turns (`statistics`).
-2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype` and forward-mode differentiation (`torch.func.jvp` and
-   its like) are of the whole process. Side by side, calls would have each other's, and might leave it behind: a map
-   with such a call makes one after the other.
+2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached` and forward-mode
+   differentiation (`torch.func.jvp` and its like) are of the whole process. Side by side, calls would have each
+   other's, and might leave it behind: a map with such a call makes one after the other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch.nn.utils import parametrize
+
 # nor will they be
 _NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _TORCHS = "torch."  # how the names of its files begin
 # rule 1: how torch's ways to do so are named, by their callers and by themselves
 SWAPPING = frozenset(["functional_call", "_functional_call", "_reparametrize_module", "_swap_state"])
+_CACHED = "parametrize.cached"  # found in another way: others may call something so, too
 SETTING = frozenset(  # rule 2
     [
         *("sdpa_kernel", "sdp_kernel", "set_default_dtype"),
+        _CACHED,
         *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
     ]
 )
@@ -78,7 +82,15 @@ def telling_names(function: types.FunctionType) -> frozenset[str]:
     names = names_of(function.__code__)
     named = [function.__globals__.get(name) for name in names.of_globals]
     codes = [one.__code__ for one in named if isinstance(one, types.FunctionType)]
-    return names.telling.union(*[_TELLING.intersection(code.co_names) for code in codes])
+    cached = [_CACHED] if _names_cached(names, named) else []
+    return names.telling.union(cached, *[_TELLING.intersection(code.co_names) for code in codes])
+
+
+def _names_cached(names: Names, named: Sequence[object]) -> bool:
+    if any(one is parametrize.cached for one in named):
+        return True
+    is_of_module = "parametrize" in names.of_attributes or any(one is parametrize for one in named)
+    return is_of_module and "cached" in names.of_attributes
 
 
 def globals_of(kind: type, forward: Any) -> Places:

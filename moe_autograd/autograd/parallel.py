@@ -211,7 +211,7 @@ def parallel_apply(
 
     Returns:
         What each module returned. Gradients flow to inputs, to the parameters that a call reached (also through a
-        closure) and to tensors with history that a callable's closure holds.
+        closure) and to tensors with history that a callable's closure or an object among its arguments holds.
 
     Raises:
         ValueError: lists of different lengths; `max_concurrency` less than 1.

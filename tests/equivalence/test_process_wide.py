@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.nn.utils import parametrize
 
 from moe_autograd import parallel_apply
 from tests.support.comparing_modules import ORDER
@@ -62,6 +63,31 @@ def test_kernels_that_calls_choose_are_theirs_alone(options: dict[str, bool]) ->
         return said, finish(list(outputs), *xs, *parameters(modules))
 
     _assert_same(program, options)
+
+
+class Unrolled(nn.Module):
+    """Two steps, each of which computes its weight once; a spectral norm is another one in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(2):
+            with parametrize.cached():
+                x = self.linear(self.linear(x))
+                compute(x.detach())
+        return x
+
+
+def test_weights_that_calls_cache_are_theirs_alone() -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(Unrolled, NUM_CALLS), leaves(NUM_CALLS)
+        outputs = apply(modules, [(x,) for x in xs])
+        said = parametrize._cache_enabled, len(parametrize._cache)
+        return said, finish(outputs, *xs, *parameters(modules)), [list(m.buffers()) for m in modules]
+
+    _assert_same(program, {})
 
 
 def with_jvp(module: nn.Module, x: Tensor) -> Any:
