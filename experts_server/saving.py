@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from experts_server.checkpoint import CheckpointFolder
 from experts_server.config import ServingConfig
@@ -44,6 +44,8 @@ class Saver:
         self._config = config
         self._folder: CheckpointFolder | None = None
         self._is_saving = asyncio.Lock()
+        self._taking: asyncio.Future[list[Any]] | None = None
+        self._is_ending = False
         self._clock = clock
         self._saved_at = clock()
         self._thread = ThreadPoolExecutor(1, "experts-server-saver")
@@ -120,16 +122,21 @@ class Saver:
             )
         return await self._save(self._folder, SNAPSHOT_TIMEOUT_S)
 
-    async def save_last(self, *, is_at_rest: bool = True) -> None:
+    def leave_to_last(self) -> None:
+        """Give up saves that wait for an expert, and those to come but for the last: it would wait for them."""
+        self._is_ending = True
+        if self._taking is not None:
+            self._taking.cancel()
+
+    async def save_last(self, timeout_s: float | None = None) -> None:
         """Save, if there is a folder for it; an expert that hangs keeps the state that was saved before.
 
         Args:
-            is_at_rest: whether all calls have come to their end; otherwise experts that still compute probably hang.
+            timeout_s: how long experts that still compute, and so may hang, have; `None`: none of them does.
         """
         if self._folder is not None:
-            await self._save(
-                self._folder, SNAPSHOT_TIMEOUT_S if is_at_rest else HANGING_TIMEOUT_S, goes_on=True
-            )
+            patience_s = SNAPSHOT_TIMEOUT_S if timeout_s is None else max(timeout_s, HANGING_TIMEOUT_S)
+            await self._save(self._folder, patience_s, goes_on=True, is_last=True)
 
     async def save_when_due(self) -> None:
         """Save if the interval has passed; a failure is logged, and tried again after the next interval.
@@ -144,15 +151,19 @@ class Saver:
             self._saved_at = self._clock()
             logger.error("%s", error)
 
-    async def _save(self, folder: CheckpointFolder, timeout_s: float, *, goes_on: bool = False) -> str:
+    async def _save(
+        self, folder: CheckpointFolder, timeout_s: float, *, goes_on: bool = False, is_last: bool = False
+    ) -> str:
         """Write a generation; where an expert does not come to rest, fail, or go on with what was saved of it."""
         # A caller that goes away must not stop it half way: the thread would go on writing without the lock.
-        return await asyncio.shield(asyncio.ensure_future(self._save_whole(folder, timeout_s, goes_on)))
+        saving = self._save_whole(folder, timeout_s, goes_on, is_last)
+        return await asyncio.shield(asyncio.ensure_future(saving))
 
-    async def _save_whole(self, folder: CheckpointFolder, timeout_s: float, goes_on: bool) -> str:
+    async def _save_whole(
+        self, folder: CheckpointFolder, timeout_s: float, goes_on: bool, is_last: bool
+    ) -> str:
         async with self._is_saving:
-            names = list(self._registry)
-            taken = dict(zip(names, await self._registry.inspect(names, take, timeout_s), strict=True))
+            taken = await self._take_all(timeout_s, is_last)
             for expert, result in taken.items():
                 if isinstance(result, TimeoutError):
                     taken[expert] = await self.in_thread(_saved_before, folder, expert, timeout_s, goes_on)
@@ -162,6 +173,25 @@ class Saver:
             self._saved_at = self._clock()
             logger.info("saved %s", name)
             return name
+
+    async def _take_all(self, timeout_s: float, is_last: bool) -> dict[str, Any]:
+        """Copy each expert, all between the same calls; what an expert raised, or a `TimeoutError`, is in its place."""
+        names = list(self._registry)
+        self._taking = asyncio.ensure_future(self._registry.inspect(names, take, timeout_s))
+        if self._is_ending and not is_last:
+            self._taking.cancel()
+        try:
+            return dict(zip(names, await self._taking, strict=True))
+        except asyncio.CancelledError:
+            if not self._is_ending:
+                raise
+            computing = [name for name, queue in self._registry.items() if queue.computing_since is not None]
+            raise CheckpointError(
+                f"server: expected every expert to come to rest, got a stop while {_some(map(repr, computing))} still "
+                "computed. The last save comes next: see what it says of them."
+            ) from None
+        finally:
+            self._taking = None
 
 
 def _saved_before(folder: CheckpointFolder, expert: str, timeout_s: float, goes_on: bool) -> Snapshot:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal
 
@@ -189,6 +190,7 @@ class ExpertServer:
         if self.state == "stopped" or self._grpc is None:
             return
         self.state = "draining"
+        until = time.monotonic() + self.config.drain_timeout_s
         logger.info("draining: at most %g s", self.config.drain_timeout_s)
         await self.health.set_draining()
         is_at_rest = await self.service.drain(self.config.drain_timeout_s)
@@ -196,10 +198,12 @@ class ExpertServer:
             logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
         await self._grpc.stop(CLOSE_S)
         self._is_stopping.set()
+        self.saver.leave_to_last()
         if self._upkeep is not None:
             await self._upkeep
+        is_computing = any(queue.computing_since is not None for queue in self.registry.values())
         try:
-            await self.saver.save_last(is_at_rest=is_at_rest)
+            await self.saver.save_last(until - time.monotonic() if is_computing else None)
         finally:
             if not await self.saver.in_thread(self.pool.close, 1.0):
                 logger.warning("stopped while an expert still hangs: %s", self.pool)

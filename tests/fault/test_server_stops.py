@@ -1,0 +1,138 @@
+"""A server that is told to stop while a save waits for an expert that hangs: it does not wait that long, and saves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+import experts_server.saving as saving_module
+import experts_server.server as server_module
+from experts_server import ExpertsServer
+from experts_server.checkpoint import CheckpointFolder
+from experts_server.config import ServingConfig
+from tests.support.gated import D, Gated
+from tests.support.held import Held
+from tests.support.hosting import sgd
+from tests.support.servers import START_S, WireClient, tokens, wait_until
+
+ENDLESS_S = 1e6
+
+
+@pytest.fixture
+def hanging() -> Iterator[Gated]:
+    hanging = Gated()
+    yield hanging
+    hanging.let_go()
+
+
+def serve(
+    folder: Path, hanging: Gated, *, drain_timeout_s: float, interval_s: float = ENDLESS_S
+) -> ExpertsServer:
+    config = ServingConfig(
+        checkpoint_dir=folder, checkpoint_interval_s=interval_s, drain_timeout_s=drain_timeout_s
+    )
+    return ExpertsServer({"hanging": hanging, "well": nn.Linear(D, D)}, optimizer=sgd, config=config).start()
+
+
+def train(client: WireClient) -> None:
+    client.forward("well", tokens(2, D))
+    client.backward("well", torch.ones(2, D))
+    client.step("well")
+
+
+def saved_updates(folder: Path) -> dict[str, int]:
+    assert not list(folder.glob("writing-*"))
+    with CheckpointFolder(folder) as opened:
+        newest = opened.read_newest()
+        assert newest is not None
+        assert newest[0] == f"generation-{opened.generations()[-1]:08}", "the last one is whole"
+    return {name: snapshot.plain["num_updates"] for name, snapshot in newest[1].items()}
+
+
+def until_cut_off(call: Callable[[], object]) -> threading.Thread:
+    """Call on a thread."""
+
+    def run() -> None:
+        with pytest.raises(grpc.RpcError):
+            call()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("saves", ["by itself", "when asked"])
+def test_a_save_that_waits_for_an_expert_that_hangs_is_left_to_the_last_one(
+    tmp_path: Path,
+    hanging: Gated,
+    saves: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(saving_module, "SNAPSHOT_TIMEOUT_S", ENDLESS_S)
+    monkeypatch.setattr(saving_module, "HANGING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
+    server = serve(
+        tmp_path, hanging, drain_timeout_s=0.05, interval_s=0.01 if saves == "by itself" else ENDLESS_S
+    )
+    with WireClient(server.address) as client, WireClient(server.address, client_id=b"other") as other:
+        threads = [until_cut_off(lambda: other.forward("hanging", tokens(1, D)))]
+        assert hanging.started.acquire(timeout=START_S)
+        if saves == "when asked":
+            threads.append(until_cut_off(other.save))
+        assert server._server is not None
+        queue = server._server.registry["hanging"]
+        wait_until(lambda: len(queue) == 1)  # the copy that is to be saved
+        train(client)
+        server.stop()
+        for thread in threads:
+            thread.join(START_S)
+    assert saved_updates(tmp_path) == {"hanging": 0, "well": 1}
+    assert "expected every expert to come to rest, got a stop while 'hanging' still computed" in caplog.text
+    assert "expert 'hanging' still computes" in caplog.text
+
+
+def test_an_expert_that_hangs_for_nobody_holds_up_a_stop_no_longer_than_a_drain(
+    tmp_path: Path, hanging: Gated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its caller has given up, so that no call is in flight."""
+    monkeypatch.setattr(saving_module, "SNAPSHOT_TIMEOUT_S", ENDLESS_S)
+    monkeypatch.setattr(saving_module, "HANGING_TIMEOUT_S", 0.5)
+    server = serve(tmp_path, hanging, drain_timeout_s=1.0)
+    with WireClient(server.address) as client:
+        train(client)
+        with pytest.raises(grpc.RpcError):
+            client.stream("Forward", [client.forward_call("hanging", tokens(1, D))], timeout_s=0.2)
+        assert hanging.started.acquire(timeout=START_S)
+        server.stop()
+    assert saved_updates(tmp_path) == {"hanging": 0, "well": 1}
+    assert "expert 'hanging' still computes" in caplog.text
+
+
+def test_an_expert_that_comes_to_rest_before_the_drain_is_over_is_saved_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for its call any more, which has the time of a drain all the same."""
+    monkeypatch.setattr(saving_module, "HANGING_TIMEOUT_S", 0.0)
+    slow = Held("backward", D)
+    config = ServingConfig(checkpoint_dir=tmp_path, drain_timeout_s=ENDLESS_S)
+    server = ExpertsServer({"slow": slow}, optimizer=sgd, update="on_backward", config=config).start()
+    with WireClient(server.address) as client:
+        client.forward("slow", tokens(2, D))
+        with pytest.raises(grpc.RpcError):
+            client.stream("Backward", [client.backward_call("slow", torch.ones(2, D))], timeout_s=1.0)
+        assert slow.begun.wait(START_S)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        assert server._server is not None
+        queue = server._server.registry["slow"]
+        wait_until(lambda: len(queue) == 1)
+        slow.may_go.set()
+        stopping.join(START_S)
+    assert saved_updates(tmp_path) == {"slow": 1}
