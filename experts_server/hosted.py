@@ -15,9 +15,8 @@ Rules:
 5. *Joined calls are told apart.* Calls with equal `join_key` may be computed as one: rows after rows, and each call
    gets its own rows' outputs, input gradients and weight gradients. What is refused, is refused alone.
 
-Here is the order of things; how the module is called is in `calling`, how gradients are had in `differentiating`, how
-several calls are computed as one in `joining`, what is taken in and how often in `intake`, what becomes of gradients in
-`training`.
+Here is the order of things. Modules are called in `calling`, gradients computed in `differentiating`, calls joined in
+`joining`, what came of them taken in, once, in `intake`, and applied in `training`.
 """
 
 from __future__ import annotations
@@ -225,11 +224,10 @@ class HostedExpert:
         else:
             outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate, seed)
             kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed, 0, graph_bytes)
+        if knew == self.caller.changes_inputs:  # else there are none to keep, and they will be sent again
+            self._keep(call, kept)
         answer = outputs.detached()
         answer.has_drawn = self.caller.random.has_drawn
-        # a call that was the first to change its inputs has no others to keep: they will be sent again
-        if knew == self.caller.changes_inputs:
-            self._keep(call, kept)
         return answer
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
@@ -242,6 +240,8 @@ class HostedExpert:
         return shares
 
     def _keep(self, call: ForwardCall, kept: KeptForward) -> None:
+        if call.is_cancelled:  # meanwhile; of one that is given up later its client says so
+            return
         if call.message is not None and self.caller.is_on_cpu:
             kept.message = call.message
         else:

@@ -173,9 +173,10 @@ class Connection:
                 if failures is None:
                     raise
                 job.outcome = Outcome(error=error)
-        with self._delivery.operations.begin() as operation:
-            self._delivery.deliver("Forward", jobs, operation, failures)
-        note_failures(jobs, "forward", failures)
+        with self.left_forwards.noting_failed(jobs):
+            with self._delivery.operations.begin() as operation:
+                self._delivery.deliver("Forward", jobs, operation, failures)
+            note_failures(jobs, "forward", failures)
         for call, args, job in zip(calls, inputs, jobs, strict=True):
             call.address, call.encoding = job.address, encoding
             call.replica = self._finding.placement.replica_of(call.expert, job.address)

@@ -4,6 +4,7 @@ A server keeps a forward until its backward comes, or for minutes. But some neve
 `torch.utils.checkpoint`, a loss that was only looked at, a graph that was retained to its end::
 
     forward ── a node, which holds a `Node` ── ... ── the graph goes ──▶ left: (address, expert, call)
+    forward ── it fails here, or another one of its pass does ─────────▶ left, as its server may have computed it
     next pass of the connection ─────────────────────────────────────▶ "forget these", which nobody waits for
 
 Mutable state: `_left`, of which single entries are put and taken; a graph may go on any thread, and anywhere.
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_autograd.remote.expert import Call
+    from moe_autograd.remote.jobs import Job
 
 CallsAt = dict[str, list[tuple[str, int]]]  # experts and call ids, by the address of their server
 
@@ -46,6 +49,20 @@ class LeftForwards:
         node = Node()
         weakref.finalize(node, _note_left, self._left, calls).atexit = False
         return node
+
+    @contextmanager
+    def noting_failed(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Around the forwards of a pass: those that fail have no backward; nor has any of a pass that raises."""
+        is_whole = False
+        try:
+            yield
+            is_whole = True
+        finally:
+            for job in jobs:
+                head = job.request.head
+                is_lost = not is_whole or job.outcome.error is not None
+                if is_lost and head.keep_graph and job.address:
+                    self._left.append((job.address, head.expert, head.call_id))
 
     def tell(self) -> None:
         """Let servers know of the graphs that have gone since the last time."""

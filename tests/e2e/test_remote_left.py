@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
+from moe_autograd.errors import DeadlineExceededError, ExpertFailedError
 from moe_autograd.remote import RemoteExpert, connect
+from tests.support.held import Held
 from tests.support.hosting import sgd
-from tests.support.servers import WireClient, tokens, wait_until
+from tests.support.servers import START_S, WireClient, tokens, wait_until, wait_until_inside
 
 D = 4
 
@@ -28,6 +31,11 @@ def server() -> Iterator[ExpertsServer]:
 def expert(server: ExpertsServer) -> Iterator[RemoteExpert]:
     with connect(server.address) as experts:
         yield experts["a"]
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("a bug on the server")
 
 
 def num_kept(server: ExpertsServer) -> int:
@@ -70,6 +78,32 @@ def test_what_has_no_backward_any_more_is_forgotten(
     gc.collect()  # an error's traceback holds its graph
     expert(torch.ones(1, D)).sum().backward()
     wait_until(lambda: num_kept(server) == 0)
+
+
+def test_what_answered_in_a_pass_that_failed_is_forgotten(
+    server: ExpertsServer, expert: RemoteExpert
+) -> None:
+    with ExpertsServer({"broken": Broken()}) as other, connect([server.address, other.address]) as experts:
+        for _ in range(3):
+            with pytest.raises(ExpertFailedError):
+                parallel_apply([experts["a"], experts["broken"]], [(torch.ones(2, D),)] * 2)
+        assert num_kept(server) > 0
+        experts["b"](torch.ones(1, D)).sum().backward()
+        wait_until(lambda: num_kept(server) == 0)
+
+
+def test_what_nobody_waits_for_when_it_is_computed_is_not_kept() -> None:
+    held = Held("forward")
+    with ExpertsServer({"held": held}) as server, connect(server.address, timeout_s=0.5) as experts:
+        with pytest.raises(DeadlineExceededError):
+            experts["held"](torch.ones(1, D, requires_grad=True))
+        assert held.begun.wait(START_S)
+        wait_until_inside(server, 0)
+        held.may_go.set()
+        assert server._server is not None
+        queue = server._server.registry["held"]
+        wait_until(lambda: queue.computing_since is None)
+        assert num_kept(server) == 0
 
 
 def test_what_may_have_a_backward_is_kept(server: ExpertsServer, expert: RemoteExpert) -> None:
