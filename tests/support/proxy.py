@@ -35,6 +35,7 @@ class Proxy:
         cut_chance: for each chunk, that its connection is cut before it, or in the middle of it.
         repeat_chance: for each chunk, that a message in it (a whole DATA frame; under TLS all of it) comes twice.
         is_black_hole: everything is read and nothing forwarded.
+        is_gone: connections that come are closed at once.
         num_flipped, num_cut, num_repeated: how often that has happened.
         num_accepted: connections.
     """
@@ -48,6 +49,7 @@ class Proxy:
         self.cut_chance = 0.0
         self.repeat_chance = 0.0
         self.is_black_hole = False
+        self.is_gone = False
         self.num_flipped = 0
         self.num_cut = 0
         self.num_repeated = 0
@@ -98,6 +100,9 @@ class Proxy:
             while True:
                 client, _ = self._listener.accept()
                 self.num_accepted += 1
+                if self.is_gone:
+                    _close(client)
+                    continue
                 try:
                     server = socket.socket()
                     server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
