@@ -100,13 +100,14 @@ class UpdateCall(Call):
     """Step with the gradients that this client gave, or forget them.
 
     Args:
-        gathered: at least and at most so many backwards must have given them; `None`: any number.
+        gathered: at least and at most so many backwards must have given them, the lowest sequence number among which is
+            at least the last; `None`: any.
     """
 
     kind: Literal["step", "zero_grad"]
     sequence: int
     settled_below: int
-    gathered: tuple[int, int] | None = None
+    gathered: tuple[int, int, int] | None = None
 
 
 @dataclass(slots=True)

@@ -22,11 +22,20 @@ MAX_LOST = 4096  # clients; a step of one that is forgotten fails for its count 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What one client has gathered: the sum, and of how many backwards and rows."""
+    """What one client has gathered: the sum, of how many backwards and rows, and the first one's sequence number.
+
+    (The lowest; 0: not known, since a checkpoint of an older version does not say.)
+    """
 
     grads: Gradients
     num_backwards: int
     num_samples: int
+    first: int = 0
+
+    def joined_by(self, total: Gradients, num_samples: int, sequence: int) -> Gathered:
+        """Return the same with one backward more."""
+        first = min(self.first, sequence) if self.num_backwards else sequence
+        return Gathered(total, self.num_backwards + 1, self.num_samples + num_samples, first)
 
 
 class GatheredGradients:

@@ -69,7 +69,7 @@ class Intake:
     def take_in(self, call: BackwardCall, grads: Gradients, num_rows: int, answer: Reply) -> None:
         """Take in the gradients of a backward if they are wanted, together with the ledger's line."""
         if self._trainer is not None and self.wants(call):
-            self._trainer.take_in(call.client_id, grads, num_rows)
+            self._trainer.take_in(call.client_id, grads, num_rows, call.sequence)
             self._ledger.record(call.client_id, call.sequence, self.num_updates, answer)
             call.wants_no_step = self._trainer.training.update != "on_step"
 

@@ -94,7 +94,7 @@ class LaterGradients:
         call = left.call
         try:
             with left.hold:
-                self._trainer.take_in(call.client_id, dense(left.compute()), left.num_rows)
+                self._trainer.take_in(call.client_id, dense(left.compute()), left.num_rows, call.sequence)
                 self._ledger.record(call.client_id, call.sequence, self._trainer.num_updates, left.answer)
         except Exception as error:
             self._failures.warn(self.name, "gradients of an answered backward were refused", error)

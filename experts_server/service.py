@@ -161,7 +161,7 @@ class Service:
                 f"{kind}: expected a count of backwards for each of {len(request.experts)} experts or for none, got "
                 f"{len(request.gathered)}. The client is broken."
             )
-        counts = iter([(count.at_least, count.at_most) for count in request.gathered])
+        counts = iter([(count.at_least, count.at_most, count.first) for count in request.gathered])
 
         def call(reply: Any) -> UpdateCall:
             return UpdateCall(

@@ -123,6 +123,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, {
         "num_updates": trainer.num_updates,
         "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
+        "gathered_first": {client: entry.first for client, entry in gathered.items()},
         "schedule": _changed(f"{place}.schedule", schedule, built_schedule) if schedule else None,
         "groups": [
             _changed(f"{place}, group", group, built)
@@ -159,8 +160,10 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device
     for name, grad in _group(snapshot.tensors, "gathered").items():
         client, place = name.split(".")
         grads[client][int(place)] = grad.to(device)
+    first = snapshot.plain.get("gathered_first", {})  # those of before have none
     for client, (num_backwards, num_samples) in snapshot.plain["gathered"].items():
-        trainer.gathered.put(bytes.fromhex(client), Gathered(grads[client], num_backwards, num_samples))
+        gathered = Gathered(grads[client], num_backwards, num_samples, first.get(client, 0))
+        trainer.gathered.put(bytes.fromhex(client), gathered)
 
 
 def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:

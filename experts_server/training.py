@@ -101,13 +101,14 @@ class Trainer:
         gathering = f"{len(self.gathered)} gathering"
         return f"<Trainer of {self.name!r} {self.training.update}, {self.num_updates} updates, {gathering}>"
 
-    def take_in(self, client_id: bytes, new: Gradients, num_samples: int) -> None:
+    def take_in(self, client_id: bytes, new: Gradients, num_samples: int, sequence: int) -> None:
         """Take in the gradients of one backward.
 
         Args:
             client_id: who gave them.
             new: one for each parameter.
             num_samples: the rows that they are of.
+            sequence: the client's number for it.
 
         Raises:
             InvalidCallError: they, or their sum with those before, are not finite. Nothing was changed.
@@ -120,7 +121,7 @@ class Trainer:
         before = self.gathered.get(client_id) or Gathered((), 0, 0)
         total = added(before.grads, new)
         check_finite(self.name, total, "gathered weight gradient")
-        gathered = Gathered(total, before.num_backwards + 1, before.num_samples + num_samples)
+        gathered = before.joined_by(total, num_samples, sequence)
         if self.training.update == "on_samples" and gathered.num_samples >= self.training.samples_per_update:
             self._update(total)
             self.gathered.forget(client_id)
@@ -132,12 +133,12 @@ class Trainer:
         if self.training.update == "on_step":
             self.gathered.forget(client_id)
 
-    def step(self, client_id: bytes, num_backwards: tuple[int, int] | None) -> None:
+    def step(self, client_id: bytes, expected: tuple[int, int, int] | None) -> None:
         """Apply what the client has gathered for its step; without anything given this is no update.
 
         Args:
             client_id: whose gradients.
-            num_backwards: at least and at most so many must have given them; `None`: any number.
+            expected: see `UpdateCall.gathered`.
 
         Raises:
             GradientsLostError: they are no longer all there. Nothing was changed.
@@ -149,12 +150,14 @@ class Trainer:
                 f"expert {self.name!r}: expected a step soon after the backward, got one when its gradients had "
                 f"been let go (after {self.gathered.max_age_s:g} s, or as others had no room). Repeat the backward."
             )
-        least, most = num_backwards or (0, math.inf)
+        least, most, first = expected or (0, math.inf, 0)
         gathered = self.gathered.get(client_id)
         found = 0 if gathered is None else gathered.num_backwards
-        if not least <= found <= most:
+        is_earlier = gathered is not None and 0 < gathered.first < first
+        if is_earlier or not least <= found <= most:
+            got = f"{found}, some from before the last zero_grad" if is_earlier else f"{found}"
             raise GradientsLostError(
-                f"expert {self.name!r}: expected the gradients of {least} backwards, got those of {found}. "
+                f"expert {self.name!r}: expected the gradients of {least} backwards, got those of {got}. "
                 "The server was restarted since; nothing was changed. Call zero_grad and repeat forward and backward."
             )
         if gathered is not None:

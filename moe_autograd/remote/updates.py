@@ -2,12 +2,12 @@
 
 ::
 
-    backward of ffn.3 at A  ──  note_backwards  ──▶  gathered["ffn.3"]["A"]: 1 to 1 backwards
-    step                    ──  send            ──▶  A: Step(ffn.3, of 1 to 1 backwards)   once, under its number
+    backward of ffn.3 at A  ──  note_backwards  ──▶  gathered["ffn.3"]["A"]: 1 to 1 backwards, the first is number 7
+    step                    ──  send            ──▶  A: Step(ffn.3, of these)             once, under its number
     A is gone, ffn.3 at B   ──  send            ──▶  B: the same number: B knows whether it has them
 
-A server that counts fewer backwards, or more, has been restarted in between from an older checkpoint: it changes
-nothing and says so.
+A server that counts fewer backwards, or more, or has earlier ones, has been restarted in between from an older
+checkpoint: it changes nothing and says so.
 
 Mutable state: `_gathered`, and `_dropped`, which is replaced as a whole, under `_lock`.
 
@@ -30,6 +30,7 @@ from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.turns import Turns
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.heads import BackwardHead
 from moe_autograd.wire.status import error_of
 
 
@@ -38,7 +39,7 @@ class _Gathered:
     """Gradients of ours that one server may have of one expert.
 
     Args:
-        count: of how many backwards.
+        count: of how many backwards, and the first one's number.
         is_stale: whether they should have been forgotten, and their server could not be told.
     """
 
@@ -49,8 +50,18 @@ class _Gathered:
         """Count what `other` counted too, since it has moved here."""
         self.count.at_least += other.count.at_least
         self.count.at_most += other.count.at_most
+        self._note_first(other.count.first)
         self.is_stale |= other.is_stale
         return self
+
+    def note(self, sequence: int, *, is_certain: bool) -> None:
+        """Count one backward."""
+        self.count.at_least += is_certain
+        self.count.at_most += 1
+        self._note_first(sequence)
+
+    def _note_first(self, sequence: int) -> None:
+        self.count.first = min(self.count.first or sequence, sequence or self.count.first)
 
 
 class Updates:
@@ -91,8 +102,8 @@ class Updates:
                     continue
                 name = job.request.expert
                 at = self._gathered.setdefault(name, {}).setdefault(job.address, _Gathered())
-                at.count.at_least += has_come_back and job.outcome.error is None
-                at.count.at_most += 1
+                assert isinstance(job.request.head, BackwardHead)
+                at.note(job.request.head.sequence, is_certain=has_come_back and job.outcome.error is None)
                 at.is_stale |= dropped.get(name) is not self._dropped.get(name)
 
     def send(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:

@@ -92,6 +92,29 @@ def test_gradients_that_were_forgotten_after_the_checkpoint_do_not_count_again(t
                 optimizer.step()
 
 
+def test_gradients_of_an_earlier_step_that_the_checkpoint_holds_are_not_applied_for_those_of_this_one(
+    tmp_path,
+):
+    """They are as many, so their number does not tell; most checkpoints that a server writes by itself hold some."""
+    with server_at(tmp_path) as first, connect(first.address, timeout_s=120.0, retry=PATIENT) as experts:
+        optimizer = RemoteOptimizer(experts)
+        backward(experts)
+        optimizer.step()
+        save(first.address)
+        optimizer.zero_grad()
+        backward(experts)
+        first.kill()
+        with server_at(tmp_path, first.address):
+            before = experts.state_dict()
+            with pytest.raises(GradientsLostError, match=r"of 1, some from before the last zero_grad"):
+                optimizer.step()
+            torch.testing.assert_close(experts.state_dict(), before, rtol=0, atol=0)
+            optimizer.zero_grad()
+            backward(experts)
+            optimizer.step()
+            assert num_updates(experts) == [2, 2]
+
+
 @pytest.mark.parametrize("after", UPDATE_MODES)
 @pytest.mark.parametrize("before", UPDATE_MODES)
 def test_a_server_that_returns_with_another_way_of_updating_loses_no_update(before, after):
