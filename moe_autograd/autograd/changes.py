@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
+
+from moe_autograd.autograd.closures import Cut, LooseCut
+from moe_autograd.autograd.entry import is_entry
+
+Memory = tuple[Tensor, Node | None]  # a tensor that is no view, and what its history is
 
 
 class _Use(NamedTuple):
@@ -61,9 +66,7 @@ def refuse_shared_changes(
         )
 
 
-def memory_held(
-    cuts: Sequence[Sequence[tuple[GradientEdge, Tensor]]],
-) -> list[list[tuple[Tensor, Node | None]]]:
+def memory_held(cuts: Sequence[Sequence[Cut]]) -> list[list[Memory]]:
     """Return for each call what the tensors that it holds are, or are views of, each with its present history.
 
     Views are not asked: after a change that would give them a history, before the map gives one to what they show.
@@ -72,9 +75,7 @@ def memory_held(
     return [[(tensor, tensor.grad_fn) for tensor in own] for own in held]
 
 
-def refuse_changed_closures(
-    caller: str, names: Sequence[str], held: Sequence[Sequence[tuple[Tensor, Node | None]]]
-) -> None:
+def refuse_changed_closures(caller: str, names: Sequence[str], held: Sequence[Sequence[Memory]]) -> None:
     """Raise if a tensor with history that a callable holds has another one now.
 
     Args:
@@ -93,6 +94,23 @@ def refuse_changed_closures(
                     f"{tuple(tensor.shape)} changed in place that {name} holds in its closure, its module or an object "
                     "among its arguments. Pass it as an argument to the one call that changes it, or change a clone."
                 )
+
+
+def without_changed(
+    cuts: Sequence[Cut], before: Sequence[Cut], held: Sequence[Memory]
+) -> tuple[list[Cut], list[Memory]]:
+    """Return what is left of the cuts of a call, and of what it holds, when it has run: see `LooseCut`.
+
+    Args:
+        cuts: those of the call, its inputs' and others.
+        before: the others.
+        held: what `memory_held` said of these before the call.
+    """
+    both = list(zip(before, held, strict=True))
+    gone = [type(cut) is LooseCut and base.grad_fn is not history for cut, (base, history) in both]
+    tensors = {id(cut[1]) for cut, is_gone in zip(before, gone, strict=True) if is_gone}
+    left = [cut for cut in cuts if id(cut[1]) not in tensors or is_entry(cut[0].node)]
+    return left, [memory for memory, is_gone in zip(held, gone, strict=True) if not is_gone]
 
 
 def renew_views(bases: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:

@@ -51,6 +51,16 @@ _CONTAINERS = frozenset([list, tuple, dict])
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
 
+class LooseCut(NamedTuple):
+    """A cut at a tensor of an object among the arguments, such as a cache, which the call may change in place.
+
+    Then it is no cut any more: the tensor's new history is within the call, and nobody differentiates through it here.
+    """
+
+    edge: GradientEdge
+    tensor: Tensor
+
+
 class Held(NamedTuple):
     """What a callable holds.
 
@@ -90,11 +100,23 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
     objects = _objects_among(args)
     modules = [value for value in (call, *objects) if isinstance(value, torch.nn.Module)]
     found = [tensor for module in modules for tensor in _held_by_module(module, own)]
-    if len(modules) == 1 + len(objects):
-        return own._replace(cuts=_cuts(found))
-    method = getattr(type(call), _CALL, None)
-    to_visit = [value for value in (call, method, *objects) if not isinstance(value, torch.nn.Module)]
-    seen = {*map(id, to_visit), *map(id, modules)}
+    seen = set(map(id, modules))
+    if not isinstance(call, torch.nn.Module):
+        method = getattr(type(call), _CALL, None)
+        found += _held_by_all([call, method] if isinstance(method, types.FunctionType) else [call], seen, own)
+    cuts = _cuts(found)
+    if objects:
+        known = {edge[:2] for edge, _ in cuts}
+        loose = _cuts(_held_by_all(objects, seen, own))
+        cuts += [LooseCut(*cut) for cut in loose if cut[0][:2] not in known]
+    return own._replace(cuts=cuts)
+
+
+def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Tensor]:
+    """Return the tensors with history that values and what these lead to hold, but for what was `seen`."""
+    found: list[Tensor] = []
+    to_visit = [value for value in values if id(value) not in seen]
+    seen.update(map(id, to_visit))
     for held in to_visit:  # grows
         if isinstance(held, types.FunctionType):
             if is_compiled(held):
@@ -110,7 +132,7 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
             if not isinstance(value, _HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:
                 seen.add(id(value))
                 to_visit.append(value)
-    return own._replace(cuts=_cuts(found))
+    return found
 
 
 def _objects_among(args: Iterable[object]) -> list[object]:

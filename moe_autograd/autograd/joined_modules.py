@@ -23,8 +23,9 @@ from moe_autograd.autograd.changes import (
     refuse_changed_closures,
     refuse_shared_changes,
     renew_views,
+    without_changed,
 )
-from moe_autograd.autograd.closures import Cut
+from moe_autograd.autograd.closures import Cut, LooseCut
 from moe_autograd.autograd.compiled import may_compile
 from moe_autograd.autograd.entry import Entrance, flatten
 from moe_autograd.autograd.hooks import nested_backwards
@@ -170,6 +171,8 @@ def run_module_calls(
             with hooks.of(i):
                 calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
             calls[i].boxes = hooks.boxes(i)
+        if any(type(cut) is LooseCut for cut in cuts[i]):
+            calls[i].cuts, held[i] = without_changed(calls[i].cuts, cuts[i], held[i])
         calls[i].find_leaves(owners)
 
     try:

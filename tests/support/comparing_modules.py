@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import tests.support.module_programs_objects
 import tests.support.module_programs_shared
 import tests.support.module_programs_tensors  # noqa: F401  # they add their programs to the others
 from moe_autograd import parallel_apply

@@ -258,28 +258,6 @@ def results_in_an_object_of_ones_own(apply: MapFunction) -> Any:
     return finish([output.hidden for output in outputs], *xs, *parameters(modules))
 
 
-@program
-def inputs_in_an_object_of_ones_own(apply: MapFunction) -> Any:
-    modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
-    middles = [x.exp() for x in xs]
-    calls = [lambda box, m=m: m(box.hidden) for m in modules]
-    outputs = apply(calls, [(types.SimpleNamespace(hidden=m),) for m in middles])
-    return finish([*outputs, *middles], *xs, *parameters(modules))
-
-
-@program
-def objects_among_the_inputs_that_serve_outside_as_well(apply: MapFunction) -> Any:
-    """Of one that all calls take a hook sees the whole gradient."""
-    (weight,), modules, xs, log = leaves(1, 4), seeded(lambda: nn.Linear(4, 4)), leaves(), []
-    shared = types.SimpleNamespace(scale=weight.exp())
-    shared.scale.register_hook(lambda grad: log.append(grad.clone()))
-    normals = [torch.distributions.Normal(x.tanh(), x.exp()) for x in xs]
-    calls = [lambda of, *, by, m=m: m(of["normal"].log_prob(torch.ones(4))) * by[0].scale for m in modules]
-    outputs = apply(calls, [({"normal": normal},) for normal in normals], [{"by": [shared]}] * NUM_CALLS)
-    entropies = [normal.entropy() * shared.scale for normal in normals]
-    return finish([*outputs, *entropies], weight, *xs, *parameters(modules)), log
-
-
 def an_input_returned_and_changed_in_place(apply: MapFunction) -> Any:
     """Natively the output is the input, so both change."""
     xs = leaves(2)
