@@ -13,6 +13,8 @@ Rule 2. Before the backwards of a map fan out, what checkpoint's hooks packed fo
 Rule 3. The hook sees a tensor later than natively. If it was changed in place meanwhile, that raises.
 Rule 4. A tensor that is asked for before its turn (by a backward inside a forward) meets the hooks at once, except
         those of `torch.utils.checkpoint`, which count: these see it in its turn, and it comes back as it is.
+Rule 5. A result that was saved leads back to the node that holds its box, and nobody would find the two. So a box whose
+        turn never comes, as a call has failed or a hook has had enough (checkpoint's early stop), cuts it off.
 
 Threads: `of` is used by the thread that runs the call; hooks never run at the same time as each other.
 """
@@ -54,6 +56,11 @@ class Box:
         self._packed = self._hooks.pack(self._packed)
         self._is_packed = True
 
+    def cut_off(self) -> None:
+        """Keep the tensor without its history, since its turn will never come (Rule 5)."""
+        if not self._is_packed:
+            self._packed = self._packed.detach()
+
     def unpack_ahead(self) -> None:
         """Get the tensor back now, if its hooks count (Rule 2)."""
         if self._is_packed and self._hooks.is_counting:
@@ -82,6 +89,7 @@ class OrderedHooks:
         self._lock = threading.RLock()  # a recomputation packs while it unpacks
         self._has_ended = [False] * num_calls
         self._num_packed = 0  # calls, from the first on
+        self._has_failed = False
 
     @contextlib.contextmanager
     def of(self, index: int) -> Iterator[None]:
@@ -94,18 +102,36 @@ class OrderedHooks:
             return box
 
         hands_on_to(put, self._pack)
-        with torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
-            yield
-        with self._lock:
-            self._has_ended[index] = True
-            while self._num_packed < len(self._boxes) and self._has_ended[self._num_packed]:
-                turn, self._num_packed = self._num_packed, self._num_packed + 1
-                boxes, self._waiting[turn] = self._waiting[turn], []
-                for box in boxes:
-                    box.pack()
-                # A call that ended early has the list of references. The other one goes with each node, as `put` does.
-                self._boxes[turn] += [weakref.ref(box) for box in boxes]
-                boxes.clear()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
+                yield
+            with self._lock:
+                self._has_ended[index] = True
+                while self._num_packed < len(self._boxes) and self._has_ended[self._num_packed]:
+                    turn, self._num_packed = self._num_packed, self._num_packed + 1
+                    self._pack_call(turn)
+        except BaseException:
+            self._has_failed = True
+            for i, has_ended in enumerate(self._has_ended):
+                if has_ended or i == index:
+                    self._cut_off(i)
+            raise
+        if self._has_failed:
+            self._cut_off(index)
+
+    def _pack_call(self, index: int) -> None:
+        boxes = self._waiting[index]
+        for box in boxes:
+            box.pack()
+        # A call that ended early has the list of references. The other one goes with each node, as `put` does.
+        self._boxes[index] += [weakref.ref(box) for box in boxes]
+        boxes.clear()
+
+    def _cut_off(self, index: int) -> None:
+        boxes = self._waiting[index]
+        for box in boxes:
+            box.cut_off()
+        boxes.clear()
 
     def boxes(self, index: int) -> Sequence[weakref.ref[Box]]:
         """Return what call `index` has saved; a box dies with the node that saved it."""

@@ -11,6 +11,7 @@ expert and the backward would read that one's. Saved-tensor hooks are told of ev
 4. Or, in micro-batches, it moves: when the micro-batch's forward is done its tensors are copied into one part,
    which leaves memory like any other. What was changed since it was saved raises in the backward.
 5. A tensor that is not strided may hold weights inside (the values of a sparse matrix), so it is copied.
+6. What is kept is cut off its history: a result leads back to the node that saved it, and nobody would find the two.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class MovedActivations:
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         key = (*place, tensor._version, tensor.is_conj(), tensor.is_neg())
         name = self._names.setdefault(key, str(len(self._names)))
-        self._tensors[name] = tensor
+        self._tensors[name] = _cut_off(tensor)
         return _Moved(self, name, tensor._version)
 
     def seal(self) -> None:
@@ -163,12 +164,17 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
             return _ByCaller(by_caller[1], by_caller[0](tensor))
         if moved is not None and tensor.layout is torch.strided:
             return moved.add(tensor)
-        return _Kept(tensor, tensor._version)
+        return _Kept(_cut_off(tensor), tensor._version)
 
     if by_caller is not None:
         hands_on_to(pack, by_caller[0])
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         yield
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """Rule 6."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _unpack(saved: _Saved) -> Tensor:

@@ -1,0 +1,160 @@
+"""Nothing is left of calls that fail, and of graphs that go without a backward, beside all that watches what is saved.
+
+Saved-tensor hooks are told of a node's own result. Whoever keeps that keeps the node, which keeps it: two that no
+collector finds. All with `gc` disabled, watching tensors through weak references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd import map_with_parallel_backward, parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
+from tests.support.offloading import OPTIMIZERS
+
+NUM_CALLS = 3
+
+
+@pytest.fixture(autouse=True)
+def _without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Faulty(Exception):
+    pass
+
+
+class Watched(nn.Module):
+    """Saves its own result, as many operators do; fails in some of its runs.
+
+    Args:
+        refs: to all results.
+        fails_in: the first run, a second one or none (0).
+    """
+
+    def __init__(self, refs: list[weakref.ref[Tensor]], fails_in: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.refs, self.fails_in, self.num_runs = refs, fails_in, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_runs += 1
+        y = torch.tanh(x @ self.weight)
+        self.refs.append(weakref.ref(y))
+        if self.num_runs == self.fails_in:
+            raise Faulty
+        return y
+
+
+def num_alive(refs: Sequence[weakref.ref[Tensor]]) -> int:
+    assert refs, "nothing was watched"
+    return sum(ref() is not None for ref in refs)
+
+
+def applied(calls: Sequence[Callable[..., Any]]) -> list[Tensor]:
+    return list(parallel_apply(calls, [(torch.randn(2, 4, requires_grad=True),)] * len(calls)))
+
+
+def applied_with_hooks(calls: Sequence[Callable[..., Any]]) -> list[Tensor]:
+    with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        return applied(calls)
+
+
+def applied_in_a_checkpoint(calls: Sequence[Callable[..., Any]]) -> list[Tensor]:
+    x = torch.randn(2, 4, requires_grad=True)
+    results = checkpoint(lambda x: tuple(parallel_apply(calls, [(x,)] * len(calls))), x, use_reentrant=False)
+    assert isinstance(results, tuple)
+    return list(results)
+
+
+WAYS = pytest.mark.parametrize("applied", [applied, applied_with_hooks, applied_in_a_checkpoint])
+
+
+@WAYS
+@pytest.mark.parametrize("failing", range(NUM_CALLS))
+def test_nothing_is_left_of_calls_beside_one_that_fails(applied: Any, failing: int) -> None:
+    refs: list[weakref.ref[Tensor]] = []
+    with contextlib.suppress(Faulty):
+        applied([Watched(refs, fails_in=int(i == failing)) for i in range(NUM_CALLS)])
+    assert num_alive(refs) == 0
+
+
+@pytest.mark.parametrize("failing", range(NUM_CALLS))
+def test_nothing_is_left_of_a_recomputation_in_which_a_call_fails(failing: int) -> None:
+    refs: list[weakref.ref[Tensor]] = []
+    results = applied_in_a_checkpoint([Watched(refs, fails_in=2 * (i == failing)) for i in range(NUM_CALLS)])
+    with pytest.raises(Faulty):
+        torch.stack(results).sum().backward()
+    del results
+    assert num_alive(refs) == 0
+
+
+@pytest.mark.parametrize("num_used", [1, NUM_CALLS])
+def test_nothing_is_left_of_a_recomputation_that_stops_early(num_used: int) -> None:
+    """The last tensor that it needs is one of the map's."""
+    refs: list[weakref.ref[Tensor]] = []
+    results = applied_in_a_checkpoint([Watched(refs) for _ in range(NUM_CALLS)])
+    torch.stack(results[:num_used]).sum().backward()
+    del results
+    assert num_alive(refs) == 0
+
+
+@WAYS
+def test_nothing_is_left_of_graphs_without_a_backward(applied: Any) -> None:
+    refs: list[weakref.ref[Tensor]] = []
+    applied([Watched(refs) for _ in range(NUM_CALLS)])
+    assert num_alive(refs) == 0
+
+
+def test_nothing_is_left_of_graphs_in_functions_beside_one_that_fails() -> None:
+    refs: list[weakref.ref[Tensor]] = []
+
+    class KeepsAGraph(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+            with torch.enable_grad():
+                ctx.result = Watched(refs, fails_in=int(fails))(x)
+            result: Tensor = ctx.result
+            return result.detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            raise NotImplementedError
+
+    x = torch.randn(2, 4, requires_grad=True)
+    with (
+        contextlib.suppress(Faulty),
+        saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor),
+    ):
+        map_with_parallel_backward(KeepsAGraph, (x, False), (x, True), (x, False))
+    assert num_alive(refs) == 0
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+@pytest.mark.parametrize("end", ["none", "of one", "fails"])
+def test_nothing_is_left_of_offloaded_experts(end: str, num_microbatches: int | None) -> None:
+    """Without a backward, with one through one of two results, and where one of them fails."""
+    refs: list[weakref.ref[Tensor]] = []
+    modules = [Watched(refs), Watched(refs, fails_in=int(end == "fails"))]
+    with OffloadedExperts(
+        modules, OPTIMIZERS["sgd"], max_resident_bytes=1 << 16, num_microbatches=num_microbatches
+    ) as experts:
+        with contextlib.suppress(Faulty):
+            results = applied(list(experts))
+            if end == "of one":
+                results[0].sum().backward()
+            del results
+        assert num_alive(refs) == 0
