@@ -143,6 +143,25 @@ def test_nothing_is_left_of_graphs_in_functions_beside_one_that_fails() -> None:
     assert num_alive(refs) == 0
 
 
+def test_nothing_is_left_of_an_offloaded_expert_whose_recomputation_stops_at_its_end() -> None:
+    """What a map in it saved was all that was needed, or what its node saves itself."""
+    refs: list[weakref.ref[Tensor]] = []
+
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.within = Watched(refs), Watched(refs)
+
+        def forward(self, x: Tensor) -> Any:
+            return parallel_apply([self.within, torch.sin], [(self.before(x),)] * 2)[1] * 2
+
+    with OffloadedExperts([Maps()], OPTIMIZERS["sgd"], max_resident_bytes=1 << 16) as experts:
+        results = applied_in_a_checkpoint(list(experts))
+        results[0].sum().backward()
+        del results
+        assert num_alive(refs) == 0
+
+
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 @pytest.mark.parametrize("end", ["none", "of one", "fails"])
 def test_nothing_is_left_of_offloaded_experts(end: str, num_microbatches: int | None) -> None:

@@ -86,11 +86,13 @@ class OffloadedCall:
         self._shapes = [tensor.shape for tensor in tensors]
         self._num_rows = next((shape[0] for shape in self._shapes if shape), 0)
         call = functools.partial(self._call, leaves, spec)
-        if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
-            tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
-        else:
-            self._result, tied = self._without_graph(call, tensors)
-        (result, result_spec), self._result = self._result, ([], spec)
+        try:
+            if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
+                tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
+            else:
+                self._result, tied = self._without_graph(call, tensors)
+        finally:  # saved-tensor hooks may raise when the result is tied: it would hold the node, which holds this
+            (result, result_spec), self._result = self._result, ([], spec)
         rest = iter(tied)
         return tree_unflatten([next(rest) if isinstance(one, Tensor) else one for one in result], result_spec)
 
