@@ -178,10 +178,10 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("is_map", [False, True])
 @pytest.mark.parametrize("update", ["on_step", "on_backward"])
 def test_buffers_that_a_backward_changes_are_kept(is_map: bool, update: Any) -> None:
-    experts, plain = both(lambda: Checkpointed(is_map), optimizer=OPTIMIZERS["sgd"], update=update)
+    experts, plain = both(lambda: Checkpointed(is_map).double(), optimizer=OPTIMIZERS["sgd"], update=update)
     optimizers = [OPTIMIZERS["sgd"](module.parameters()) for module in plain]
     for _ in range(3):
-        x = torch.randn(4, 8)
+        x = torch.randn(4, 8, dtype=torch.float64)
         for modules in (experts, plain):
             sum(module(x) for module in modules).square().sum().backward()
         experts.step()
