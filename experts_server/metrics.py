@@ -20,7 +20,7 @@ from torch import Tensor
 from experts_server.addresses import joined_address
 from experts_server.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.ports import describe_refusal
-from moe_autograd.errors import ConfigError
+from moe_autograd.errors import ConfigError, InputsNeededError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.compression import can_hold, encoded_bytes, is_applicable
 
@@ -79,15 +79,23 @@ class ExpertStats:
     def computed(
         self, batch: Sequence[Call], results: Sequence[Any], started: float, compute_s: float
     ) -> None:
-        """Take note of a batch; a look at the expert, such as a checkpoint's, is none."""
+        """Take note of a batch; a look at the expert, such as a checkpoint's, is none.
+
+        Nor is a backward whose inputs are needed: it comes again, with them.
+        """
         name = _KIND_OF.get(type(batch[0]))
         if name is None or (isinstance(batch[0], BackwardCall) and batch[0].wants_nothing):
             return
+        done = [
+            pair for pair in zip(batch, results, strict=True) if not isinstance(pair[1], InputsNeededError)
+        ]
+        if not done:
+            return
         kind = self.kinds[name]
-        kind.batch_calls.add(len(batch))
+        kind.batch_calls.add(len(done))
         kind.compute_s.add(compute_s)
-        kind.num_calls += len(batch)
-        for call, result in zip(batch, results, strict=True):
+        kind.num_calls += len(done)
+        for call, result in done:
             kind.num_tokens += call.num_tokens
             kind.bytes_in += call.num_bytes
             kind.queue_s.add(started - call.arrived_at)

@@ -83,8 +83,22 @@ def test_a_backward_that_wants_nothing_lets_its_forward_go_and_is_no_call_that_w
         assert client.backward("norm", tokens(5, D), call_id=1).code == "INPUTS_NEEDED"
         assert server.metrics_address is not None
         shown = samples(server.metrics_address)
-    assert shown["experts_calls_total", "norm", "backward"] == 1
-    assert shown["experts_failed_calls_total", "norm", "backward"] == 1
+    assert shown["experts_calls_total", "norm", "backward"] == 0
+
+
+def test_a_backward_whose_inputs_are_needed_again_counts_once_and_has_not_failed() -> None:
+    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    with (
+        ExpertsServer({"e": FeedForwardExpert(D)}, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        x = tokens(5, D)
+        assert client.backward("e", x, call_id=1).code == "INPUTS_NEEDED"
+        assert client.backward("e", x, call_id=1, inputs=[x]).code == "OK"
+        assert server.metrics_address is not None
+        shown = samples(server.metrics_address)
+    counted = ("calls_total", "failed_calls_total", "tokens_total", "compute_seconds_count", "batch_calls_count")
+    assert [shown[f"experts_{name}", "e", "backward"] for name in counted] == [1, 0, 5, 1, 1]
 
 
 def test_bytes_that_are_sent_are_counted_as_they_travel_by_encoding() -> None:
