@@ -115,7 +115,7 @@ def _find_class(place: str, class_name: str) -> Callable[..., Any]:
         )
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever its module raises
+    except (Exception, SystemExit) as error:  # whatever its module raises; a script reads its arguments
         raise ConfigError(
             f"{place}, key 'class': expected a class that can be imported, got {class_name!r} ({_cause(error)}). "
             "Is its package installed, or its folder in PYTHONPATH?"
@@ -151,7 +151,7 @@ def _refuse(place: str, chosen: Any) -> None:
 def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Callable[..., Any]) -> Any:
     try:
         return make(**args)
-    except Exception as error:  # whatever a user's class raises
+    except (Exception, SystemExit) as error:  # whatever a user's class raises
         raise ConfigError(
             f"{place}: expected {_arguments_of(chosen)}, got {args} ({_cause(error)})."
         ) from error
@@ -166,7 +166,7 @@ def _arguments_of(chosen: Callable[..., Any]) -> str:
     return f"arguments that it takes ({', '.join(names)})" if names else "no arguments"
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """Return what was raised, and where if it was not here."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
     is_elsewhere = raised.filename != __file__ and not raised.filename.startswith("<frozen ")  # importlib's

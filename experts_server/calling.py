@@ -83,7 +83,7 @@ class ModuleCaller:
             else:
                 with self.random.drawing(seed):
                     result = self.module(*own)
-        except Exception as error:
+        except BaseException as error:  # also `sys.exit`: it ends this call, and no worker
             is_refused = type(error) is RuntimeError and "in-place operation" in str(error)
             if not is_refused or self.changes_inputs or versions != _versions_of(inputs):
                 raise self._explain(inputs, error) from error
@@ -123,11 +123,13 @@ class ModuleCaller:
         shape = leaves[0].shape
         kind, num_rows = (evaluate, shape[1:]), shape[0] if shape else 1
         known = self._weights.get(kind)
-        if known is not None and known[0].num_rows <= num_rows <= known[1].num_rows:
-            return self.call(leaves, evaluate, seed), _between(*known, num_rows)
-        weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
-        with weigher.weighing():
-            outputs = self.call(leaves, evaluate, seed)
+        # on, whatever a module has left on this thread (`torch.set_grad_enabled(False)` in its file)
+        with torch.enable_grad():
+            if known is not None and known[0].num_rows <= num_rows <= known[1].num_rows:
+                return self.call(leaves, evaluate, seed), _between(*known, num_rows)
+            weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
+            with weigher.weighing():
+                outputs = self.call(leaves, evaluate, seed)
         for tensor in outputs.tensors:
             weigher.weigh(tensor)
         if len(self._weights) >= MAX_KNOWN_SHAPES:
@@ -146,11 +148,11 @@ class ModuleCaller:
                 x.requires_grad_()
         return inputs
 
-    def failure(self, phase: str, error: Exception) -> ExpertFailedError:
+    def failure(self, phase: str, error: BaseException) -> ExpertFailedError:
         """Return what says that the module raised `error`."""
         return ExpertFailedError(f"expert {self.name!r}, {phase}: its module raised {_told(error)}")
 
-    def _explain(self, inputs: tuple[Tensor, ...], error: Exception) -> RemoteError:
+    def _explain(self, inputs: tuple[Tensor, ...], error: BaseException) -> RemoteError:
         if isinstance(error, RemoteError):
             return error
         failure = self.failure("forward", error)
@@ -158,8 +160,12 @@ class ModuleCaller:
         return failure if likely is None else InvalidCallError(f"{likely} Its module raised {_told(error)}")
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _told(error: BaseException) -> str:
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except Exception as mute:
+        return f"{kind}, whose text cannot be had ({type(mute).__name__})"
 
 
 def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:

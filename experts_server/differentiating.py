@@ -56,7 +56,7 @@ class Differentiator:
                 return (None,) * len(kept.inputs), [None] * len(parameters)
             try:
                 found = differentiate(roots, root_grads, targets, retain_graph=call.keep_graph)
-            except Exception as error:
+            except BaseException as error:
                 raise self._caller.failure("backward", error) from error
         return _in_place_of(wanted, found, len(kept.inputs)), found[len(wanted) :]
 
@@ -75,7 +75,7 @@ class Differentiator:
                 found, pending = split_backward(
                     roots, root_grads, [kept.inputs[i] for i in wanted], parameters
                 )
-            except Exception as error:
+            except BaseException as error:
                 raise self._caller.failure("backward", error) from error
 
         def weigh() -> Gradients:

@@ -128,7 +128,7 @@ class Joiner:
             x_grad, *layer_grads = torch.autograd.grad(
                 output, [x, *tape.outputs], torch.cat(list(grad_outputs)).to(output), allow_unused=True
             )
-        except Exception as error:
+        except BaseException as error:
             raise self._caller.failure("backward", error) from error
         ends = list(itertools.accumulate(x.shape[0] for x in inputs))
         rows = [slice(start, end) for start, end in itertools.pairwise([0, *ends])]

@@ -96,7 +96,7 @@ class LaterGradients:
             with left.hold:
                 self._trainer.take_in(call.client_id, dense(left.compute()), left.num_rows, call.sequence)
                 self._ledger.record(call.client_id, call.sequence, self._trainer.num_updates, left.answer)
-        except Exception as error:
+        except BaseException as error:
             self._failures.warn(self.name, "gradients of an answered backward were refused", error)
             self._refused[call.client_id] = f"{type(error).__name__}: {error}"
             if len(self._refused) > MAX_REFUSED:

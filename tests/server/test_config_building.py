@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -28,6 +29,13 @@ class Broken(torch.nn.Module):
         self.scale = 1 / 0
 
 
+class Script(torch.nn.Module):
+    """Reads the arguments of the process, as the rest of its file would."""
+
+    def __init__(self) -> None:
+        sys.exit(2)
+
+
 @pytest.mark.parametrize(
     ("expert", "text"),
     [
@@ -41,6 +49,7 @@ class Broken(torch.nn.Module):
         ({"class": "..up:NoSuch"}, "expected a class that can be imported, got '..up:NoSuch'"),
         ({"class": "tests.server.test_config_building:Broken"}, "ZeroDivisionError: division by zero, "),
         ({"class": "tests.server.test_config_building:Broken"}, "test_config_building.py:"),
+        ({"class": "tests.server.test_config_building:Script"}, "got {} (SystemExit: 2, "),
         (
             {"class": "tests.server.test_config_building:Broken", "args": {"x": 1}},
             "expected no arguments, got {'x': 1}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ class Raises(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if self.where == "forward":
             self.look_up()
+        if self.where == "exit":
+            sys.exit(SECRET)
         return Backward.apply(x) if self.where == "backward" else "a text"
 
     def look_up(self) -> None:
@@ -86,6 +89,16 @@ def test_what_a_module_may_not_return_is_in_the_log(caplog: pytest.LogCaptureFix
     (record,) = [record for record in caplog.records if record.name == LOGGER]
     assert "expected a tensor or a sequence of tensors from its module, got str" in record.getMessage()
     assert record.exc_info is None
+
+
+def test_a_module_that_exits_has_failed_as_one_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    with ExpertsServer({"e": Raises("exit")}) as server, WireClient(server.address) as client:
+        for _ in range(2):
+            answer = client.forward("e", torch.ones(2, 3))
+            assert (answer.code, f"SystemExit: {SECRET}" in answer.text) == ("EXPERT_FAILED", True)
+    (record,) = [record for record in caplog.records if record.name == LOGGER]
+    assert record.getMessage() == "expert 'e': a call failed: SystemExit"
+    assert SECRET not in logging.Formatter().format(record)
 
 
 def test_a_call_that_is_wrong_leaves_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -110,7 +110,7 @@ def test_a_repeated_backward_counts_once() -> None:
         torch.testing.assert_close(client.get_state()["e"]["weight"], torch.full((D,), -1.0))
 
 
-@pytest.mark.parametrize("fault", ["raises", "is not finite"])
+@pytest.mark.parametrize("fault", ["raises", "exits", "is not finite"])
 def test_gradients_that_are_refused_after_the_answer_are_told_at_the_step_and_change_nothing(
     fault: str,
 ) -> None:
@@ -122,6 +122,8 @@ def test_gradients_that_are_refused_after_the_answer_are_told_at_the_step_and_ch
             return grad
         if fault == "raises":
             raise LookupError("no such weight")
+        if fault == "exits":
+            raise SystemExit("no such weight")
         return grad * torch.inf
 
     with Split(go_wrong) as client:
@@ -130,7 +132,7 @@ def test_gradients_that_are_refused_after_the_answer_are_told_at_the_step_and_ch
             (update,) = client.step().updates
             assert pb.Code.Name(update.status.code) == "GRADIENTS_LOST"
             assert (
-                "no such weight" if fault == "raises" else "expected finite values"
+                "expected finite values" if fault == "is not finite" else "no such weight"
             ) in update.status.message
         assert client.num_updates() == {"e": 0}
         torch.testing.assert_close(client.get_state()["e"]["weight"], torch.ones(D))
