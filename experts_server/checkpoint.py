@@ -15,23 +15,26 @@ Rules, from which it follows that at every moment there is a whole generation to
    makes it count, and the rename is flushed.
 2. Older ones are removed after that, and only by being renamed out of the way first.
 3. What is read is believed only if lengths and checksums are those of the manifest. Nothing is unpickled.
+4. What is damaged is passed over. What may be whole, and cannot be read here and now, is not: the server would go on
+   from an older state, and soon remove the newer one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import safetensors.torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from experts_server.locks import take_folder
 from experts_server.names import check_name
@@ -50,7 +53,13 @@ _DAMAGES = (
     TypeError,
     SafetensorError,
 )
+# the other errors of a system (permissions, descriptors, a network) say nothing of what is on the disk
+_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _GENERATION = re.compile(r"generation-(\d{8,})")
+
+
+class _Damaged(Exception):
+    """A generation is torn or damaged; the one before may stand in for it."""
 
 
 class CheckpointFolder:
@@ -89,7 +98,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        number = self._next_number()
+        number = max(self.generations(), default=0) + 1
         writing, name = self.folder / f"writing-{number:08}", f"generation-{number:08}"
         self.remove_leftovers()
         try:
@@ -111,15 +120,6 @@ class CheckpointFolder:
         self._remove_old()
         return name
 
-    def _next_number(self) -> int:
-        try:
-            return max(self.generations(), default=0) + 1
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint_dir {str(self.folder)!r}: expected the folder that was opened, got {error.strerror!r}. "
-                "Put it back and save again."
-            ) from error
-
     def remove_leftovers(self) -> None:
         """Remove what an interrupted save or removal has left."""
         for pattern in ("writing-*", "removing-*"):
@@ -136,15 +136,29 @@ class CheckpointFolder:
     # ---- reading
 
     def generations(self) -> list[int]:
-        """Return the numbers of the generations that are there, whole or not."""
-        found = (_GENERATION.fullmatch(path.name) for path in self.folder.iterdir())
+        """Return the numbers of the generations that are there, whole or not.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        try:
+            found = [_GENERATION.fullmatch(path.name) for path in self.folder.iterdir()]
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected the folder that was opened, got {error.strerror!r}. "
+                "Put it back and save again."
+            ) from error
         return sorted(int(match[1]) for match in found if match)
 
     def read_newest_of(self, expert: str) -> tuple[str, Snapshot] | None:
-        """Return the newest whole state of one expert, and the generation that holds it; `None` if there is none."""
+        """Return the newest whole state of one expert, and the generation that holds it; `None` if there is none.
+
+        Raises:
+            CheckpointError: one cannot be read.
+        """
         for number in reversed(self.generations()):
             folder = self.folder / f"generation-{number:08}"
-            with contextlib.suppress(*_DAMAGES):
+            with contextlib.suppress(_Damaged), _reading(folder):
                 entry = _read_manifest(folder / MANIFEST)["experts"][expert]
                 return folder.name, _read_expert(folder, expert, entry)
         return None
@@ -153,14 +167,14 @@ class CheckpointFolder:
         """Return the newest whole generation, its name and the experts' snapshots; `None` if nothing was saved yet.
 
         Raises:
-            CheckpointError: there are generations, and none is whole.
+            CheckpointError: there are generations, and none is whole; or one cannot be read, though it may be whole.
         """
         numbers = self.generations()
         for number in reversed(numbers):
             name = f"generation-{number:08}"
             try:
                 return name, _read_generation(self.folder / name)
-            except CheckpointError as error:
+            except _Damaged as error:
                 logger.error("%s. Falling back to the generation before.", error)
         if numbers:
             raise CheckpointError(
@@ -210,11 +224,24 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
 
 
 def _read_generation(folder: Path) -> dict[str, Snapshot]:
-    try:
+    with _reading(folder):
         manifest = _read_manifest(folder / MANIFEST)
         return {name: _read_expert(folder, name, entry) for name, entry in manifest["experts"].items()}
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Tell what is damaged (`_Damaged`) from what only cannot be read (`CheckpointError`)."""
+    try:
+        yield
     except _DAMAGES as error:
-        raise CheckpointError(
+        if isinstance(error, OSError) and error.errno not in _OF_DAMAGE:
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r}: expected files that can be read, got {error.strerror!r} "
+                f"({Path(error.filename or folder).name}). They may be whole: put that right and start again, or move "
+                "this generation away to go on from the one before."
+            ) from error
+        raise _Damaged(
             f"checkpoint {str(folder)!r}: expected a whole generation, got {type(error).__name__}: {error}"
         ) from error
 
@@ -226,7 +253,10 @@ def _read_manifest(path: Path) -> Any:
         raise ValueError(f"the checksum of {path.name} is not that of its content")
     manifest = json.loads(body)
     if manifest["format"] != FORMAT:
-        raise ValueError(f"format {manifest['format']}, where this version reads {FORMAT}")
+        raise CheckpointError(
+            f"checkpoint {str(path.parent)!r}: expected format {FORMAT}, got {manifest['format']}: another version of "
+            "moe-autograd wrote it. Start that one, or move this generation away to go on from the one before."
+        )
     return manifest
 
 
@@ -235,6 +265,5 @@ def _read_expert(folder: Path, name: str, entry: Mapping[str, Any]) -> Snapshot:
     content = file.read_bytes()
     if len(content) != entry["num_bytes"] or xxhash.xxh3_64_hexdigest(content) != entry["xxh3_64"]:
         raise ValueError(f"{file.name} has {len(content)} bytes that are not those of the manifest")
-    with safe_open(file, framework="pt") as opened:
-        plain = json.loads(opened.metadata()[PLAIN_KEY])
-    return Snapshot(safetensors.torch.load(content), plain)
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return Snapshot(safetensors.torch.load(content), json.loads(header["__metadata__"][PLAIN_KEY]))

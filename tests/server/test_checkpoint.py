@@ -145,6 +145,38 @@ def test_a_damaged_generation_is_passed_over_and_that_is_said(
     assert "Falling back" in caplog.text
 
 
+def write_another_format(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(_sealed({"format": FORMAT + 1, "experts": {}}))
+
+
+def lead_in_circles(folder: Path) -> None:
+    """Stands for all that says nothing of what is on the disk, as missing permissions do to all but root."""
+    (folder / "glu.0.safetensors").unlink()
+    (folder / "glu.0.safetensors").symlink_to("glu.0.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (write_another_format, f"expected format {FORMAT}, got {FORMAT + 1}: another version"),
+        (lead_in_circles, r"expected files that can be read, got 'Too many levels .*' \(glu.0.safetensors\)"),
+    ],
+)
+def test_a_generation_that_may_be_whole_and_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, spoil: Callable[[Path], None], text: str
+) -> None:
+    """After a downgrade, or as another user, a server would go on from an older state and remove the newer one."""
+    with CheckpointFolder(tmp_path) as folder:
+        for number in (1, 2):
+            folder.write([snapshot_of(name, number) for name in ("ffn.0", "glu.0")])
+        spoil(tmp_path / "generation-00000002")
+        with pytest.raises(CheckpointError, match=text) as refused:
+            folder.read_newest()
+        assert "move this generation away" in str(refused.value)
+        with pytest.raises(CheckpointError, match=text):
+            folder.read_newest_of("glu.0")
+
+
 def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: Path) -> None:
     with served(tmp_path):
         pass
