@@ -1,6 +1,6 @@
 """Who may call: bearer tokens from a file, and TLS.
 
-A tokens file has one line for each token, a permission and the token; `#` starts a comment::
+A tokens file has one line for each token, a permission and the token; `#` at the beginning of a word starts a comment::
 
     train  4f8d0c6b2a...
     read   91be77aa05...
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import ssl
 import time
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ import grpc
 
 from experts_server.config import SecurityConfig
 from moe_autograd.errors import ConfigError, PermissionDeniedError
+from moe_autograd.wire.tokens import check_token
 
 Permission = Literal["read", "train"]
 MIN_TOKEN_LENGTH = 16
@@ -109,9 +111,9 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
     """Return the tokens of a file, as digests."""
     tokens: dict[bytes, Permission] = {}
     for number, line in enumerate(
-        _read(file, "tokens_file").decode("utf-8", "replace").splitlines(), start=1
+        _read(file, "tokens_file").decode("utf-8-sig", "replace").splitlines(), start=1
     ):
-        words = line.partition("#")[0].split()
+        words = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].split()
         if not words:
             continue
         place = f"config, key 'security.tokens_file': {str(file)!r}, line {number}"
@@ -122,6 +124,10 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
                 f"{place}: expected a token of at least {MIN_TOKEN_LENGTH} characters, got {len(words[1])}. "
                 "Make one with `python -c 'import secrets; print(secrets.token_hex(32))'`."
             )
+        try:
+            check_token(words[1])
+        except ValueError as error:
+            raise ConfigError(f"{place}: {error}") from error
         tokens[_digest(words[1])] = "train" if words[0] == "train" else "read"
     if not tokens:
         raise ConfigError(f"config, key 'security.tokens_file': expected tokens in {str(file)!r}, got none.")

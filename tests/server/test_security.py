@@ -17,7 +17,7 @@ from experts_server import ExpertsServer
 from experts_server.cli import main
 from experts_server.config import SecurityConfig, ServingConfig
 from experts_server.security import Gate, read_tokens
-from moe_autograd.errors import ConfigError
+from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
@@ -97,6 +97,7 @@ def test_another_scheme_than_bearer_is_refused(guarded: ExpertsServer) -> None:
         ("\n0123456789abcdef", "line 2: expected 'read' or 'train' and a token, got 1 words"),
         ("train short", "expected a token of at least 16 characters, got 5"),
         ("# nothing", "expected tokens in"),
+        ("train 0123456789abcdef\u00e9", "line 1: token: expected 1 to 4096 printable characters of ASCII"),
     ],
 )
 def test_a_tokens_file_that_is_none_is_refused_without_showing_a_token(
@@ -108,6 +109,16 @@ def test_a_tokens_file_that_is_none_is_refused_without_showing_a_token(
         read_tokens(file)
     assert text in str(refused.value)
     assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_comment_begins_with_a_word_and_no_token_ends_there(tmp_path: Path) -> None:
+    """It would count up to there: a shorter one, which nobody has made."""
+    file = tmp_path / "tokens"
+    file.write_bytes(b"\xef\xbb\xbf# from an editor of Windows\r\nread 0123456789abcdef#tail #mine\r\n\t# end")
+    gate = Gate(file)
+    gate.check([("authorization", "Bearer 0123456789abcdef#tail")], "read")
+    with pytest.raises(PermissionDeniedError, match="a token that it knows"):
+        gate.check([("authorization", "Bearer 0123456789abcdef")], "read")
 
 
 def test_a_tokens_file_that_is_not_there_is_named(tmp_path: Path) -> None:
