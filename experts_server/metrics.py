@@ -6,6 +6,7 @@ and needs no lock: a call costs a few hundred nanoseconds) and turned into Prome
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,10 +25,13 @@ from moe_autograd.errors import ConfigError, InputsNeededError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.compression import can_hold, encoded_bytes, is_applicable
 
+logger = logging.getLogger(__name__)
+
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 KINDS = ("forward", "backward", "update")
 PAUSE_S = 0.1  # before a connection is taken that there was no descriptor for
+READER_TIMEOUT_S = 10.0  # of a reader that neither asks nor takes the answer: each has a thread
 _KIND_OF: dict[type[Call], str] = {ForwardCall: "forward", BackwardCall: "backward", UpdateCall: "update"}
 ENCODINGS: dict[int, str] = {number: name.lower() for name, number in pb.Encoding.items()}
 
@@ -242,14 +246,17 @@ class MetricsEndpoint:
         self._is_closing = threading.Event()
         self._accept = self._server.get_request
         self._server.get_request = self._accept_or_pause  # type: ignore[method-assign]
+        self._server.handle_error = _note_lost_reader  # type: ignore[method-assign]
 
     def _accept_or_pause(self) -> Any:
         """Take a connection; where there is no descriptor for it, it stays, and the server would ask at once again."""
         try:
-            return self._accept()
+            connection, address = self._accept()
         except OSError:
             self._is_closing.wait(PAUSE_S)
             raise
+        connection.settimeout(READER_TIMEOUT_S)
+        return connection, address
 
     def close(self) -> None:
         """Stop serving."""
@@ -258,3 +265,8 @@ class MetricsEndpoint:
         self._server.server_close()
         assert isinstance(self._thread, threading.Thread)
         self._thread.join()
+
+
+def _note_lost_reader(connection: Any, address: Any) -> None:
+    """Take note of a reader that hung up, was silent for too long, or sent no HTTP."""
+    logger.debug("a reader of metrics at %s got no answer", address, exc_info=True)

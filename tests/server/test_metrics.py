@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import urllib.request
 from typing import Any
@@ -166,6 +167,24 @@ def test_a_metrics_port_in_use_is_refused_and_the_servers_own_port_is_free_again
         config = ServingConfig(metrics_listen=f"127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ConfigError, match="key 'metrics_listen': expected an address that is free"):
             ExpertsServer({"e": FeedForwardExpert(D)}, config=config).start()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metrics HTTP/1.0\r\n", b"GET " + b"x" * 70_000])
+def test_a_reader_that_is_silent_or_sends_no_http_is_let_go_without_a_word(
+    said: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each has a thread and a descriptor, and a machine that is gone never hangs up."""
+    monkeypatch.setattr("experts_server.metrics.READER_TIMEOUT_S", 0.1)
+    with ExpertsServer({"e": nn.Identity()}, config=ServingConfig(metrics_listen="127.0.0.1:0")) as server:
+        assert server.metrics_address is not None
+        host, _, port = server.metrics_address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as reader:
+            reader.sendall(said)
+            with contextlib.suppress(ConnectionResetError):  # some of what was said was not read
+                while reader.recv(1 << 16):
+                    pass
+        assert samples(server.metrics_address)["experts_server_ready",] == 1
+    assert capfd.readouterr().err == ""
 
 
 def _has_ipv6() -> bool:
