@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from types import FrameType
 
 from experts_server.config import ServerConfig
 from experts_server.names import counted
@@ -45,13 +46,13 @@ async def run(config: ServerConfig) -> int:
             os._exit(128 + number)
         stopping.set()
 
+    numbers = _let_signals_end_it()  # until it serves
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     limit_heaps(NUM_HEAPS)
     server = from_config(config)
-    server.load()  # until it serves, any signal ends it
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
-            loop.add_signal_handler(number, take_signal, number)
+    server.load()
+    for number in numbers:
+        loop.add_signal_handler(number, take_signal, number)
     await server.start()
     leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
     if server.metrics is not None:
@@ -76,6 +77,23 @@ async def run(config: ServerConfig) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _let_signals_end_it() -> list[signal.Signals]:
+    """Let the signals that stop a server end it at once, until others take them; return which these are.
+
+    asyncio would keep a Ctrl-C for when something is awaited. And the first process of a container gets no signal at
+    all that it has no handler for: it was waited for, in vain, and killed.
+    """
+    is_first = os.getpid() == 1
+    numbers = [n for n in SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]  # nohup
+    for number in numbers:
+        signal.signal(number, _end_at_once if is_first else signal.SIG_DFL)
+    return numbers
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 async def _leave_modules_out_of_collections() -> None:
