@@ -144,7 +144,7 @@ def main() -> None:
 @click.option("--latency-ms", type=float, help="Added to every message of calls, for demonstrations.")
 @click.option(
     "--checkpoint-dir",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     help="Where checkpoints are kept; nowhere by default.",
 )
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Where /metrics is served; nowhere by default.")

@@ -84,10 +84,21 @@ class MemoryConfig(_Frozen):
 SAVING_NOTHING = MemoryConfig()
 
 
+def _check_path(value: Any) -> Any:
+    """Refuse what is a path to a shell alone: '' would be the folder where the server is started, and '~' one in it."""
+    text = str(value)
+    if isinstance(value, str | Path) and (not text or text.startswith("~")):
+        raise ValueError("expected a path, written out (of a name that begins with '~': './~')")
+    return value
+
+
 def _check_store(value: Any) -> Any:
     if not isinstance(value, str | Path):
         raise ValueError("expected 'ram' or a path")
-    return value
+    return _check_path(value)
+
+
+WrittenPath = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class OffloadConfig(_Frozen):
@@ -139,10 +150,10 @@ class LimitsConfig(_Frozen):
 class SecurityConfig(_Frozen):
     """Who may call: TLS certificates, client certificates, bearer tokens."""
 
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    client_ca: Path | None = None
-    tokens_file: Path | None = None
+    tls_cert: WrittenPath | None = None
+    tls_key: WrittenPath | None = None
+    client_ca: WrittenPath | None = None
+    tokens_file: WrittenPath | None = None
     insecure: bool = False
 
 
@@ -152,7 +163,7 @@ class ServingConfig(_Frozen):
     listen: str = "127.0.0.1:31415"
     latency_ms: Annotated[float, Field(ge=0, le=60_000)] = 0.0
     drain_timeout_s: Seconds = 30.0
-    checkpoint_dir: Path | None = None
+    checkpoint_dir: WrittenPath | None = None
     checkpoint_interval_s: Seconds = 300.0
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 3
     metrics_listen: str | None = None
