@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -246,14 +248,17 @@ def _unreadable(error: OSError) -> str:
 
 
 def _write_whole(file: Path, content: bytes) -> None:
-    """Write a file so that its name stands for the whole content, or for what it was before."""
+    """Write a file so that its name stands for the whole content, or for what it was before; who may read it stays."""
     if file.exists() and not file.is_file():  # a device, or a pipe
         file.write_bytes(content)
         return
     file = file.resolve()
     beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(content)
+        with beside.open("xb") as stream:
+            if file.exists():
+                os.fchmod(stream.fileno(), stat.S_IMODE(file.stat().st_mode))
+            stream.write(content)
         beside.replace(file)
     finally:
         beside.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from experts_server.cli import main
@@ -86,6 +86,13 @@ def test_an_export_of_good_entries_is_a_file(tmp_path: Path) -> None:
     assert (ended.exit_code, [path.name for path in tmp_path.iterdir()]) == (0, ["e.safetensors"]), (
         ended.output
     )
+
+
+def test_an_export_over_a_file_leaves_who_may_read_it(tmp_path: Path) -> None:
+    file = tmp_path / "e.safetensors"
+    file.touch(mode=0o400)
+    assert exported(entries(GOOD), tmp_path).exit_code == 0
+    assert (file.stat().st_mode & 0o777, load_file(file).keys()) == (0o400, {"weight"})
 
 
 def test_an_import_of_a_dtype_that_does_not_travel_says_so(tmp_path: Path) -> None:
