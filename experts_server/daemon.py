@@ -86,7 +86,9 @@ def _let_signals_end_it() -> list[signal.Signals]:
     all that it has no handler for: it was waited for, in vain, and killed.
     """
     is_first = os.getpid() == 1
-    numbers = [n for n in SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]  # nohup
+    numbers = [
+        n for n in SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN
+    ]  # nohup
     for number in numbers:
         signal.signal(number, _end_at_once if is_first else signal.SIG_DFL)
     return numbers

@@ -25,8 +25,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def start_logging(level: str, *, as_json: bool) -> None:
-    """Send the log of this process to stderr."""
+    """Send the log of this process to stderr, and warnings with it."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)

@@ -246,7 +246,7 @@ class MetricsEndpoint:
         self._is_closing = threading.Event()
         self._accept = self._server.get_request
         self._server.get_request = self._accept_or_pause  # type: ignore[method-assign]
-        self._server.handle_error = _note_lost_reader  # type: ignore[method-assign]
+        self._server.handle_error = _note_lost_reader  # type: ignore[method-assign, assignment]
 
     def _accept_or_pause(self) -> Any:
         """Take a connection; where there is no descriptor for it, it stays, and the server would ask at once again."""

@@ -98,7 +98,13 @@ def test_a_backward_whose_inputs_are_needed_again_counts_once_and_has_not_failed
         assert client.backward("e", x, call_id=1, inputs=[x]).code == "OK"
         assert server.metrics_address is not None
         shown = samples(server.metrics_address)
-    counted = ("calls_total", "failed_calls_total", "tokens_total", "compute_seconds_count", "batch_calls_count")
+    counted = (
+        "calls_total",
+        "failed_calls_total",
+        "tokens_total",
+        "compute_seconds_count",
+        "batch_calls_count",
+    )
     assert [shown[f"experts_{name}", "e", "backward"] for name in counted] == [1, 0, 5, 1, 1]
 
 

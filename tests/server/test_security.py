@@ -114,7 +114,9 @@ def test_a_tokens_file_that_is_none_is_refused_without_showing_a_token(
 def test_a_comment_begins_with_a_word_and_no_token_ends_there(tmp_path: Path) -> None:
     """It would count up to there: a shorter one, which nobody has made."""
     file = tmp_path / "tokens"
-    file.write_bytes(b"\xef\xbb\xbf# from an editor of Windows\r\nread 0123456789abcdef#tail #mine\r\n\t# end")
+    file.write_bytes(
+        b"\xef\xbb\xbf# from an editor of Windows\r\nread 0123456789abcdef#tail #mine\r\n\t# end"
+    )
     gate = Gate(file)
     gate.check([("authorization", "Bearer 0123456789abcdef#tail")], "read")
     with pytest.raises(PermissionDeniedError, match="a token that it knows"):

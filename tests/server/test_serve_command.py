@@ -12,11 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.cli import main
@@ -49,6 +51,21 @@ def test_the_log_can_be_json_one_event_a_line() -> None:
     messages = [event["message"].split(":")[0] for event in events]
     assert (messages[0], messages[-1]) == ("ready", "stopped")
     assert all(event.keys() == {"time", "level", "logger", "message"} for event in events)
+
+
+class Warns(nn.Linear):
+    """Has a warning for whoever trains it, of two lines."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        warnings.warn("mind\nthe gap", stacklevel=1)
+
+
+def test_warnings_are_events_of_the_log() -> None:
+    with ServerProcess("--expert", f"{__name__}:Warns", "--log-format", "json") as server:
+        assert server.stop() == 0
+    (warned,) = [event for event in map(json.loads, server.log) if event["level"] == "warning"]
+    assert "UserWarning: mind\nthe gap" in warned["message"]
 
 
 def test_serve_listens_beyond_loopback_only_if_it_is_told_so() -> None:
@@ -281,6 +298,11 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
             "expected a certificate and its key",
         ),
         (("top", "nowhere"), 1, "address: expected HOST:PORT"),
+        (
+            ("serve", *FLAGS, "--checkpoint-dir", ""),
+            1,
+            "flags, key 'checkpoint_dir': expected a path, written out (of a name that begins with '~': './~'), got ''",
+        ),
     ],
 )
 def test_a_wrong_command_exits_with_one_clear_message(

@@ -1,4 +1,4 @@
-"""A server that is being built, or loads, ends at once at any signal that would stop it; also as a container's first."""
+"""A server that is being built, or loads, ends at any signal that would stop it; also as the first of a container."""
 
 from __future__ import annotations
 
@@ -44,9 +44,13 @@ def test_a_signal_ends_a_server_that_does_not_serve_yet(
         pytest.skip("needs namespaces of users and processes")
     expert = f"{__name__}:NeverBuilt"
     command = [*before, sys.executable, "-m", "experts_server", "serve", "--expert", expert]
-    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started with, as by nohup
+    handler = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # whatever these tests were started with, as by nohup
     try:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     finally:
         signal.signal(signal.SIGHUP, handler)
     with process:
