@@ -65,7 +65,8 @@ def read(address: str, timeout_s: float = 10.0) -> Reading:
             "Is the server started with metrics_listen, and this its address?"
         ) from error
     reading = Reading(time.monotonic())
-    for family in text_string_to_metric_families(text):
+    lines = [line for line in text.splitlines() if line.partition("{")[0] in _SHOWN]  # most are of histograms
+    for family in text_string_to_metric_families("\n".join([*lines, ""])):
         for sample in family.samples:
             what, expert = _SHOWN.get(sample.name), sample.labels.get("expert")
             if what is not None and expert is not None:

@@ -18,6 +18,7 @@ from experts_server import ExpertsServer
 from experts_server import config as models
 from experts_server.cli import main
 from tests.support.certificates import make_certificates
+from tests.support.servers import WireClient
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "server.md").read_text(encoding="utf-8")
@@ -48,7 +49,11 @@ def in_first_columns() -> set[str]:
 def families() -> Iterator[dict[str, set[str]]]:
     """Return the names of all metrics that a server shows, with those of their samples."""
     config = models.ServingConfig(metrics_listen="127.0.0.1:0")
-    with ExpertsServer({"e": torch.nn.Linear(1, 1)}, config=config) as server:
+    with (
+        ExpertsServer({"e": torch.nn.Linear(1, 1)}, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        client.forward("e", torch.ones(1, 1))
         with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=30) as reply:
             parsed = list(text_string_to_metric_families(reply.read().decode()))
         yield {family.name: {sample.name for sample in family.samples} for family in parsed}

@@ -60,6 +60,9 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     assert shown["experts_received_bytes_total", "ffn.0", "forward"] == 4 * 5 * D * 4
     assert shown["experts_sent_bytes_total", "ffn.0", "backward"] == 5 * D * 4
     assert shown["experts_calls_total", "ffn.1", "forward"] == 0
+    assert {key[2] for key in shown if key[0].startswith("experts_compute") and key[1] == "ffn.1"} == {
+        "update"
+    }
     assert (shown["experts_updates", "ffn.0"], shown["experts_updates", "ffn.1"]) == (1, 0)
     assert shown["experts_compute_seconds_bucket", "ffn.0", "forward", "+Inf"] == 4
     assert shown["experts_queue_seconds_count", "ffn.0", "forward"] == 4
