@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.named import (
+    CHANGING,
     SETTING,
-    SWAPPING,
     globals_of,
     is_function_of,
     is_torchs,
@@ -69,7 +69,7 @@ class Held(NamedTuple):
         owners: the modules that have buffers themselves.
         talkers: the modules that run collectives, by themselves or for their weights, and such tensors (`ranks`).
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
-        swapping: what puts other weights into a module for as long as it runs (`named`, rule 1).
+        changing: what changes a module for as long as it runs (`named`, rule 1).
         setting: what sets something for the whole process (`named`, rule 2).
         parts: all modules.
     """
@@ -78,7 +78,7 @@ class Held(NamedTuple):
     owners: list[torch.nn.Module]
     talkers: list[object]
     compiled: list[object]
-    swapping: list[object]
+    changing: list[object]
     setting: list[object]
     parts: list[torch.nn.Module]
 
@@ -200,7 +200,7 @@ def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             if (one := function()) is not None:
                 around.append(one.__globals__.get(name))
         _note(part, named.telling, of_all)
-        if of_all.swapping:  # a template is often hidden from `modules()`
+        if of_all.changing:  # a template is often hidden from `modules()`
             parts += _modules_in(attributes, parts)
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
@@ -302,7 +302,7 @@ def _around_all(function: Any, of_all: Held) -> list[Any]:
 
 def _note(held: object, telling: frozenset[str], of_all: Held) -> None:
     if telling:
-        of_all.swapping.extend([held] if telling & SWAPPING else ())
+        of_all.changing.extend([held] if telling & CHANGING else ())
         of_all.setting.extend([held] if telling & SETTING else ())
 
 

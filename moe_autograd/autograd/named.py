@@ -1,9 +1,10 @@
 """What functions name: globals and attributes, and with them what they may reach, or do.
 
-Among it are two things that torch can do for one thread at a time only:
+Among it are two things that can be done for one thread at a time only:
 
-1. `torch.func.functional_call` puts other weights into a module for as long as it runs. Another call that runs the
-   module meanwhile would compute with these: calls that share it take turns (`statistics`).
+1. Changes of a module for as long as it runs: `torch.func.functional_call` puts other weights into it, others switch it
+   to `eval`, its adapters off (as `peft` does), or put a hook on it. Another call that runs the module meanwhile would
+   compute with the change: calls that share it take turns (`statistics`).
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached` and forward-mode
    differentiation (`torch.func.jvp` and its like) are of the whole process. Side by side, calls would have each
    other's, and might leave it behind: a map with such a call makes one after the other.
@@ -23,8 +24,14 @@ from torch.nn.utils import parametrize
 # nor will they be
 _NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _TORCHS = "torch."  # how the names of its files begin
-# rule 1: how torch's ways to do so are named, by their callers and by themselves
-SWAPPING = frozenset(["functional_call", "_functional_call", "_reparametrize_module", "_swap_state"])
+# rule 1: how torch's ways to do so are named, by their callers and by themselves, and others' by their callers
+CHANGING = frozenset(
+    [
+        *("functional_call", "_functional_call", "_reparametrize_module", "_swap_state"),
+        *("eval", "train", "register_forward_hook", "register_forward_pre_hook"),
+        *("disable_adapter", "set_adapter", "merge_adapter"),
+    ]
+)
 _CACHED = "parametrize.cached"  # found in another way: others may call something so, too
 SETTING = frozenset(  # rule 2
     [
@@ -33,7 +40,7 @@ SETTING = frozenset(  # rule 2
         *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
     ]
 )
-_TELLING = SWAPPING | SETTING
+_TELLING = CHANGING | SETTING
 
 # a global of the file of a function, which may hold the class
 _Place = tuple["weakref.ref[types.FunctionType]", str]
@@ -49,7 +56,7 @@ class Places(NamedTuple):
         of: the class.
         forward: its code.
         places: of the globals.
-        telling: those of `SWAPPING` and `SETTING`.
+        telling: those of `CHANGING` and `SETTING`.
     """
 
     of: weakref.ref[type]
@@ -78,7 +85,7 @@ def is_function_of(namespace: dict[str, Any], value: object) -> bool:
 
 
 def telling_names(function: types.FunctionType) -> frozenset[str]:
-    """Return those of `SWAPPING` and `SETTING` that a function names, or another that it names."""
+    """Return those of `CHANGING` and `SETTING` that a function names, or another that it names."""
     names = names_of(function.__code__)
     named = [function.__globals__.get(name) for name in names.of_globals]
     codes = [one.__code__ for one in named if isinstance(one, types.FunctionType)]

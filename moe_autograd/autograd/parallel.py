@@ -232,11 +232,11 @@ def parallel_apply(
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as
         a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
-        the forward (`statistics`). So do calls that share a module whose weights one of them swaps while it runs
-        (`torch.func.functional_call`). Modules that would rather be called together have a `call_group` (`grouping`):
-        all modules of one group are one call. Calls that talk with other ranks, such as those with `DTensor`s
-        (`ranks`), or set something for the whole process (`sdpa_kernel`, forward-mode differentiation: `named`), are
-        made one after the other; where the map cannot find out, pass `max_concurrency=1`.
+        the forward (`statistics`). So do calls that share a module which one of them changes while it runs, as
+        `functional_call` does (`named`). Modules that would rather be called together have a `call_group`
+        (`grouping`): all modules of one group are one call. Calls that talk with other ranks, such as those with
+        `DTensor`s (`ranks`), or set something for the whole process (`sdpa_kernel`, forward-mode differentiation:
+        `named`), are made one after the other; where the map cannot find out, pass `max_concurrency=1`.
 
     Example:
         >>> import torch

@@ -14,8 +14,7 @@ its buffers, the map raises. A module may say it by an attribute `keeps_statisti
 Threads: calls of a map begin in the order of their index (`_workers`), so whoever is waited for has begun. What they
 cannot do is wait for each other in the forward; as nobody can tell that from a long computation, it gives a warning.
 
-So do calls that share a module of which one of them swaps the weights while it runs (`named`), as `functional_call`
-does.
+So do calls that share a module which one of them changes while it runs (`named`), as `functional_call` does.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class Turn:
     def _warn_of(self, other: Turn) -> None:
         warnings.warn(
             f"parallel_apply: expected {other._name} to end, got none of its results in {WARN_AFTER_S:g} s; "
-            f"{self._name} waits for it, as both have a module that keeps running statistics, or whose weights "
-            "`functional_call` swaps. They run one after the other, and cannot wait for each other. Give each a module "
+            f"{self._name} waits for it, as both have a module that keeps running statistics, or that one of them "
+            "changes while it runs. They run one after the other, and cannot wait for each other. Give each a module "
             "of its own; one with statistics may be called in eval mode.",
             stacklevel=2,
         )
@@ -79,11 +78,11 @@ class Turns:
     def __init__(self, held: Sequence[Held], names: Sequence[str]) -> None:
         shared = _shared([own.owners for own in held])
         self._keepers = [[id(module) for module in own if _keeps_statistics(module)] for own in shared]
-        swapping = [own.parts for own in held if own.swapping]
-        swapped = {id(part) for parts in swapping for part in parts if part._parameters or part._buffers}
-        if swapped:
+        changing = [own.parts for own in held if own.changing]
+        changed = {id(part) for parts in changing for part in parts if part._parameters or part._buffers}
+        if changed:
             for keys, parts in zip(self._keepers, _shared([own.parts for own in held]), strict=True):
-                keys += [id(part) for part in parts if id(part) in swapped]
+                keys += [id(part) for part in parts if id(part) in changed]
         self._names = names
         self._watched = [
             (names[i], module, name, buffer, 0 if buffer.is_inference() else buffer._version)

@@ -1,10 +1,11 @@
-"""Calls that swap the weights of a module they share, as `functional_call` does, compute with their own."""
+"""Calls that change a module they share for as long as they run, as `functional_call` does, compute with their own."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -171,6 +172,62 @@ def test_a_call_of_the_template_itself_has_its_own_weights_and_so_has_one_of_a_p
         return say(apply, template, waits, calls, [(x,) for x in xs], *xs, *own[0].values())
 
     _assert_same(program, {})
+
+
+class Switched(nn.Module):
+    """Has an adapter, and another one in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_adapted = nn.Linear(4, 4), True
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * (2 if self.is_adapted else 3) * (5 if self.training else 7)
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        self.is_adapted = False
+        try:
+            yield
+        finally:
+            self.is_adapted = True
+
+
+def in_eval_mode(template: nn.Module, x: Tensor) -> Any:
+    template.eval()
+    try:
+        return template(x)
+    finally:
+        template.train()
+
+
+def without_adapter(template: nn.Module, x: Tensor) -> Any:
+    switched = template.get_submodule("2")
+    with switched.disable_adapter():  # type: ignore[operator]  # a method that nn.Module does not know
+        return template(x)
+
+
+def with_features(template: nn.Module, x: Tensor) -> Any:
+    kept: list[Tensor] = []
+    handle = template.get_submodule("2").register_forward_hook(lambda module, args, y: kept.append(y))
+    try:
+        return template(x), kept
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("change", [in_eval_mode, without_adapter, with_features])
+def test_a_change_for_one_call_is_for_that_call(
+    change: Callable[[nn.Module, Tensor], Any], options: dict[str, bool]
+) -> None:
+    def program(apply: MapFunction) -> Any:
+        waits, xs = Waits(apply), leaves(4)
+        (template,) = seeded(lambda: nn.Sequential(nn.Linear(4, 4), waits, Switched()), 1)
+        calls = [template, lambda x: change(template, x)] * 2
+        return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
+
+    _assert_same(program, options)
 
 
 def test_templates_of_their_own_are_called_side_by_side() -> None:
