@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from moe_autograd.remote.expert import Call
     from moe_autograd.remote.jobs import Job
 
+_MOST_KEPT_BACK = 256  # for servers that are lost; they let go of the others by themselves, in minutes
+
 CallsAt = dict[str, list[tuple[str, int]]]  # experts and call ids, by the address of their server
 
 
@@ -37,10 +39,11 @@ class LeftForwards:
     """Those of one connection.
 
     Args:
-        tell: sends to the server at an address which calls of which experts are over, and returns at once.
+        tell: sends to the server at an address which calls of which experts are over, and returns at once: whether it
+            was sent, or has to wait until the server is back.
     """
 
-    def __init__(self, tell: Callable[[str, list[tuple[str, int]]], None]) -> None:
+    def __init__(self, tell: Callable[[str, list[tuple[str, int]]], bool]) -> None:
         self._tell = tell
         self._left: deque[tuple[str, str, int]] = deque()
 
@@ -74,7 +77,9 @@ class LeftForwards:
                 break
             calls_at.setdefault(address, []).append((expert, call_id))
         for address, calls in calls_at.items():
-            self._tell(address, calls)
+            if not self._tell(address, calls):
+                room = max(0, _MOST_KEPT_BACK - len(self._left))
+                self._left.extend([(address, *call) for call in calls[:room]])
 
     def __repr__(self) -> str:
         return f"LeftForwards({len(self._left)} to tell of)"

@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
-from moe_autograd.errors import DeadlineExceededError, ExpertFailedError
-from moe_autograd.remote import RemoteExpert, connect
+from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
+from moe_autograd.remote import RemoteExpert, RetryPolicy, connect
 from tests.support.held import Held
 from tests.support.hosting import sgd
+from tests.support.proxy import Proxy
 from tests.support.servers import START_S, WireClient, tokens, wait_until, wait_until_inside
 
 D = 4
@@ -89,6 +90,32 @@ def test_what_answered_in_a_pass_that_failed_is_forgotten(
                 parallel_apply([experts["a"], experts["broken"]], [(torch.ones(2, D),)] * 2)
         assert num_kept(server) > 0
         experts["b"](torch.ones(1, D)).sum().backward()
+        wait_until(lambda: num_kept(server) == 0)
+
+
+def test_a_server_that_was_lost_hears_of_it_when_it_is_back(server: ExpertsServer) -> None:
+    retry = RetryPolicy(patience_s=0.0)
+    with Proxy(server.address) as proxy, connect(proxy.address, retry=retry) as experts:
+
+        def answers() -> bool:
+            try:
+                experts["a"](torch.ones(1, D)).sum().backward()
+            except ServerUnavailableError:
+                return False
+            return True
+
+        y = experts["a"](torch.ones(2, D))
+        proxy.is_gone = True
+        proxy.cut()
+        with pytest.raises(ServerUnavailableError):
+            y.sum().backward()
+        del y
+        gc.collect()
+        assert not answers()
+        assert num_kept(server) == 1
+        proxy.is_gone = False
+        wait_until(answers)
+        assert answers()
         wait_until(lambda: num_kept(server) == 0)
 
 
