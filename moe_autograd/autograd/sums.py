@@ -52,6 +52,7 @@ class Shared(NamedTuple):
             and grad.dtype is self.dtype
             and grad.device == self.device
             and not grad.requires_grad
+            and not grad._is_zerotensor()  # added to another, it gives a view of that, and is never changed
             and not torch._C._functorch.is_legacy_batchedtensor(grad)
         )
 

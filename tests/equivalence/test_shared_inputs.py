@@ -160,6 +160,7 @@ ODD_GRADS: dict[str, Callable[[], Tensor | None]] = {
     "to be reduced": lambda: torch.ones(3, 4, 8),
     "with a graph": lambda: torch.ones(4, 8, requires_grad=True),
     "conjugate": lambda: torch.ones(4, 8, dtype=torch.complex64).conj().real,
+    "made of nothing": lambda: torch._efficientzerotensor((4, 8)),
     "transposed": lambda: torch.arange(32.0).reshape(8, 4).t(),
 }
 
