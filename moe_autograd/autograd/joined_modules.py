@@ -109,7 +109,7 @@ class JoinedModules(Joined):
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
         if self.turns is not None:
-            for i, turn in self.turns.of(reached).items():
+            for i, turn in self.turns.of(reversed(reached)).items():  # the last call begins first
                 self.calls[i].turn = turn
         if not torch.is_grad_enabled():
             results = set().union(*[call.before for call in self.calls])  # inputs that were changed in place
@@ -176,7 +176,8 @@ def run_module_calls(
         calls[i].find_leaves(owners)
 
     try:
-        run_calls(forward, names, at_once, f"{title}, forward", is_even=is_even)
+        # In a backward that makes a graph the last call begins first, as in any.
+        run_calls(forward, names, at_once, f"{title}, forward", last_first=shares_graph, is_even=is_even)
         if not shares_graph:
             refuse_changed_closures(title, names, held)
         entrance.refuse_replaced(title)

@@ -4,14 +4,14 @@
 left; side by side, additions get lost, and which ones is left to chance. So the forward of such a call begins when
 those before it that share such a module are over, whether they share it as a whole, as a part of different modules,
 or through a closure. So do calls of a lazy module, whose first one makes its parameters. Calls that share none do not
-wait, and a backward changes statistics only where it runs the forward again: there calls take turns as well, in the
-same order.
+wait, and a backward changes statistics only where it runs the forward again: there calls take turns as well, the last
+one first, as in a loop.
 
 Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
 its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
 `False`, and its buffers are its author's business.
 
-Threads: calls of a map begin in the order of their index (`_workers`), so whoever is waited for has begun. What they
+Threads: calls of a map begin in the order of their turns (`_workers`), so whoever is waited for has begun. What they
 cannot do is wait for each other in the forward; as nobody can tell that from a long computation, it gives a warning.
 
 So do calls that share a module which one of them changes while it runs (`named`), as `functional_call` does.
@@ -94,7 +94,7 @@ class Turns:
         ]
 
     def of(self, calls: Iterable[int]) -> dict[int, Turn]:
-        """Return the turns of those among `calls` that have to take one, for one pass."""
+        """Return the turns of those among `calls`, which begin in this order, that have to take one, for one pass."""
         last: dict[int, Turn] = {}
         turns: dict[int, Turn] = {}
         for i in calls:

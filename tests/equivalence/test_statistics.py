@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import statistics
@@ -172,12 +173,12 @@ def test_a_lazy_module_that_calls_share_is_made_by_the_first_of_them() -> None:
 
 
 def test_statistics_of_forwards_that_are_run_again_are_those_of_a_loop_that_runs_them_twice() -> None:
-    """In the backward the first call comes last, unless it takes its turn."""
+    """In the backward the fourth call, whose turn is the first, comes last, unless the others wait for it."""
     (norm, plain), xs = seeded(lambda: nn.BatchNorm1d(4), 2), leaves(5)
     has_come, is_again = threading.Event(), threading.Event()
 
-    def call(x: Tensor, is_first: bool) -> Tensor:
-        if is_first and is_again.is_set():
+    def call(x: Tensor, is_fourth: bool) -> Tensor:
+        if is_fourth and is_again.is_set():
             assert has_come.wait(PATIENCE_S)
         return cast(Tensor, norm(x * 1).sin())
 
@@ -187,13 +188,33 @@ def test_statistics_of_forwards_that_are_run_again_are_those_of_a_loop_that_runs
         return y
 
     calls = [call] * 4 + [last]
-    inputs = [*[(x, i == 0) for i, x in enumerate(xs[:4])], (xs[4],)]
+    inputs = [*[(x, i == 3) for i, x in enumerate(xs[:4])], (xs[4],)]
     outputs = parallel_apply(calls, inputs, recompute=True)
     is_again.set()
     loss_of(outputs).backward()
-    for x in [*xs[:4], *xs[:4]]:
+    for x in [*xs[:4], *reversed(xs[:4])]:
         plain(x)
     assert_same(list(plain.buffers()), list(norm.buffers()), tolerance=ORDER)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("makes_graph", [False, True])
+@pytest.mark.parametrize("max_concurrency", [1, 2, None])
+def test_forwards_that_are_run_again_take_turns_under_any_bound(
+    max_concurrency: int | None, makes_graph: bool
+) -> None:
+    def program(apply: MapFunction) -> Any:
+        (norm,), xs = seeded(lambda: nn.BatchNorm1d(4), 1), leaves(5)
+        modules = [norm] * 5
+        if apply is one_after_another:
+            again = functools.partial(checkpoint, use_reentrant=False)
+            outputs = apply([functools.partial(again, one) for one in modules], xs)
+        else:
+            outputs = apply(modules, xs, recompute=True, max_concurrency=max_concurrency)
+        loss_of(outputs).backward(create_graph=makes_graph)
+        return list(norm.buffers()), [x.grad for x in xs], norm.weight.grad
+
+    assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=ORDER)
 
 
 def test_a_backward_through_some_of_the_calls_that_run_again_waits_for_no_other() -> None:
