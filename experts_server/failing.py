@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 REST_S = 60.0
 MAX_KNOWN = 4096
 
-Kind = tuple[type[BaseException], str, int]  # of an exception; the file and the line that it came from
+# of an exception: the name of its type, which may be made anew each time; the file and the line that it came from
+Kind = tuple[str, str, int]
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class FailureLog:
                 return
             shows_where = not isinstance(error, MoeAutogradError) and self._num_since("", kind) is not None
         again = f" ({num_since} times more since that was told last)" if num_since else ""
-        reason = str(error) if isinstance(error, ExpertFailedError) else kind[0].__name__
+        reason = str(error) if isinstance(error, ExpertFailedError) else type(error).__name__
         shown = _without_text(error) if shows_where else None
         logger.warning("expert %r: %s: %s%s", expert, what, reason, again, exc_info=shown)
 
@@ -85,7 +86,11 @@ class FailureLog:
 
 def _kind_of(error: BaseException) -> Kind:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__) if error.__traceback__ else [(None, 0)]
-    return type(error), frame.f_code.co_filename if frame else "", line
+    return (
+        f"{type(error).__module__}.{type(error).__qualname__}",
+        frame.f_code.co_filename if frame else "",
+        line,
+    )
 
 
 def _without_text(

@@ -132,6 +132,13 @@ def test_a_failure_that_goes_on_is_told_again_after_a_minute_with_how_often_it_w
     assert all(record.exc_info for record in caplog.records)
 
 
+def test_a_kind_of_error_that_is_made_anew_each_time_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog()
+    for _ in range(3):
+        log.note("a", raised(type("Odd", (Exception,), {})))
+    assert [record.getMessage() for record in caplog.records] == ["expert 'a': a call failed: Odd"]
+
+
 def test_many_experts_that_fail_alike_are_named_and_show_once_where(caplog: pytest.LogCaptureFixture) -> None:
     log = FailureLog()
     for index in range(5):
