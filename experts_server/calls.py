@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,19 +95,27 @@ class BackwardCall(Call):
         return not (self.wants_weight_grads or self.keep_graph or any(self.wants_input_grads))
 
 
+class Expected(NamedTuple):
+    """Which backwards a client knows of: how many, and the digest and the numbers that `wire.gathered` tells of."""
+
+    at_least: int
+    at_most: int
+    digest: int = 0
+    unsure: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class UpdateCall(Call):
     """Step with the gradients that this client gave, or forget them.
 
     Args:
-        gathered: at least and at most so many backwards must have given them, the lowest sequence number among which is
-            at least the last; `None`: any.
+        gathered: which backwards must have given them; `None`: any.
     """
 
     kind: Literal["step", "zero_grad"]
     sequence: int
     settled_below: int
-    gathered: tuple[int, int, int] | None = None
+    gathered: Expected | None = None
 
 
 @dataclass(slots=True)

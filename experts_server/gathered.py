@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from experts_server.budget import Budget
+from experts_server.calls import Expected
 from experts_server.gradients import Gradients, num_bytes
+from moe_autograd.wire.gathered import MAX_UNSURE, digest_of, is_digest_of
 
 CROWDED_AGE_S = 60.0
 MAX_LOST = 4096  # clients; a step of one that is forgotten fails for its count of backwards
@@ -22,20 +24,31 @@ MAX_LOST = 4096  # clients; a step of one that is forgotten fails for its count 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What one client has gathered: the sum, of how many backwards and rows, and the first one's sequence number.
+    """What one client has gathered: the sum, of how many backwards and rows, and the digest of their sequence numbers.
 
-    (The lowest; 0: not known, since a checkpoint of an older version does not say.)
+    (See `wire.gathered`; 0: not known, since a checkpoint of an older version does not say.)
     """
 
     grads: Gradients
     num_backwards: int
     num_samples: int
-    first: int = 0
+    digest: int = 0
 
     def joined_by(self, total: Gradients, num_samples: int, sequence: int) -> Gathered:
         """Return the same with one backward more."""
-        first = min(self.first, sequence) if self.num_backwards else sequence
-        return Gathered(total, self.num_backwards + 1, self.num_samples + num_samples, first)
+        is_known = self.digest or not self.num_backwards
+        digest = self.digest ^ digest_of([sequence]) if is_known else 0
+        return Gathered(total, self.num_backwards + 1, self.num_samples + num_samples, digest)
+
+    def may_be_of(self, expected: Expected) -> bool:
+        """Tell whether these are the backwards that are expected, as far as can be told."""
+        num_unsure = self.num_backwards - expected.at_least
+        if not 0 <= num_unsure <= expected.at_most - expected.at_least:
+            return False
+        is_told = self.digest and (expected.digest or expected.unsure)
+        if not is_told or len(expected.unsure) > MAX_UNSURE:
+            return True
+        return is_digest_of(self.digest, expected.digest, expected.unsure, num_unsure)
 
 
 class GatheredGradients:

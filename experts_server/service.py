@@ -18,7 +18,7 @@ import torch
 from google.protobuf.message import Message
 
 from experts_server.budget import Budget
-from experts_server.calls import UpdateCall
+from experts_server.calls import Expected, UpdateCall
 from experts_server.doorway import Context, Doorway
 from experts_server.hosted import HostedExpert
 from experts_server.registry import Registry
@@ -161,7 +161,7 @@ class Service:
                 f"{kind}: expected a count of backwards for each of {len(request.experts)} experts or for none, got "
                 f"{len(request.gathered)}. The client is broken."
             )
-        counts = iter([(count.at_least, count.at_most, count.first) for count in request.gathered])
+        counts = iter([Expected(c.at_least, c.at_most, c.digest, tuple(c.unsure)) for c in request.gathered])
 
         def call(reply: Any) -> UpdateCall:
             return UpdateCall(

@@ -123,7 +123,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, {
         "num_updates": trainer.num_updates,
         "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
-        "gathered_first": {client: entry.first for client, entry in gathered.items()},
+        "gathered_digests": {client: entry.digest for client, entry in gathered.items()},
         "schedule": _changed(f"{place}.schedule", schedule, built_schedule) if schedule else None,
         "groups": [
             _changed(f"{place}, group", group, built)
@@ -160,9 +160,9 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device
     for name, grad in _group(snapshot.tensors, "gathered").items():
         client, place = name.split(".")
         grads[client][int(place)] = grad.to(device)
-    first = snapshot.plain.get("gathered_first", {})  # those of before have none
+    digests = snapshot.plain.get("gathered_digests", {})  # those of before have none
     for client, (num_backwards, num_samples) in snapshot.plain["gathered"].items():
-        gathered = Gathered(grads[client], num_backwards, num_samples, first.get(client, 0))
+        gathered = Gathered(grads[client], num_backwards, num_samples, digests.get(client, 0))
         trainer.gathered.put(bytes.fromhex(client), gathered)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 
 from experts_server.budget import Budget
+from experts_server.calls import Expected
 from experts_server.checks import check_finite
 from experts_server.gathered import Gathered, GatheredGradients
 from experts_server.gradients import Gradients, added, clipped_to_norm, clipped_to_value
@@ -133,7 +133,7 @@ class Trainer:
         if self.training.update == "on_step":
             self.gathered.forget(client_id)
 
-    def step(self, client_id: bytes, expected: tuple[int, int, int] | None) -> None:
+    def step(self, client_id: bytes, expected: Expected | None) -> None:
         """Apply what the client has gathered for its step; without anything given this is no update.
 
         Args:
@@ -150,14 +150,12 @@ class Trainer:
                 f"expert {self.name!r}: expected a step soon after the backward, got one when its gradients had "
                 f"been let go (after {self.gathered.max_age_s:g} s, or as others had no room). Repeat the backward."
             )
-        least, most, first = expected or (0, math.inf, 0)
         gathered = self.gathered.get(client_id)
-        found = 0 if gathered is None else gathered.num_backwards
-        is_earlier = gathered is not None and 0 < gathered.first < first
-        if is_earlier or not least <= found <= most:
-            got = f"{found}, some from before the last zero_grad" if is_earlier else f"{found}"
+        if expected is not None and not (gathered or Gathered((), 0, 0)).may_be_of(expected):
+            found = 0 if gathered is None else gathered.num_backwards
+            got = f"{found}, others among them" if found >= expected.at_least else f"{found}"
             raise GradientsLostError(
-                f"expert {self.name!r}: expected the gradients of {least} backwards, got those of {got}. "
+                f"expert {self.name!r}: expected the gradients of {expected.at_least} backwards, got those of {got}. "
                 "The server was restarted since; nothing was changed. Call zero_grad and repeat forward and backward."
             )
         if gathered is not None:

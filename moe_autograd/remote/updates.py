@@ -2,11 +2,11 @@
 
 ::
 
-    backward of ffn.3 at A  ──  note_backwards  ──▶  gathered["ffn.3"]["A"]: 1 to 1 backwards, the first is number 7
+    backward of ffn.3 at A  ──  note_backwards  ──▶  gathered["ffn.3"]["A"]: 1 to 1 backwards, with this digest
     step                    ──  send            ──▶  A: Step(ffn.3, of these)             once, under its number
     A is gone, ffn.3 at B   ──  send            ──▶  B: the same number: B knows whether it has them
 
-A server that counts fewer backwards, or more, or has earlier ones, has been restarted in between from an older
+A server that counts fewer backwards, or more, or has others, has been restarted in between from an older
 checkpoint: it changes nothing and says so.
 
 Mutable state: `_gathered`, and `_dropped`, which is replaced as a whole, under `_lock`.
@@ -30,6 +30,7 @@ from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.turns import Turns
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.gathered import MAX_UNSURE, digest_of
 from moe_autograd.wire.heads import BackwardHead
 from moe_autograd.wire.status import error_of
 
@@ -39,7 +40,7 @@ class _Gathered:
     """Gradients of ours that one server may have of one expert.
 
     Args:
-        count: of how many backwards, and the first one's number.
+        count: of how many backwards, and which.
         is_stale: whether they should have been forgotten, and their server could not be told.
     """
 
@@ -50,18 +51,19 @@ class _Gathered:
         """Count what `other` counted too, since it has moved here."""
         self.count.at_least += other.count.at_least
         self.count.at_most += other.count.at_most
-        self._note_first(other.count.first)
+        self.count.digest ^= other.count.digest
+        self.count.unsure.extend(other.count.unsure)
         self.is_stale |= other.is_stale
         return self
 
     def note(self, sequence: int, *, is_certain: bool) -> None:
         """Count one backward."""
-        self.count.at_least += is_certain
         self.count.at_most += 1
-        self._note_first(sequence)
-
-    def _note_first(self, sequence: int) -> None:
-        self.count.first = min(self.count.first or sequence, sequence or self.count.first)
+        if is_certain:
+            self.count.at_least += 1
+            self.count.digest ^= digest_of([sequence])
+        elif len(self.count.unsure) <= MAX_UNSURE:
+            self.count.unsure.append(sequence)
 
 
 class Updates:

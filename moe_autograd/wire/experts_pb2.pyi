@@ -351,14 +351,16 @@ class UpdateRequest(_message.Message):
     def __init__(self, client_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_below: _Optional[int] = ..., experts: _Optional[_Iterable[str]] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., gathered: _Optional[_Iterable[_Union[GatheredBackwards, _Mapping]]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class GatheredBackwards(_message.Message):
-    __slots__ = ("at_least", "at_most", "first")
+    __slots__ = ("at_least", "at_most", "digest", "unsure")
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     AT_MOST_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    UNSURE_FIELD_NUMBER: _ClassVar[int]
     at_least: int
     at_most: int
-    first: int
-    def __init__(self, at_least: _Optional[int] = ..., at_most: _Optional[int] = ..., first: _Optional[int] = ...) -> None: ...
+    digest: int
+    unsure: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, at_least: _Optional[int] = ..., at_most: _Optional[int] = ..., digest: _Optional[int] = ..., unsure: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
     __slots__ = ("updates", "checksum")

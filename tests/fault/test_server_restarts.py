@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from experts_server import ExpertsServer
+from experts_server.config import ServingConfig
 from moe_autograd.errors import GradientsLostError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.gathered import digest_of
 from tests.support.hosting import LR, sgd
 from tests.support.servers import ServerProcess, WireClient
 
@@ -106,13 +110,37 @@ def test_gradients_of_an_earlier_step_that_the_checkpoint_holds_are_not_applied_
         first.kill()
         with server_at(tmp_path, first.address):
             before = experts.state_dict()
-            with pytest.raises(GradientsLostError, match=r"of 1, some from before the last zero_grad"):
+            with pytest.raises(GradientsLostError, match=r"of 1, others among them"):
                 optimizer.step()
             torch.testing.assert_close(experts.state_dict(), before, rtol=0, atol=0)
             optimizer.zero_grad()
             backward(experts)
             optimizer.step()
             assert num_updates(experts) == [2, 2]
+
+
+def test_gradients_that_an_answer_never_told_of_do_not_stand_for_others_that_were_lost(tmp_path):
+    """The checkpoint has one backward, of which the client is not sure, and not the other one, of which it is."""
+    sure = pb.GatheredBackwards(at_least=1, at_most=2, digest=digest_of([12]), unsure=[11])
+    both = pb.GatheredBackwards(at_least=2, at_most=2, digest=digest_of([11, 12]))
+
+    def serving(folder: str) -> ExpertsServer:
+        config = ServingConfig(checkpoint_dir=tmp_path / folder)
+        return ExpertsServer({"a": torch.nn.Linear(4, 4)}, optimizer=sgd, config=config)
+
+    with serving("first") as first, WireClient(first.address) as client:
+        client.forward("a", torch.ones(1, 4), call_id=1)
+        client.forward("a", torch.ones(1, 4), call_id=2)
+        client.backward("a", torch.ones(1, 4), call_id=1, sequence=11)
+        client.save()
+        shutil.copytree(tmp_path / "first", tmp_path / "second")  # as a kill leaves it
+        client.backward("a", torch.ones(1, 4), call_id=2, sequence=12)
+        assert client.step("a", sequence=13, gathered=[both]).updates[0].num_updates == 1
+    with serving("second") as second, WireClient(second.address) as client:
+        (update,) = client.step("a", sequence=13, gathered=[sure]).updates
+        assert pb.Code.Name(update.status.code) == "GRADIENTS_LOST"
+        assert "the gradients of 1 backwards, got those of 1, others among them" in update.status.message
+        assert second.num_updates == {"a": 0}
 
 
 @pytest.mark.parametrize("after", UPDATE_MODES)
