@@ -33,6 +33,7 @@ NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first 
 
 Cut = tuple[GradientEdge, Tensor]  # where an inner graph ends, and the outer tensor that stands there
 
+_PLAIN = (Tensor, int, float, type(None))  # arguments, mostly
 _HOLDS_NOTHING = (
     bool,
     int,
@@ -104,12 +105,13 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
     if not isinstance(call, torch.nn.Module):
         method = getattr(type(call), _CALL, None)
         found += _held_by_all([call, method] if isinstance(method, types.FunctionType) else [call], seen, own)
-    cuts = _cuts(found)
+    cuts = _cuts(found) if found else []
     if objects:
         known = {edge[:2] for edge, _ in cuts}
         loose = _cuts(_held_by_all(objects, seen, own))
         cuts += [LooseCut(*cut) for cut in loose if cut[0][:2] not in known]
-    return own._replace(cuts=cuts)
+    own.cuts.extend(cuts)
+    return own
 
 
 def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Tensor]:
@@ -136,7 +138,7 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
 
 
 def _objects_among(args: Iterable[object]) -> list[object]:
-    if all(isinstance(value, Tensor | int | float | None) for value in args):
+    if all(isinstance(value, _PLAIN) for value in args):
         return []
     return [leaf for leaf in tree_leaves(args) if not isinstance(leaf, (Tensor, *_HOLDS_NOTHING))]
 
