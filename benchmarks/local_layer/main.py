@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.local_layer.peers import PEERS, PEERS_IN_BFLOAT16, Size, build_ours
 from benchmarks.measure import print_table, stopwatch, take_turns
+from benchmarks.memory import peak_beyond_now
 
 SIZES = {
     "tiny": Size(num_experts=64, top_k=4, d_model=64, d_ff=128, num_tokens=512),
@@ -91,12 +95,41 @@ def rows_of(name: str, rounds: int, dtype: torch.dtype) -> Sequence[Sequence[obj
     ]
 
 
-def main(rounds: int, names: Sequence[str], dtype: torch.dtype) -> None:
+def print_peak(name: str, of: str, dtype: torch.dtype) -> None:
+    """Print what five passes of one layer have resident at most, beyond its weights, and `x` and its gradient."""
+    size = SIZES[name]
+    layer = layers_of(size, dtype)[of]
+    x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, requires_grad=True)
+    run = passes(layer, x, torch.randn_like(x))
+    print(peak_beyond_now(lambda: [run() for _ in range(5)]))
+
+
+def peak_rows(name: str, rounds: int, dtype: torch.dtype) -> Sequence[Sequence[object]]:
+    """Measure each layer in processes of its own, in turns: where the allocator puts things differs by a tenth."""
+    program = [sys.executable, "-W", "ignore", "-m", "benchmarks.local_layer.main", "--dtype", str(dtype)[6:]]
+
+    def peak_mb(of: str) -> float:
+        command = [*program, "--peak-of", name, of]
+        return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout) / 1e6
+
+    names = list(layers_of(SIZES[name], dtype))
+    taken = [[peak_mb(of) for of in names] for _ in range(rounds)]
+    medians = {
+        of: statistics.median(peaks) for of, peaks in zip(names, zip(*taken, strict=True), strict=True)
+    }
+    return [(name, of, peak, peak / medians["ours"]) for of, peak in medians.items()]
+
+
+def main(rounds: int, names: Sequence[str], dtype: torch.dtype, counts_memory: bool) -> None:
     missing = [peer for peer in ("transformers", "torchtitan") if not is_installed(peer)]
     if missing:
         print(f"{' and '.join(missing)}: not installed, not measured (see the README)\n")
     for name in names:
         print(f"{name}: {SIZES[name]}, {dtype}")
+    if counts_memory:
+        rows = [row for name in names for row in peak_rows(name, rounds, dtype)]
+        print_table(("layer", "whose", "peak, MB", "times ours"), rows)
+        return
     rows = [row for name in names for row in rows_of(name, rounds, dtype)]
     print_table(("layer", "whose", "forward, ms", "backward, ms", "both, ms", "times ours"), rows)
 
@@ -106,5 +139,13 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--memory", action="store_true", help="count memory, each layer in processes of its own"
+    )
+    parser.add_argument("--peak-of", nargs=2, metavar=("SIZE", "LAYER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    main(arguments.rounds, arguments.sizes, getattr(torch, arguments.dtype))
+    chosen_dtype = getattr(torch, arguments.dtype)
+    if arguments.peak_of:
+        print_peak(*arguments.peak_of, chosen_dtype)
+    else:
+        main(arguments.rounds, arguments.sizes, chosen_dtype, arguments.memory)

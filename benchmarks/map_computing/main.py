@@ -13,13 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.measure import print_table, stopwatch, take_turns
+from benchmarks.memory import peak_beyond_now
 from moe_autograd import parallel_apply
 
 
@@ -116,18 +116,7 @@ def median_peaks(name: str, way: Way) -> list[float]:
 
 def print_peak(kind: str, name: str, way: Way) -> None:
     run = steps(KINDS[kind], SIZES[name], way)
-    before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    for _ in range(10):
-        run()
-    print(resident_bytes("VmHWM") - before)
-
-
-def resident_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
+    print(peak_beyond_now(lambda: [run() for _ in range(10)]))
 
 
 def main(rounds: int, names: Sequence[str], way: Way) -> None:

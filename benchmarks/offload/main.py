@@ -13,12 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from benchmarks.measure import Times, print_table
+from benchmarks.memory import resident_bytes
 from moe_autograd.autograd.offload import OffloadedExperts, return_freed_memory_at_once
 
 D_MODEL, D_FF, NUM_EXPERTS, NUM_TOKENS = (
@@ -81,13 +81,6 @@ def run(experts: list[nn.Module], call: Callable[..., list[torch.Tensor]]) -> fl
     return loss + float(total.detach())
 
 
-def peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no VmHWM")
-
-
 def serve(kind: str, folder: str) -> None:
     """Run a step for every line of input, and answer with what it took."""
     return_freed_memory_at_once()
@@ -96,7 +89,7 @@ def serve(kind: str, folder: str) -> None:
     for _ in sys.stdin:
         begin = time.perf_counter()
         loss = step()
-        print(json.dumps([time.perf_counter() - begin, peak_bytes(), loss]), flush=True)
+        print(json.dumps([time.perf_counter() - begin, resident_bytes("VmHWM"), loss]), flush=True)
 
 
 def main() -> None:

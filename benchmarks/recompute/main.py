@@ -7,20 +7,16 @@ what it had before.
 from __future__ import annotations
 
 import copy
-import gc
-import re
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.measure import print_table, take_turns
+from benchmarks.measure import print_table, stopwatch, take_turns
+from benchmarks.memory import peak_beyond_now
 from moe_autograd import parallel_apply
-from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 
 NUM_EXPERTS, WIDTH, NUM_TOKENS, NUM_ROUNDS = 8, 512, 2048, 7
 Layer = Callable[[list[nn.Module], Tensor], list[Tensor]]
@@ -52,23 +48,16 @@ KINDS: dict[str, Layer] = {
 }
 
 
-def resident_bytes(field: str) -> int:
-    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
-
-
 def step(layer: Layer, experts: list[nn.Module], x: Tensor) -> dict[str, float]:
     """Return seconds, and bytes beside them."""
     for module in experts:
         module.zero_grad(set_to_none=False)
-    gc.collect()
-    give_back_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
-    before, begun_s = resident_bytes("VmRSS"), time.perf_counter()
-    torch.stack(layer(experts, x)).square().mean().backward()
-    took_s = time.perf_counter() - begun_s
-    return {"step": took_s, "bytes": resident_bytes("VmHWM") - before}
+    took_s: list[float] = []
+
+    def run() -> None:
+        took_s.append(stopwatch(lambda: torch.stack(layer(experts, x)).square().mean().backward()))
+
+    return {"bytes": peak_beyond_now(run), "step": took_s[0]}
 
 
 def main() -> None:
