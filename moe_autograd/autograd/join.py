@@ -77,8 +77,9 @@ def join(joined: Joined) -> list[Sequence[Tensor]]:
     except (RuntimeError, TypeError):
         _name_guilty_call(joined)
         raise
-    for call in joined.calls:
-        call.forget_results()  # Rule 5
+    finally:
+        for call in joined.calls:
+            call.forget_results()  # Rule 5, also where a saved-tensor hook raises when results are tied
     return tied
 
 

@@ -143,6 +143,31 @@ def test_nothing_is_left_of_graphs_in_functions_beside_one_that_fails() -> None:
     assert num_alive(refs) == 0
 
 
+def test_nothing_is_left_of_functions_whose_recomputation_stops_at_what_they_save() -> None:
+    refs: list[weakref.ref[Tensor]] = []
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad * ctx.saved_tensors[0]
+
+    def run(x: Tensor) -> Tensor:
+        watched = Watched(refs)(x)
+        one, other = map_with_parallel_backward(Exp, (watched,), (watched,))
+        return one + other  # type: ignore[no-any-return]
+
+    y = checkpoint(run, torch.randn(2, 4, requires_grad=True), use_reentrant=False)
+    y.sum().backward()  # type: ignore[union-attr]
+    del y
+    assert num_alive(refs) == 0
+
+
 def test_nothing_is_left_of_an_offloaded_expert_whose_recomputation_stops_at_its_end() -> None:
     """What a map in it saved was all that was needed, or what its node saves itself."""
     refs: list[weakref.ref[Tensor]] = []
