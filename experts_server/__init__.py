@@ -1,4 +1,15 @@
-"""A standalone server that hosts and trains experts; `experts-server serve` runs it, `ExpertsServer` embeds it."""
+"""A standalone server that hosts and trains experts; `experts-server serve` runs it, `ExpertsServer` embeds it.
+
+Its rooms, each of which knows only those below it::
+
+    command          the command line
+    serving          ports, RPCs, streams, credentials, health, metrics
+    checkpoints      all experts on disk
+    queues           whose turn it is: batches and workers
+    hosting          one expert: module, optimizer, forwards, backwards
+    configuration    what is hosted, and how
+    budget, locks, spec
+"""
 
 try:
     import click  # noqa: F401
@@ -12,6 +23,6 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from experts_server.embedded import ExpertsServer
+from experts_server.serving.embedded import ExpertsServer
 
 __all__ = ["ExpertsServer"]

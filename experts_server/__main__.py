@@ -1,5 +1,5 @@
 """`python -m experts_server`: the same as `experts-server`."""
 
-from experts_server.cli import main
+from experts_server.command.cli import main
 
 main()

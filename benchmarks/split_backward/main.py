@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Times, print_table, take_turns
 from experts_server import ExpertsServer
-from experts_server.config import MemoryConfig, ServingConfig
+from experts_server.configuration.config import MemoryConfig, ServingConfig
 from moe_autograd import parallel_apply
 from moe_autograd.autograd.split_backward import split_backward
 from moe_autograd.remote import RemoteOptimizer, connect

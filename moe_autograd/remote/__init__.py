@@ -9,6 +9,15 @@
         optimizer = RemoteOptimizer(experts)
 
 Needs the extra `moe-autograd[remote]`: grpc, protobuf and xxhash.
+
+Begin with `expert`, where calls of a server become nodes of the graph. A pass goes down through these files, and its
+results come up again::
+
+    modules and optimizers  experts, expert, optimizer, inputs, expecting, leaving, state, turns, updates
+    one connection          connection, operations, deadline, numbering, closing, awaiting, checking, config
+    which server            finding, placement, servers, addresses
+    getting there           delivery, jobs, fanout, retry, hedging
+    one server              calls, streaming, channel, compression, security, forking, interrupts
 """
 
 try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import LimitsConfig, ServingConfig
+from experts_server.configuration.config import LimitsConfig, ServingConfig
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter

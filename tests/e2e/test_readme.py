@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experts_server.settings import load_config
+from experts_server.configuration.settings import load_config
 from tests.support.servers import ServerProcess
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import LimitsConfig, ServingConfig
+from experts_server.configuration.config import LimitsConfig, ServingConfig
 from moe_autograd.remote import Compression, connect
 from moe_autograd.remote.compression import Encodings
 from tests.support.proxy import Proxy

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote import TLS, Compression, HedgePolicy, RetryPolicy, connect
 from moe_autograd.remote.config import load_config

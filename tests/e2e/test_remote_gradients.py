@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import LimitsConfig, ServingConfig
+from experts_server.configuration.config import LimitsConfig, ServingConfig
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply, split_backward
 from moe_autograd.errors import InvalidCallError, MoeAutogradError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.kept import KeptForwards
+from experts_server.hosting.kept import KeptForwards
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
 from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, hedging

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import LimitsConfig, MemoryConfig, ServingConfig
+from experts_server.configuration.config import LimitsConfig, MemoryConfig, ServingConfig
 from moe_autograd.remote import RemoteOptimizer, connect
 from tests.support.hosting import LR, sgd
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import (
     ConfigError,
     GradientsLostError,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
-from experts_server.config import MemoryConfig, ServingConfig
+from experts_server.configuration.config import MemoryConfig, ServingConfig
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, connect

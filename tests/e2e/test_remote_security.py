@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
 from tests.support.certificates import make_authority, make_certificates

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from experts_server import ExpertsServer
-from experts_server import config as models
-from experts_server.cli import main
+from experts_server.command.cli import main
+from experts_server.configuration import config as models
 from tests.support.certificates import make_certificates
 from tests.support.servers import WireClient
 

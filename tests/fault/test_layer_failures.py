@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import InvalidCallError, PermissionDeniedError, TooFewExpertsError
 from moe_autograd.moe import failures
 from moe_autograd.moe.experts import FeedForwardExpert

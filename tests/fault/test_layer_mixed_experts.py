@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import MemoryConfig, ServingConfig
+from experts_server.configuration.config import MemoryConfig, ServingConfig
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter

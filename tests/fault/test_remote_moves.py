@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import ServingConfig
+from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ExpertNotFoundError, GradientsLostError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from tests.support.hosting import make_modules, sgd

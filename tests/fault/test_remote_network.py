@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, channel, connect

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experts_server import ExpertsServer
-from experts_server.config import ServingConfig
+from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import GradientsLostError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from moe_autograd.wire import experts_pb2 as pb

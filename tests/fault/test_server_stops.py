@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import experts_server.saving as saving_module
-import experts_server.server as server_module
+import experts_server.checkpoints.saving as saving_module
+import experts_server.serving.server as server_module
 from experts_server import ExpertsServer
-from experts_server.checkpoint import CheckpointFolder
-from experts_server.config import ServingConfig
+from experts_server.checkpoints.checkpoint import CheckpointFolder
+from experts_server.configuration.config import ServingConfig
 from tests.support.gated import D, Gated
 from tests.support.held import Held
 from tests.support.hosting import sgd

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.checkpoint import CheckpointFolder, _sealed
-from experts_server.cli import main
-from experts_server.snapshot import FORMAT
+from experts_server.checkpoints.checkpoint import CheckpointFolder, _sealed
+from experts_server.checkpoints.snapshot import FORMAT
+from experts_server.command.cli import main
 from moe_autograd.errors import CheckpointError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from tests.support.checkpointing import BEGUN_AND_STOPPED, D, adam, experts, served, snapshot_of, train

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.checkpoint import CheckpointFolder
-from experts_server.config import ServingConfig
+from experts_server.checkpoints.checkpoint import CheckpointFolder
+from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import CheckpointError
 from tests.support.checkpointing import BEGUN_AND_STOPPED, served, snapshot_of, train
 from tests.support.servers import ROOT, WireClient

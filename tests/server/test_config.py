@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from experts_server import ExpertsServer
-from experts_server.addresses import split_address
-from experts_server.config import ServerConfig, ServingConfig
-from experts_server.names import check_name, expand_pattern, natural_order
-from experts_server.settings import load_config
+from experts_server.configuration.addresses import split_address
+from experts_server.configuration.config import ServerConfig, ServingConfig
+from experts_server.configuration.names import check_name, expand_pattern, natural_order
+from experts_server.configuration.settings import load_config
 from moe_autograd.errors import ConfigError
 
 FFN = {"class": "ffn", "args": {"d_model": 8}}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from experts_server.building import build_module, build_training
-from experts_server.config import ServerConfig
-from experts_server.server import from_config
-from experts_server.settings import load_config
+from experts_server.configuration.config import ServerConfig
+from experts_server.configuration.settings import load_config
+from experts_server.hosting.building import build_module, build_training
+from experts_server.serving.server import from_config
 from moe_autograd.errors import ConfigError
 
 FFN = {"class": "ffn", "args": {"d_model": 8}}

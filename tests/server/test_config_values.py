@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from experts_server import config as models
-from experts_server.settings import load_config
+from experts_server.configuration import config as models
+from experts_server.configuration.settings import load_config
 from moe_autograd.errors import ConfigError
 
 EXPERT = ("experts", "e")

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from experts_server import ExpertsServer
-from experts_server import ledger as ledger_module
 from experts_server.budget import Budget
-from experts_server.calls import BackwardCall, UpdateCall
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
-from experts_server.ledger import Ledger
-from experts_server.training import Training
+from experts_server.hosting import ledger as ledger_module
+from experts_server.hosting.calls import BackwardCall, UpdateCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.hosting.ledger import Ledger
+from experts_server.hosting.training import Training
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import START_S, WireClient, tokens

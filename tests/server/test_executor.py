@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import experts_server.executor as executor
-import experts_server.turn_lengths as turn_lengths
-from experts_server.executor import MIDDLING_S, WorkerPool
-from experts_server.turn_lengths import TurnLength
+import experts_server.queues.executor as executor
+import experts_server.queues.turn_lengths as turn_lengths
+from experts_server.queues.executor import MIDDLING_S, WorkerPool
+from experts_server.queues.turn_lengths import TurnLength
 from tests.support.scarce import no_thread_to_give
 from tests.support.servers import START_S
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from experts_server.cli import main
+from experts_server.command.cli import main
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.parcels import ParcelWriter

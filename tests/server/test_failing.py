@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.failing import REST_S, FailureLog
+from experts_server.hosting.failing import REST_S, FailureLog
 from moe_autograd.errors import ExpertFailedError
 from tests.support.servers import WireClient
 
 SECRET = "1234.5678"
-LOGGER = "experts_server.failing"
+LOGGER = "experts_server.hosting.failing"
 
 
 class Backward(torch.autograd.Function):

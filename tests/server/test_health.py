@@ -16,9 +16,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from torch import Tensor, nn
 
-from experts_server import ExpertsServer, health, saving
-from experts_server import server as server_module
-from experts_server.config import LimitsConfig, SecurityConfig, ServingConfig
+from experts_server import ExpertsServer
+from experts_server.checkpoints import saving
+from experts_server.configuration.config import LimitsConfig, SecurityConfig, ServingConfig
+from experts_server.serving import health
+from experts_server.serving import server as server_module
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import START_S, WireClient, tokens, wait_until
 

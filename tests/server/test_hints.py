@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server.config import MemoryConfig
-from experts_server.service import Service
+from experts_server.configuration.config import MemoryConfig
+from experts_server.serving.service import Service
 from moe_autograd import parallel_apply
 from moe_autograd.autograd.offload.stores import RamStore
 from moe_autograd.moe.experts import FeedForwardExpert

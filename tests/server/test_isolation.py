@@ -9,13 +9,13 @@ import grpc
 import pytest
 from torch import nn
 
-from experts_server import server as server_module
-from experts_server.batching import ExpertQueue, QueueLimits
 from experts_server.budget import Budget
-from experts_server.calls import ForwardCall, InspectCall
-from experts_server.config import LimitsConfig
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
+from experts_server.configuration.config import LimitsConfig
+from experts_server.hosting.calls import ForwardCall, InspectCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.queues.batching import ExpertQueue, QueueLimits
+from experts_server.serving import server as server_module
 from moe_autograd.errors import DeadlineExceededError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import methods

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from experts_server.budget import Budget
-from experts_server.calls import BackwardCall, ForwardCall, UpdateCall
-from experts_server.config import MemoryConfig
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
-from experts_server.training import Training, UpdateMode
+from experts_server.configuration.config import MemoryConfig, UpdateMode
+from experts_server.hosting.calls import BackwardCall, ForwardCall, UpdateCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.hosting.training import Training
 from moe_autograd.errors import InputsNeededError, InvalidCallError, ServerBusyError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from tests.support.servers import tokens

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.calls import InspectCall
-from experts_server.config import LimitsConfig, ServingConfig
-from experts_server.hosted import HostedExpert
+from experts_server.configuration.config import LimitsConfig, ServingConfig
+from experts_server.hosting.calls import InspectCall
+from experts_server.hosting.hosted import HostedExpert
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import START_S, WireClient, tokens
 

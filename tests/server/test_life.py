@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import ServingConfig
+from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.forked_servers import ForkedServers

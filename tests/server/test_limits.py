@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server import gathered as gathered_module
-from experts_server import service as service_module
 from experts_server.budget import Budget
-from experts_server.config import LimitsConfig, ServingConfig
-from experts_server.gathered import Gathered, GatheredGradients
-from experts_server.kept import RECORD_BYTES, SAVED_BYTES
+from experts_server.configuration.config import LimitsConfig, ServingConfig
+from experts_server.hosting import gathered as gathered_module
+from experts_server.hosting.gathered import Gathered, GatheredGradients
+from experts_server.hosting.kept import RECORD_BYTES, SAVED_BYTES
+from experts_server.serving import service as service_module
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from experts_server import ExpertsServer
 from experts_server.budget import Budget
-from experts_server.calls import ForwardCall
-from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
-from experts_server.offloading import OffloadMemory
+from experts_server.configuration.config import MemoryConfig, OffloadConfig, ServingConfig
+from experts_server.hosting.calls import ForwardCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.hosting.offloading import OffloadMemory
 from moe_autograd import parallel_apply
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import RemoteOptimizer, connect

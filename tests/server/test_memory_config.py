@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
-from experts_server.settings import load_config
+from experts_server.configuration.config import MemoryConfig, OffloadConfig, ServingConfig
+from experts_server.configuration.settings import load_config
 from moe_autograd.errors import ConfigError
 from tests.support.saving_memory import D, sgd
 from tests.support.servers import WireClient

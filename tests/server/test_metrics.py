@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.cli import main
-from experts_server.config import MemoryConfig, ServingConfig
-from experts_server.metrics import Histogram
+from experts_server.command.cli import main
+from experts_server.configuration.config import MemoryConfig, ServingConfig
+from experts_server.queues.stats import Histogram
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
@@ -183,7 +183,7 @@ def test_a_reader_that_is_silent_or_sends_no_http_is_let_go_without_a_word(
     said: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each has a thread and a descriptor, and a machine that is gone never hangs up."""
-    monkeypatch.setattr("experts_server.metrics.READER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("experts_server.serving.metrics.READER_TIMEOUT_S", 0.1)
     with ExpertsServer({"e": nn.Identity()}, config=ServingConfig(metrics_listen="127.0.0.1:0")) as server:
         assert server.metrics_address is not None
         host, _, port = server.metrics_address.rpartition(":")

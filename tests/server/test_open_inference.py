@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from experts_server import ExpertsServer
-from experts_server.config import BatchingConfig, SecurityConfig, ServingConfig
-from experts_server.open_inference import MESSAGES, RPCS, SERVICE
+from experts_server.configuration.config import BatchingConfig, SecurityConfig, ServingConfig
+from experts_server.serving.open_inference import MESSAGES, RPCS, SERVICE
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire.tensors import raw_bytes
 from tests.support.gated import Gated, serving, wait_until_queued

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server import ExpertsServer, streams
+from experts_server import ExpertsServer
+from experts_server.serving import streams
 from tests.support.gated import D as WIDTH_OF_GATED
 from tests.support.gated import Gated, Waiting
 from tests.support.hosting import sgd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from experts_server.randomness import RandomStream
+from experts_server.hosting.randomness import RandomStream
 
 
 def masks(order: list[int]) -> dict[int, Tensor]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server.config import OptimizerConfig
-from experts_server.snapshot import take
-from experts_server.training import Training
+from experts_server.checkpoints.snapshot import take
+from experts_server.configuration.config import OptimizerConfig
+from experts_server.hosting.training import Training
 from moe_autograd.errors import CheckpointError
 from tests.server.test_training import Client, D, hosted, restarted, sgd
 from tests.support.servers import tokens

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import nn
 
-import experts_server.executor as executor_module
-import experts_server.saving as saving_module
-import experts_server.server as server_module
+import experts_server.checkpoints.saving as saving_module
+import experts_server.queues.executor as executor_module
+import experts_server.serving.server as server_module
 from experts_server import ExpertsServer
-from experts_server.batching import QueueLimits
 from experts_server.budget import Budget
-from experts_server.checkpoint import CheckpointFolder
-from experts_server.config import LimitsConfig, ServingConfig
-from experts_server.kept import KeptForward, KeptForwards
-from experts_server.registry import Registry
-from experts_server.saving import Saver
-from experts_server.snapshot import Snapshot
+from experts_server.checkpoints.checkpoint import CheckpointFolder
+from experts_server.checkpoints.saving import Saver
+from experts_server.checkpoints.snapshot import Snapshot
+from experts_server.configuration.config import LimitsConfig, ServingConfig
+from experts_server.hosting.kept import KeptForward, KeptForwards
+from experts_server.queues.batching import QueueLimits
+from experts_server.queues.registry import Registry
 from tests.support.gated import Gated, Waiting
 from tests.support.hosting import sgd
 from tests.support.scarce import no_thread_to_give

@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 
 from experts_server import ExpertsServer
-from experts_server.cli import main
-from experts_server.config import SecurityConfig, ServingConfig
-from experts_server.security import Gate, read_tokens
+from experts_server.command.cli import main
+from experts_server.configuration.config import SecurityConfig, ServingConfig
+from experts_server.serving.security import Gate, read_tokens
 from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb

@@ -21,8 +21,8 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.cli import main
-from experts_server.config import SecurityConfig, ServingConfig
+from experts_server.command.cli import main
+from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens

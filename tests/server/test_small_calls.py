@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server import ExpertsServer, registry
-from experts_server.batching import ExpertQueue, QueueLimits
+from experts_server import ExpertsServer
 from experts_server.budget import Budget
-from experts_server.calls import Call, ForwardCall
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
+from experts_server.hosting.calls import Call, ForwardCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.queues import registry
+from experts_server.queues.batching import ExpertQueue, QueueLimits
 from moe_autograd.errors import DeadlineExceededError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.hosting import sgd

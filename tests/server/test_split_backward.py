@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts_server import ExpertsServer, executor
-from experts_server.batching import ExpertQueue, QueueLimits
+from experts_server import ExpertsServer
 from experts_server.budget import Budget
-from experts_server.calls import BackwardCall
-from experts_server.config import MemoryConfig, ServingConfig
-from experts_server.executor import WorkerPool
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
-from experts_server.training import Training
+from experts_server.configuration.config import MemoryConfig, ServingConfig
+from experts_server.hosting.calls import BackwardCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.hosting.training import Training
+from experts_server.queues import executor
+from experts_server.queues.batching import ExpertQueue, QueueLimits
+from experts_server.queues.executor import WorkerPool
 from moe_autograd.errors import GradientsLostError
 from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb

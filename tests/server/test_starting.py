@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 from torch import nn
 
-from experts_server.daemon import SIGNALS
+from experts_server.command.daemon import SIGNALS
 from tests.support.servers import ROOT, START_S
 
 FIRST_OF_ITS_OWN = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")

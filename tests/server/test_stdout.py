@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import ServingConfig
+from experts_server.configuration.config import ServingConfig
 from tests.support.servers import ROOT, START_S, WireClient
 
 FULL = (

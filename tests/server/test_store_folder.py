@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experts_server import ExpertsServer
-from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
+from experts_server.configuration.config import MemoryConfig, OffloadConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens

@@ -20,10 +20,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from experts_server import ExpertsServer
-from experts_server.cli import main
-from experts_server.config import ServingConfig
-from experts_server.tables import fit
-from experts_server.top import Reading, Totals, read, table_of
+from experts_server.command.cli import main
+from experts_server.command.tables import fit
+from experts_server.command.top import Reading, Totals, read, table_of
+from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens

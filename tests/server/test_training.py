@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.budget import Budget
-from experts_server.building import build_training
-from experts_server.calls import BackwardCall, UpdateCall
-from experts_server.checkpoint import CheckpointFolder
-from experts_server.config import OptimizerConfig
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
-from experts_server.server import from_config
-from experts_server.settings import load_config
-from experts_server.snapshot import restore, take
-from experts_server.training import Training, UpdateMode
+from experts_server.checkpoints.checkpoint import CheckpointFolder
+from experts_server.checkpoints.snapshot import restore, take
+from experts_server.configuration.config import OptimizerConfig, UpdateMode
+from experts_server.configuration.settings import load_config
+from experts_server.hosting.building import build_training
+from experts_server.hosting.calls import BackwardCall, UpdateCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.hosting.training import Training
+from experts_server.serving.server import from_config
 from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import WireClient, tokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from experts_server import ExpertsServer
-from experts_server.config import BatchingConfig, ServingConfig
+from experts_server.configuration.config import BatchingConfig, ServingConfig
 from tests.support.gated import D, Gated, Waiting, serving, wait_until_queued
 from tests.support.servers import START_S, Answer, WireClient, tokens
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from experts_server.config import ServingConfig
-from experts_server.snapshot import Snapshot
+from experts_server.checkpoints.snapshot import Snapshot
+from experts_server.configuration.config import ServingConfig
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from tests.support.servers import WireClient, tokens
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from experts_server.daemon import run
-from experts_server.settings import load_config
+from experts_server.command.daemon import run
+from experts_server.configuration.settings import load_config
 from tests.support.subprocesses import ROOT
 
 

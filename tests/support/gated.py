@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import ServingConfig
+from experts_server.configuration.config import ServingConfig
 from tests.support.servers import START_S, wait_until
 
 D = 8

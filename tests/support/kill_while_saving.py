@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.budget import Budget
-from experts_server.calls import BackwardCall, UpdateCall
-from experts_server.checkpoint import CheckpointFolder
-from experts_server.hosted import HostedExpert, SharedMemory
-from experts_server.kept import KeptForwards
-from experts_server.snapshot import restore, take
-from experts_server.training import Training
+from experts_server.checkpoints.checkpoint import CheckpointFolder
+from experts_server.checkpoints.snapshot import restore, take
+from experts_server.hosting.calls import BackwardCall, UpdateCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.hosting.training import Training
 
 CLIENT = b"client"
 RECORD = struct.Struct(

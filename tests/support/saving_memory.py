@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.config import MemoryConfig, OffloadConfig, ServingConfig
+from experts_server.configuration.config import MemoryConfig, OffloadConfig, ServingConfig
 from moe_autograd import MixtureOfExperts, TopKRouter
 
 D, NUM_EXPERTS = 8, 4

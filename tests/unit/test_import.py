@@ -106,8 +106,8 @@ class NotInstalled(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, NotInstalled())
 import torch
 from experts_server import ExpertsServer
-from experts_server.config import ServingConfig
-from experts_server.console import ask_save, export_weights
+from experts_server.configuration.config import ServingConfig
+from experts_server.command.console import ask_save, export_weights
 terms = dict(token_file=None, ca=None, cert=None, key=None, timeout_s=60.0)
 with ExpertsServer({{"e": torch.nn.Linear(2, 2)}}, config=ServingConfig(checkpoint_dir={str(tmp_path)!r})) as server:
     print(ask_save(server.address, **terms))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server.offloading import OffloadMemory
+from experts_server.hosting.offloading import OffloadMemory
 from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.autograd.offload import OffloadedExperts, read_ahead
 from moe_autograd.autograd.offload.stores import RamStore

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server.checkpoint import CheckpointFolder
-from experts_server.offloading import OffloadMemory
+from experts_server.checkpoints.checkpoint import CheckpointFolder
+from experts_server.hosting.offloading import OffloadMemory
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.stores import FolderStore

@@ -1,0 +1,269 @@
+"""Checkpoints on disk: whole generations beside each other, of which the newest whole one counts.
+
+    checkpoint_dir/
+      generation-00000007/          what a server would load
+        manifest.json               every file with its length and checksum; itself checksummed
+        ffn.0.safetensors           weights, optimizer state, gathered gradients; plain values as metadata
+        ...
+      generation-00000006/          the one before; the last `keep` stay
+      writing-00000008/             one that was not finished: removed at the next save or start
+      lock                          held by the server that writes here
+
+Rules, from which it follows that at every moment there is a whole generation to load (once one was written):
+
+1. A generation is written under another name; its files and the folder are flushed to the disk; then one rename
+   makes it count, and the rename is flushed.
+2. Older ones are removed after that, and only by being renamed out of the way first.
+3. What is read is believed only if lengths and checksums are those of the manifest. Nothing is unpickled.
+4. What is damaged is passed over. What may be whole, and cannot be read here and now, is not: the server would go on
+   from an older state, and soon remove the newer one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import safetensors.torch
+import xxhash
+from safetensors import SafetensorError
+
+from experts_server.checkpoints.snapshot import FORMAT, Snapshot
+from experts_server.configuration.names import check_name
+from experts_server.locks import take_folder
+from moe_autograd.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+PLAIN_KEY = "experts_server"
+# what reading a damaged file may raise
+_DAMAGES = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    SafetensorError,
+)
+# the other errors of a system (permissions, descriptors, a network) say nothing of what is on the disk
+_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+_GENERATION = re.compile(r"generation-(\d{8,})")
+
+
+class _Damaged(Exception):
+    """A generation is torn or damaged; the one before may stand in for it."""
+
+
+class CheckpointFolder:
+    """The generations in one folder; opening it takes its lock.
+
+    Args:
+        folder: made if it is not there.
+        keep: how many generations stay.
+
+    Raises:
+        CheckpointError: the folder cannot be used, or another server uses it.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._lock = take_folder("checkpoint_dir", folder, "lock", CheckpointError)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- writing
+
+    def write(self, snapshots: Iterable[Snapshot]) -> str:
+        """Write a generation and make it the current one; return its name.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is untouched.
+        """
+        number = max(self.generations(), default=0) + 1
+        writing, name = self.folder / f"writing-{number:08}", f"generation-{number:08}"
+        self.remove_leftovers()
+        try:
+            writing.mkdir()
+            files = {snapshot.plain["expert"]: _write_expert(writing, snapshot) for snapshot in snapshots}
+            _write_file(
+                writing / MANIFEST, _sealed({"format": FORMAT, "generation": number, "experts": files})
+            )
+            _flush_folder(writing)
+            writing.rename(self.folder / name)
+            _flush_folder(self.folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected room for {name}, got {error.strerror!r}. "
+                "The one before is untouched; make room and save again."
+            ) from error
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)  # nothing is left of one that was not finished
+        self._remove_old()
+        return name
+
+    def remove_leftovers(self) -> None:
+        """Remove what an interrupted save or removal has left."""
+        for pattern in ("writing-*", "removing-*"):
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_old(self) -> None:
+        for number in sorted(self.generations())[: -self.keep]:
+            removing = self.folder / f"removing-{number:08}"
+            with contextlib.suppress(OSError):  # it is tried again after the next save
+                (self.folder / f"generation-{number:08}").rename(removing)
+                shutil.rmtree(removing)
+
+    # ---- reading
+
+    def generations(self) -> list[int]:
+        """Return the numbers of the generations that are there, whole or not.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        try:
+            found = [_GENERATION.fullmatch(path.name) for path in self.folder.iterdir()]
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected the folder that was opened, got {error.strerror!r}. "
+                "Put it back and save again."
+            ) from error
+        return sorted(int(match[1]) for match in found if match)
+
+    def read_newest_of(self, expert: str) -> tuple[str, Snapshot] | None:
+        """Return the newest whole state of one expert, and the generation that holds it; `None` if there is none.
+
+        Raises:
+            CheckpointError: one cannot be read.
+        """
+        for number in reversed(self.generations()):
+            folder = self.folder / f"generation-{number:08}"
+            with contextlib.suppress(_Damaged), _reading(folder):
+                entry = _read_manifest(folder / MANIFEST)["experts"][expert]
+                return folder.name, _read_expert(folder, expert, entry)
+        return None
+
+    def read_newest(self) -> tuple[str, dict[str, Snapshot]] | None:
+        """Return the newest whole generation, its name and the experts' snapshots; `None` if nothing was saved yet.
+
+        Raises:
+            CheckpointError: there are generations, and none is whole; or one cannot be read, though it may be whole.
+        """
+        numbers = self.generations()
+        for number in reversed(numbers):
+            name = f"generation-{number:08}"
+            try:
+                return name, _read_generation(self.folder / name)
+            except _Damaged as error:
+                logger.error("%s. Falling back to the generation before.", error)
+        if numbers:
+            raise CheckpointError(
+                f"checkpoint_dir {str(self.folder)!r}: expected a whole generation, got {len(numbers)} damaged. "
+                "The log says how; restore the folder from a backup, or start with an empty one."
+            )
+        return None
+
+
+def _write_expert(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+    file = f"{check_name(snapshot.plain['expert'])}.safetensors"
+    try:
+        content = safetensors.torch.save(snapshot.tensors, {PLAIN_KEY: json.dumps(snapshot.plain)})
+    except (
+        KeyError,
+        ValueError,
+        NotImplementedError,
+        SafetensorError,
+    ) as error:
+        # each for another kind of tensor
+        raise CheckpointError(
+            f"checkpoint of expert {snapshot.plain['expert']!r}: expected tensors that safetensors can hold, got one "
+            f"that it cannot ({type(error).__name__}: {error}). Use another dtype, or host it without checkpoint_dir."
+        ) from error
+    _write_file(folder / file, content)
+    return {"file": file, "num_bytes": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content)}
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sealed(manifest: Mapping[str, Any]) -> bytes:
+    body = json.dumps(manifest, indent=1)
+    return json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(body.encode()), "manifest": body}).encode()
+
+
+def _read_generation(folder: Path) -> dict[str, Snapshot]:
+    with _reading(folder):
+        manifest = _read_manifest(folder / MANIFEST)
+        return {name: _read_expert(folder, name, entry) for name, entry in manifest["experts"].items()}
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Tell what is damaged (`_Damaged`) from what only cannot be read (`CheckpointError`)."""
+    try:
+        yield
+    except _DAMAGES as error:
+        if isinstance(error, OSError) and error.errno not in _OF_DAMAGE:
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r}: expected files that can be read, got {error.strerror!r} "
+                f"({Path(error.filename or folder).name}). They may be whole: put that right and start again, or move "
+                "this generation away to go on from the one before."
+            ) from error
+        raise _Damaged(
+            f"checkpoint {str(folder)!r}: expected a whole generation, got {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_manifest(path: Path) -> Any:
+    sealed = json.loads(path.read_bytes())
+    body = sealed["manifest"]
+    if xxhash.xxh3_64_hexdigest(body.encode()) != sealed["xxh3_64"]:
+        raise ValueError(f"the checksum of {path.name} is not that of its content")
+    manifest = json.loads(body)
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {str(path.parent)!r}: expected format {FORMAT}, got {manifest['format']}: another version of "
+            "moe-autograd wrote it. Start that one, or move this generation away to go on from the one before."
+        )
+    return manifest
+
+
+def _read_expert(folder: Path, name: str, entry: Mapping[str, Any]) -> Snapshot:
+    file = folder / f"{check_name(name)}.safetensors"
+    content = file.read_bytes()
+    if len(content) != entry["num_bytes"] or xxhash.xxh3_64_hexdigest(content) != entry["xxh3_64"]:
+        raise ValueError(f"{file.name} has {len(content)} bytes that are not those of the manifest")
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return Snapshot(safetensors.torch.load(content), json.loads(header["__metadata__"][PLAIN_KEY]))

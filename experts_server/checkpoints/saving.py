@@ -1,0 +1,217 @@
+"""When a server saves and from what it starts: hosted experts on one side, a folder of generations on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, TypeVarTuple
+
+from experts_server.checkpoints.checkpoint import CheckpointFolder
+from experts_server.checkpoints.snapshot import Snapshot, restore, take
+from experts_server.configuration.config import ServingConfig
+from experts_server.queues.registry import Registry
+from moe_autograd.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_TIMEOUT_S = 60.0
+HANGING_TIMEOUT_S = 10.0
+
+Args = TypeVarTuple("Args")
+R = TypeVar("R")
+
+
+class Saver:
+    """Loads at the start, saves on request, from time to time, and at the end.
+
+    Args:
+        registry: what is hosted.
+        config: where to, how often, and how many generations stay.
+        clock: seconds that only grow.
+
+    Threads: the event loop's; files are written on one of its own, which is there from the start: the last save comes
+    when the system may have none to give.
+    """
+
+    def __init__(
+        self, registry: Registry, config: ServingConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._registry = registry
+        self._config = config
+        self._folder: CheckpointFolder | None = None
+        self._is_saving = asyncio.Lock()
+        self._taking: asyncio.Future[list[Any]] | None = None
+        self._is_ending = False
+        self._clock = clock
+        self._saved_at = clock()
+        self._thread = ThreadPoolExecutor(1, "experts-server-saver")
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the last save was, or the start."""
+        return self._clock() - self._saved_at
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the folder is taken, and loaded."""
+        return self._folder is not None
+
+    def open(self) -> None:
+        """Take the folder and load its newest whole generation; if there is none, write the first.
+
+        So each expert has a state that was saved before, and what cannot be saved is known at once.
+
+        Raises:
+            CheckpointError: the folder cannot be used, no generation is whole, it does not fit what is hosted, or
+                what is hosted cannot be saved.
+        """
+        if self._config.checkpoint_dir is None:
+            return
+        self._folder = CheckpointFolder(self._config.checkpoint_dir, self._config.keep_checkpoints)
+        self._folder.remove_leftovers()
+        newest = self._folder.read_newest()
+        if newest is None:
+            logger.info("began with %s", self._folder.write(self._first_snapshots()))
+            return
+        name, snapshots = newest
+        if snapshots.keys() != self._registry.keys():
+            raise CheckpointError(
+                f"checkpoint {name}: expected the configured experts {_some(self._registry)}, got "
+                f"{_some(snapshots)}. Configure what was saved, or use another checkpoint_dir."
+            )
+        for expert, snapshot in snapshots.items():
+            hosted = self._registry[expert].hosted
+            with hosted.in_memory(for_update=True):
+                restore(hosted, snapshot)
+        logger.info("loaded %s", name)
+
+    def _first_snapshots(self) -> Iterator[Snapshot]:
+        for queue in self._registry.values():
+            with queue.hosted.in_memory(for_update=True):
+                yield take(queue.hosted)
+
+    async def start(self) -> None:
+        """Start its thread."""
+        await self.in_thread(lambda: None)
+
+    async def in_thread(self, function: Callable[[*Args], R], *args: *Args) -> R:
+        """Run a function on its thread, after those that were given before."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, functools.partial(function, *args)
+        )
+
+    def close(self) -> None:
+        """Release the folder, and the thread."""
+        self._thread.shutdown(wait=False)
+        if self._folder is not None:
+            self._folder.close()
+
+    async def save(self) -> str:
+        """Write a checkpoint; return its name once it is safe on the disk.
+
+        Raises:
+            CheckpointError: there is no folder for it, it could not be written, or an expert hangs.
+        """
+        if self._folder is None:
+            raise CheckpointError(
+                "server: expected a checkpoint_dir to save to, got none. Start it with --checkpoint-dir."
+            )
+        return await self._save(self._folder, SNAPSHOT_TIMEOUT_S)
+
+    def leave_to_last(self) -> None:
+        """Give up saves that wait for an expert, and those to come but for the last: it would wait for them."""
+        self._is_ending = True
+        if self._taking is not None:
+            self._taking.cancel()
+
+    async def save_last(self, timeout_s: float | None = None) -> None:
+        """Save, if there is a folder for it; an expert that hangs keeps the state that was saved before.
+
+        Args:
+            timeout_s: how long experts that still compute, and so may hang, have; `None`: none of them does.
+        """
+        if self._folder is not None:
+            patience_s = SNAPSHOT_TIMEOUT_S if timeout_s is None else max(timeout_s, HANGING_TIMEOUT_S)
+            await self._save(self._folder, patience_s, goes_on=True, is_last=True)
+
+    async def save_when_due(self) -> None:
+        """Save if the interval has passed; a failure is logged, and tried again after the next interval.
+
+        An expert that hangs keeps the state that was saved before, and holds up no other's.
+        """
+        if self._folder is None or self.age_s < self._config.checkpoint_interval_s:
+            return
+        try:
+            await self._save(self._folder, SNAPSHOT_TIMEOUT_S, goes_on=True)
+        except CheckpointError as error:
+            self._saved_at = self._clock()
+            logger.error("%s", error)
+
+    async def _save(
+        self, folder: CheckpointFolder, timeout_s: float, *, goes_on: bool = False, is_last: bool = False
+    ) -> str:
+        """Write a generation; where an expert does not come to rest, fail, or go on with what was saved of it."""
+        # A caller that goes away must not stop it half way: the thread would go on writing without the lock.
+        saving = self._save_whole(folder, timeout_s, goes_on, is_last)
+        return await asyncio.shield(asyncio.ensure_future(saving))
+
+    async def _save_whole(
+        self, folder: CheckpointFolder, timeout_s: float, goes_on: bool, is_last: bool
+    ) -> str:
+        async with self._is_saving:
+            taken = await self._take_all(timeout_s, is_last)
+            for expert, result in taken.items():
+                if isinstance(result, TimeoutError):
+                    taken[expert] = await self.in_thread(_saved_before, folder, expert, timeout_s, goes_on)
+                elif isinstance(result, BaseException):
+                    raise CheckpointError(f"server: expected a copy of each expert, got {result}") from result
+            name = await self.in_thread(folder.write, list(taken.values()))
+            self._saved_at = self._clock()
+            logger.info("saved %s", name)
+            return name
+
+    async def _take_all(self, timeout_s: float, is_last: bool) -> dict[str, Any]:
+        """Copy each expert, all between the same calls; what an expert raised, or a `TimeoutError`, is in its place."""
+        names = list(self._registry)
+        self._taking = asyncio.ensure_future(self._registry.inspect(names, take, timeout_s))
+        if self._is_ending and not is_last:
+            self._taking.cancel()
+        try:
+            return dict(zip(names, await self._taking, strict=True))
+        except asyncio.CancelledError:
+            if not self._is_ending:
+                raise
+            computing = [name for name, queue in self._registry.items() if queue.computing_since is not None]
+            raise CheckpointError(
+                f"server: expected every expert to come to rest, got a stop while {_some(map(repr, computing))} still "
+                "computed. The last save comes next: see what it says of them."
+            ) from None
+        finally:
+            self._taking = None
+
+
+def _saved_before(folder: CheckpointFolder, expert: str, timeout_s: float, goes_on: bool) -> Snapshot:
+    """Return what the newest whole generation holds of an expert that does not come to rest."""
+    found = folder.read_newest_of(expert) if goes_on else None
+    if found is None:
+        raise CheckpointError(
+            f"server: expected every expert to be at rest within {timeout_s:g} s, got {expert!r} still computing. "
+            "The checkpoint before is untouched; save again when it is done."
+        )
+    generation, snapshot = found
+    logger.error(
+        "expert %r still computes after %g s: its state of %s goes on into the next one",
+        expert,
+        timeout_s,
+        generation,
+    )
+    return snapshot
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f", ... ({len(listed)})" if len(listed) > 8 else "")

@@ -1,0 +1,242 @@
+"""An expert at one moment, as tensors by name and plain values: what a checkpoint holds of it.
+
+    weights.<key>                     the module's state_dict
+    optimizer.<parameter>.<key>       the optimizer's state, by the parameter's index
+    gathered.<client>.<parameter>     gradients that wait for their client's step
+    random                            where the expert's random numbers are
+
+Plain values (JSON): class names, counts, scalar optimizer state, the ledger, and of the schedule and the optimizer's
+groups what has changed since they were built: the rest is as configured, also when the configuration changes. What
+cannot be told in tensors and plain values is refused, and not left out. `take` runs in a turn of the expert, so all
+of it is of one moment: between updates, never during one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts_server.hosting.gathered import Gathered
+from experts_server.hosting.hosted import HostedExpert
+from experts_server.hosting.training import Trainer
+from moe_autograd.errors import CheckpointError
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one expert."""
+
+    tensors: dict[str, Tensor]
+    plain: dict[str, Any]
+
+
+def take(hosted: HostedExpert) -> Snapshot:
+    """Copy the expert's state; call it in a turn of the expert.
+
+    Raises:
+        CheckpointError: some of it is neither a tensor nor a plain value.
+    """
+    tensors = {}
+    for key, value in hosted.module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise _cannot_hold(f"expert {hosted.name!r}, {key!r} of its state_dict", value)
+        tensors[f"weights.{key}"] = value
+    trained: dict[str, Any] = {}
+    if hosted.trainer is not None:
+        more, trained = _take_training(hosted.trainer)
+        tensors |= more
+    random_state = hosted.caller.random.state()
+    if random_state is not None:
+        tensors["random"] = random_state
+    copied = {name: _copy(tensor) for name, tensor in tensors.items()}
+    return Snapshot(
+        copied,
+        {
+            **_identity(hosted),
+            "replica": hosted.replica,
+            "trained": _trained(hosted),
+            **trained,
+            "ledger": hosted.ledger.to_plain(),
+        },
+    )
+
+
+def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
+    """Become what `take` saw; for a server that is not serving yet.
+
+    Raises:
+        CheckpointError: the snapshot is of another class, other shapes, or another optimizer. Nothing was changed.
+    """
+    _check_fits(hosted, snapshot)
+    weights = _group(snapshot.tensors, "weights")
+    with torch.no_grad():
+        hosted.module.load_state_dict(weights)
+    if hosted.trainer is not None:
+        _restore_training(hosted.trainer, snapshot, hosted.caller.device)
+    if "random" in snapshot.tensors:
+        hosted.caller.random.set_state(snapshot.tensors["random"])
+    hosted.ledger.load_plain(snapshot.plain["ledger"])
+    hosted.replica = snapshot.plain.get("replica", hosted.replica)  # those of before have none
+
+
+def _identity(hosted: HostedExpert) -> dict[str, Any]:
+    """What has to be the same when it is restored."""
+    optimizer = None if hosted.training is None else type(hosted.training.optimizer).__name__
+    return {"expert": hosted.name, "class": type(hosted.module).__name__, "optimizer": optimizer}
+
+
+def _trained(hosted: HostedExpert) -> list[str]:
+    """Group and name of each trained parameter, in order: the optimizer's state goes by their places."""
+    if hosted.training is None:
+        return []
+    names = {id(parameter): name for name, parameter in hosted.module.named_parameters()}
+    groups = hosted.training.optimizer.param_groups
+    return [f"{place} {names.get(id(p))}" for place, group in enumerate(groups) for p in group["params"]]
+
+
+def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors (not yet copied) and the plain values of a training's state."""
+    place = f"expert {trainer.name!r}, optimizer"
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for index, entries in trainer.training.optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{key}"] = value
+            elif _is_plain(value):
+                scalars[f"{index}.{key}"] = value
+            else:
+                raise _cannot_hold(f"{place}, state {key!r}", value)
+    gathered = {client_id.hex(): entry for client_id, entry in trainer.gathered.by_client().items()}
+    for client, entry in gathered.items():
+        for place_of_grad, grad in enumerate(entry.grads):
+            if grad is not None:
+                tensors[f"gathered.{client}.{place_of_grad}"] = grad
+    (groups, schedule), (built_groups, built_schedule) = trainer.training.settings(), trainer.built_with
+    return tensors, {
+        "num_updates": trainer.num_updates,
+        "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
+        "gathered_digests": {client: entry.digest for client, entry in gathered.items()},
+        "schedule": _changed(f"{place}.schedule", schedule, built_schedule) if schedule else None,
+        "groups": [
+            _changed(f"{place}, group", group, built)
+            for group, built in zip(groups, built_groups, strict=True)
+        ],
+        "optimizer_scalars": scalars,
+    }
+
+
+def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
+    optimizer, schedule, plain = trainer.training.optimizer, trainer.training.schedule, snapshot.plain
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in _group(snapshot.tensors, "optimizer").items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = tensor
+    for name, value in plain["optimizer_scalars"].items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if (schedule is None) == (plain["schedule"] is None):  # otherwise rates begin as configured now
+        if schedule is not None:
+            schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
+        for group, changed in zip(optimizer.param_groups, plain["groups"], strict=True):
+            for key, value in changed.items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+    trainer.num_updates = int(plain["num_updates"])
+    _restore_gathered(trainer, snapshot, device)
+
+
+def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
+    grads: dict[str, list[Tensor | None]] = {
+        client: [None] * len(trainer.parameters) for client in snapshot.plain["gathered"]
+    }
+    for name, grad in _group(snapshot.tensors, "gathered").items():
+        client, place = name.split(".")
+        grads[client][int(place)] = grad.to(device)
+    digests = snapshot.plain.get("gathered_digests", {})  # those of before have none
+    for client, (num_backwards, num_samples) in snapshot.plain["gathered"].items():
+        gathered = Gathered(grads[client], num_backwards, num_samples, digests.get(client, 0))
+        trainer.gathered.put(bytes.fromhex(client), gathered)
+
+
+def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
+    mine, saved = _identity(hosted), {key: snapshot.plain.get(key) for key in _identity(hosted)}
+    if mine != saved:
+        raise CheckpointError(
+            f"checkpoint of expert {hosted.name!r}: expected {mine} as configured, got {saved}. "
+            "Configure what was saved, or use another checkpoint_dir."
+        )
+    here, there = _trained(hosted), snapshot.plain["trained"]
+    if here != there:
+        differing = sorted(set(here) ^ set(there))[:4]
+        raise CheckpointError(
+            f"checkpoint of expert {hosted.name!r}: expected {len(here)} trained parameters as configured, got "
+            f"{len(there)} (differing: {', '.join(differing)}). Configure what was saved, or use another "
+            "checkpoint_dir."
+        )
+    configured = _shapes(hosted.module.state_dict())
+    found = _shapes(_group(snapshot.tensors, "weights"))
+    if configured != found:
+        differing = sorted(k for k in configured.keys() | found.keys() if configured.get(k) != found.get(k))
+        mine, saved = ({key: shapes.get(key) for key in differing[:4]} for shapes in (configured, found))
+        raise CheckpointError(
+            f"checkpoint of expert {hosted.name!r}: expected weights {mine} as configured, got {saved}. "
+            "Configure what was saved, or use another checkpoint_dir."
+        )
+
+
+def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
+    prefix = f"{group}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for key, value in tensors.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not as it was `before`."""
+    changed = {
+        key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])
+    }
+    for key, value in changed.items():
+        if not _is_plain(value):
+            raise _cannot_hold(f"{place} {key!r}", value)
+    return changed
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    return bool(value == other)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives it back as it is, but for a tuple, which comes back as a list."""
+    try:
+        back = json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return False
+    return bool(back == (list(value) if isinstance(value, tuple) else value))
+
+
+def _cannot_hold(place: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{place}: expected a tensor, or a value that JSON gives back, got {type(value).__name__}. A checkpoint "
+        "cannot hold it: host this expert without checkpoint_dir."
+    )

@@ -1,0 +1,1 @@
+"""The command line: `experts-server` and what it shows."""

@@ -1,0 +1,115 @@
+"""`experts-server serve`: one server in the foreground of a process, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+
+from experts_server.command.stdout import forget_stdout
+from experts_server.configuration.config import ServerConfig
+from experts_server.configuration.names import counted
+from experts_server.serving.server import from_config
+from moe_autograd.autograd.offload.freed_memory import limit_heaps
+from moe_autograd.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Threads share the interpreter lock; a worker in pure Python gives it up to the event loop after so long.
+SWITCH_INTERVAL_S = 0.001
+# A heap for each thread keeps what is free in it from the others: in 20 minutes of `make soak`, 37 MB and growing.
+NUM_HEAPS = 1
+LOOK_FOR_MODULES_S = 5.0
+
+
+def ready_line(num_experts: int, address: str) -> str:
+    """Return the line on stdout that says the server serves; its last word is the address."""
+    return f"experts-server: serving {counted(num_experts)} at {address}"
+
+
+async def run(config: ServerConfig) -> int:
+    """Serve until the first signal, then drain and stop; return the exit status. A second signal exits at once.
+
+    The status is 0, or 1 if the last save failed.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def take_signal(number: signal.Signals) -> None:
+        # The end of a terminal is told twice, by the system and by its shell: that is no second wish.
+        if stopping.is_set() and number is not signal.SIGHUP:
+            os._exit(128 + number)
+        stopping.set()
+
+    numbers = _let_signals_end_it()  # until it serves
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    limit_heaps(NUM_HEAPS)
+    server = from_config(config)
+    server.load()
+    for number in numbers:
+        loop.add_signal_handler(number, take_signal, number)
+    await server.start()
+    leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
+    if server.metrics is not None:
+        logger.info("metrics at http://%s/metrics", server.metrics.address)
+    if config.checkpoint_dir is None and any(queue.hosted.training for queue in server.registry.values()):
+        logger.info("no checkpoint_dir: what the experts learn ends with this process")
+    try:
+        print(ready_line(len(server.registry), server.address), flush=True)
+    except OSError as error:  # its terminal has just gone; how to stop is a signal's business
+        logger.warning("expected somebody to read stdout, got %s", error)
+        forget_stdout()
+    await stopping.wait()
+    leaving_out.cancel()
+    status = 0
+    try:
+        await server.stop()
+    except CheckpointError as error:
+        logger.error("the last save failed: %s", error)
+        status = 1
+    if server.pool.has_threads:  # an expert hangs; the interpreter would wait for it, or crash in it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _let_signals_end_it() -> list[signal.Signals]:
+    """Let the signals that stop a server end it at once, until others take them; return which these are.
+
+    asyncio would keep a Ctrl-C for when something is awaited. And the first process of a container gets no signal at
+    all that it has no handler for: it was waited for, in vain, and killed.
+    """
+    is_first = os.getpid() == 1
+    numbers = [
+        n for n in SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN
+    ]  # nohup
+    for number in numbers:
+        signal.signal(number, _end_at_once if is_first else signal.SIG_DFL)
+    return numbers
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+async def _leave_modules_out_of_collections() -> None:
+    """Freeze what modules have brought, now and whenever some were loaded late.
+
+    Whole collections come when a quarter of all objects is new. Beside torch's that takes hundreds of thousands, and
+    the errors of damaged streams, each a cycle with its traceback, pile up. (The first step of any of torch's
+    optimizers loads 800 modules more: torch._dynamo, SymPy.)
+    """
+    num_modules = 0
+    while True:
+        if len(sys.modules) > num_modules:
+            num_modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
+            gc.collect()  # counts what is left
+        await asyncio.sleep(LOOK_FOR_MODULES_S)

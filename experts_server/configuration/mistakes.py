@@ -1,0 +1,86 @@
+"""What is wrong with a configuration, in words: `key 'a.b': expected X, got Y.`, where pydantic finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from experts_server.configuration.config import NONE, TABLE
+from moe_autograd._toml import describe_unknown_key
+
+_EXPECTED = {
+    "dict_type": "expected a table",
+    "model_type": "expected a table",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "string_type": "expected a text",
+    "path_type": "expected a path",
+    "string_too_short": "expected a text that is not empty",
+}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One of them: the key, with the tables that it is in, and a sentence about it."""
+
+    key: str
+    sentence: str
+
+
+def mistakes_in(error: ValidationError, model: type[BaseModel]) -> list[Mistake]:
+    """Return what `error`, of validating `model`, says."""
+    return [_mistake(dict(each), model) for each in error.errors()]
+
+
+def _mistake(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
+    location = tuple(part for part in found["loc"] if part not in (TABLE, NONE))
+    key, got = ".".join(str(part) for part in location), found["input"]
+    match found["type"]:
+        case "missing":
+            return Mistake(key, f"key {key!r}: expected a value, got none. Set it.")
+        case "extra_forbidden":
+            allowed, elsewhere = _allowed_keys(location[:-1], model), _in_tables(str(location[-1]), model)
+            return Mistake(key, describe_unknown_key(key, got, allowed, elsewhere))
+        case "value_error" if not key:  # of the whole: the message begins with the key
+            key, _, expected = str(found["ctx"]["error"]).partition(": ")
+            return Mistake(key, f"key {key!r}: {expected}.")
+        case "value_error":
+            expected = str(found["ctx"]["error"])
+        case "too_short" if key == "experts":
+            expected = "expected at least one expert: a table [experts.NAME], or --expert"
+        case kind:
+            expected = _EXPECTED.get(kind, str(found["msg"]).replace("Input should be", "expected"))
+    return Mistake(key, f"key {key!r}: {expected}, got {got!r}.")
+
+
+def _allowed_keys(location: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
+    """The keys that the table at `location` has."""
+    parts = iter(location)
+    for part in parts:
+        field = next(f for name, f in model.model_fields.items() if part in (name, f.alias))
+        model = _models_in(field.annotation)[0]
+        if part == "experts":
+            next(parts, None)  # the name of one
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _in_tables(name: str, model: type[BaseModel]) -> list[str]:
+    """The tables of `model` that have a key `name`, with it."""
+    return [
+        f"{table}.{name}"
+        for table, field in model.model_fields.items()
+        if table != "experts" and any(name in inner.model_fields for inner in _models_in(field.annotation))
+    ]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(cast(Any, part))]

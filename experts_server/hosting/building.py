@@ -1,0 +1,174 @@
+"""Modules, optimizers and schedules from their names in the configuration.
+
+Built-in expert classes are `ffn`, `swiglu`, `transformer` and `identity`; any other is `module:Class`, imported
+and called with the entry's `args`. Optimizers and schedules are looked up in `torch.optim`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from experts_server.configuration.config import ExpertConfig, OptimizerConfig, ScheduleConfig, UpdateMode
+from experts_server.hosting.modules import IdentityExpert, TransformerExpert
+from experts_server.hosting.training import Training
+from moe_autograd.errors import ConfigError
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    "ffn": FeedForwardExpert,
+    "swiglu": SwiGLUExpert,
+    "transformer": TransformerExpert,
+    "identity": IdentityExpert,
+}
+
+_CANNOT_STEP_ALONE: dict[Any, str] = {
+    torch.optim.LBFGS: "wants a closure that computes the loss again",
+    torch.optim.SparseAdam: "wants sparse gradients",
+    lr_scheduler.ReduceLROnPlateau: "wants a metric at each step",
+}
+
+_GIVEN = ("params", "lr", "optimizer")
+
+
+def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
+    """Return the module of one expert; the same seed and name give the same weights.
+
+    Raises:
+        ConfigError: the class does not exist, or does not take these arguments.
+    """
+    place = f"config, expert {name!r}"
+    make = _find_class(place, config.class_name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + zlib.crc32(name.encode()))
+        module = _call(f"{place}, key 'args'", make, config.args, make)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"{place}, key 'class': expected a torch.nn.Module, got {type(module).__name__} from {config.class_name!r}."
+        )
+    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        is_lazy = nn.parameter.is_lazy(tensor)
+        if is_lazy or tensor.is_meta:
+            raise ConfigError(
+                f"{place}, key 'args': expected weights with values, got {key!r} "
+                f"{'without a shape' if is_lazy else 'on meta'}. Say how large they are, and on which device."
+            )
+    return module.eval() if config.eval_only else module.train()
+
+
+def build_training(
+    name: str,
+    module: nn.Module,
+    config: OptimizerConfig | None,
+    update: UpdateMode,
+    samples_per_update: int | None = None,
+) -> Training | None:
+    """Return how the expert is trained; `None` if it is not, or has nothing to train.
+
+    Raises:
+        ConfigError: the optimizer or schedule does not exist, does not take these arguments, or cannot work here.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if config is None or not parameters:
+        return None
+    place = f"config, expert {name!r}, key 'optimizer"
+    make = _find_in(torch.optim, torch.optim.Optimizer, f"{place}.name'", config.name)
+    _refuse(f"{place}.name'", make)
+    optimizer = _call(
+        f"{place}.args'", lambda **args: make(parameters, lr=config.lr, **args), config.args, make
+    )
+    schedule = None if config.schedule is None else _build_schedule(place, optimizer, config.schedule)
+    return Training(
+        optimizer, update, samples_per_update or 1, schedule, config.clip_grad_value, config.clip_grad_norm
+    )
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """Return `make(parameters)`; `None` without a maker or without anything to train."""
+    wanted = [p for p in parameters if p.requires_grad]
+    return None if make is None or not wanted else make(wanted)
+
+
+def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:
+    make = _find_in(lr_scheduler, lr_scheduler.LRScheduler, f"{place}.schedule.name'", config.name)
+    _refuse(f"{place}.schedule.name'", make)
+    return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args, make)
+
+
+def _find_class(place: str, class_name: str) -> Callable[..., Any]:
+    if class_name in BUILT_IN:
+        return BUILT_IN[class_name]
+    module_name, colon, attribute = class_name.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"{place}, key 'class': expected one of {', '.join(BUILT_IN)} or module:Class, got {class_name!r}."
+        )
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
+    except (Exception, SystemExit) as error:  # whatever its module raises; a script reads its arguments
+        raise ConfigError(
+            f"{place}, key 'class': expected a class that can be imported, got {class_name!r} ({_cause(error)}). "
+            "Is its package installed, or its folder in PYTHONPATH?"
+        ) from error
+    return found
+
+
+def _find_in(package: Any, base: type, place: str, name: str) -> Any:
+    """Return the class of `package` whose name is `name`, in any case."""
+    known = {
+        key: value
+        for key, value in vars(package).items()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and value is not base
+        and not key.startswith("_")
+    }
+    found = next((value for key, value in known.items() if key.lower() == name.lower()), None)
+    if found is None:
+        offered = sorted(key for key, value in known.items() if value not in _CANNOT_STEP_ALONE)
+        raise ConfigError(f"{place}: expected one of {', '.join(offered)} (in any case), got {name!r}.")
+    return found
+
+
+def _refuse(place: str, chosen: Any) -> None:
+    if chosen in _CANNOT_STEP_ALONE:
+        raise ConfigError(
+            f"{place}: expected one that a server can step, got {chosen.__name__!r}, which "
+            f"{_CANNOT_STEP_ALONE[chosen]}."
+        )
+
+
+def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Callable[..., Any]) -> Any:
+    try:
+        return make(**args)
+    except (Exception, SystemExit) as error:  # whatever a user's class raises
+        raise ConfigError(
+            f"{place}: expected {_arguments_of(chosen)}, got {args} ({_cause(error)})."
+        ) from error
+
+
+def _arguments_of(chosen: Callable[..., Any]) -> str:
+    """Return which arguments can be configured: not those that are given by us."""
+    try:
+        names = [name for name in inspect.signature(chosen).parameters if name not in _GIVEN]
+    except (TypeError, ValueError):  # no class, or one that does not tell
+        return "arguments that it takes"
+    return f"arguments that it takes ({', '.join(names)})" if names else "no arguments"
+
+
+def _cause(error: BaseException) -> str:
+    """Return what was raised, and where if it was not here."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    is_elsewhere = raised.filename != __file__ and not raised.filename.startswith("<frozen ")  # importlib's
+    where = f", {raised.filename}:{raised.lineno}" if is_elsewhere else ""
+    return f"{type(error).__name__}: {error}{where}"

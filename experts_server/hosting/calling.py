@@ -1,0 +1,187 @@
+"""Calling an expert's module: in its mode, on its device, with its own random numbers, and with its errors explained.
+
+Knows nothing of clients, gradients that gather, or what is kept: it makes `Outputs` of inputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experts_server.hosting.calls import Outputs
+from experts_server.hosting.gradients import GraphWeigher
+from experts_server.hosting.kept import SAVED_BYTES
+from experts_server.hosting.randomness import RandomStream
+from experts_server.spec import infer_spec
+from moe_autograd.errors import ExpertFailedError, InvalidCallError, RemoteError
+from moe_autograd.wire.tensors import check_can_travel
+
+MAX_KNOWN_SHAPES = 1024
+
+
+class _Weight(NamedTuple):
+    """What the graph and the outputs of a call of so many rows hold."""
+
+    num_rows: int
+    num_bytes: int
+
+
+class ModuleCaller:
+    """Calls one module.
+
+    Args:
+        name: the expert's, for errors.
+        module: set to training or evaluation as each call wants it.
+        eval_only: it always evaluates, whatever a call wants.
+
+    Threads: one at a time, as the expert itself.
+    """
+
+    def __init__(self, name: str, module: nn.Module, *, eval_only: bool = False) -> None:
+        self.name = name
+        self.eval_only = eval_only
+        self.module = module
+        self.spec = infer_spec(module)
+        self.random = RandomStream(module)
+        self.changes_inputs = False  # in place; found out
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.is_on_cpu = self.device.type == "cpu"
+        # Of the smallest and the largest call, by `evaluate` and the shape of a row.
+        self._weights: dict[tuple[bool, torch.Size], tuple[_Weight, _Weight]] = {}
+
+    def __repr__(self) -> str:
+        return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
+
+    def set_mode(self, evaluate: bool) -> None:
+        """Let the module train or evaluate; what it computes again by itself in a backward asks for that, too."""
+        is_training = not (evaluate or self.eval_only)
+        if self.module.training is not is_training:
+            self.module.train(is_training)
+
+    def call(self, inputs: tuple[Tensor, ...], evaluate: bool, seed: int = 0) -> Outputs:
+        """Return the module's outputs; with a `seed`, of the random numbers that follow it.
+
+        A module may change its inputs in place. That they are changed here as well happens at its first call at most:
+        from then on it is given copies, as it is at once where autograd does not let it change leaves.
+
+        Raises:
+            InvalidCallError: it raised, and the inputs are not what it takes.
+            ExpertFailedError: it raised, or returned something else than tensors that can be sent.
+        """
+        self.set_mode(evaluate)
+        own = inputs
+        if not self.is_on_cpu:
+            own = tuple(x.to(self.device) for x in inputs)
+        elif self.changes_inputs:
+            own = tuple([x.clone() for x in inputs])
+        versions = _versions_of(inputs)
+        try:
+            if self.random.is_silent:
+                result = self.module(*own)
+            else:
+                with self.random.drawing(seed):
+                    result = self.module(*own)
+        except BaseException as error:  # also `sys.exit`: it ends this call, and no worker
+            is_refused = type(error) is RuntimeError and "in-place operation" in str(error)
+            if not is_refused or self.changes_inputs or versions != _versions_of(inputs):
+                raise self._explain(inputs, error) from error
+            self.changes_inputs = True
+            return self.call(inputs, evaluate, seed)
+        if versions != _versions_of(inputs):
+            self.changes_inputs = True
+        return self._outputs_of(result)
+
+    def _outputs_of(self, result: object) -> Outputs:
+        if isinstance(result, Tensor):
+            outputs = Outputs((result,), is_sequence=False)
+        elif isinstance(result, (tuple, list)) and all(isinstance(item, Tensor) for item in result):
+            outputs = Outputs(tuple(result), is_sequence=True)
+        else:
+            raise ExpertFailedError(
+                f"expert {self.name!r}, forward: expected a tensor or a sequence of tensors from its module, got "
+                f"{_kind_of(result)}. Let it return those alone."
+            )
+        try:
+            for tensor in outputs.tensors:
+                check_can_travel(tensor)
+        except TypeError as error:
+            raise ExpertFailedError(
+                f"expert {self.name!r}, forward, an output of its module: {error}"
+            ) from error
+        return outputs
+
+    def call_and_weigh(self, leaves: tuple[Tensor, ...], evaluate: bool, seed: int) -> tuple[Outputs, int]:
+        """Call the module with gradients on; return also how many bytes its graph and its outputs hold.
+
+        Measuring costs more than a small expert. So it is done for calls that have more rows, or fewer, than any of
+        this shape before; what is between two measured ones is taken from the straight line between them. That is
+        never too little: what a graph holds is there for any number of rows, grows with them, or, as in attention,
+        faster than they do.
+        """
+        shape = leaves[0].shape
+        kind, num_rows = (evaluate, shape[1:]), shape[0] if shape else 1
+        known = self._weights.get(kind)
+        # on, whatever a module has left on this thread (`torch.set_grad_enabled(False)` in its file)
+        with torch.enable_grad():
+            if known is not None and known[0].num_rows <= num_rows <= known[1].num_rows:
+                return self.call(leaves, evaluate, seed), _between(*known, num_rows)
+            weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])
+            with weigher.weighing():
+                outputs = self.call(leaves, evaluate, seed)
+        for tensor in outputs.tensors:
+            weigher.weigh(tensor)
+        if len(self._weights) >= MAX_KNOWN_SHAPES:
+            self._weights.clear()
+        weight = _Weight(num_rows, weigher.num_bytes + SAVED_BYTES * weigher.num_saved)
+        weights = [weight, *(known or ())]
+        self._weights[kind] = min(weights), max(weights)
+        return outputs, weight.num_bytes
+
+    def leaves(self, inputs: tuple[Tensor, ...], requires_grad: tuple[bool, ...]) -> tuple[Tensor, ...]:
+        """Make leaves of tensors that are ours alone."""
+        if not self.is_on_cpu:
+            inputs = tuple(x.to(self.device) for x in inputs)
+        for x, needs in zip(inputs, requires_grad, strict=False):
+            if needs:
+                x.requires_grad_()
+        return inputs
+
+    def failure(self, phase: str, error: BaseException) -> ExpertFailedError:
+        """Return what says that the module raised `error`."""
+        return ExpertFailedError(f"expert {self.name!r}, {phase}: its module raised {_told(error)}")
+
+    def _explain(self, inputs: tuple[Tensor, ...], error: BaseException) -> RemoteError:
+        if isinstance(error, RemoteError):
+            return error
+        failure = self.failure("forward", error)
+        likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs)
+        return failure if likely is None else InvalidCallError(f"{likely} Its module raised {_told(error)}")
+
+
+def _told(error: BaseException) -> str:
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except Exception as mute:
+        return f"{kind}, whose text cannot be had ({type(mute).__name__})"
+
+
+def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:
+    """Return what grows with each change in place."""
+    return [tensor._version for tensor in tensors]
+
+
+def _between(fewest: _Weight, most: _Weight, num_rows: int) -> int:
+    """Return the bytes that the straight line between two weights has at `num_rows`."""
+    more_rows = max(1, most.num_rows - fewest.num_rows)
+    return fewest.num_bytes + (most.num_bytes - fewest.num_bytes) * (num_rows - fewest.num_rows) // more_rows
+
+
+def _kind_of(result: object) -> str:
+    """Name what a module returned; of a sequence, what is in it."""
+    kind = type(result).__name__
+    if not isinstance(result, (tuple, list)):
+        return kind
+    return f"a {kind} of {', '.join(dict.fromkeys(type(item).__name__ for item in result))}"

@@ -1,0 +1,84 @@
+"""What is looked at before a call may change anything. A check raises, `InvalidCallError` mostly, or does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from experts_server.hosting.calls import BackwardCall, ForwardCall
+from experts_server.hosting.gradients import Gradients, first_not_finite, is_finite
+from experts_server.spec import InputSpec
+from moe_autograd.errors import ExpertFailedError, ExpertNotFoundError, InvalidCallError
+
+
+def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:
+    """Check number, shape and dtype of a call's inputs, as far as the expert is known without asking it."""
+    inputs = call.inputs
+    if inputs is None:
+        return
+    if not inputs:
+        raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")
+    if spec.is_certain:
+        mismatch = spec.mismatch(expert, inputs)
+        if mismatch is not None:
+            raise mismatch
+    if isinstance(call, ForwardCall) and any(
+        needs and not (x.is_floating_point() or x.is_complex())
+        for x, needs in zip(inputs, call.input_requires_grad, strict=False)
+    ):
+        raise InvalidCallError(
+            f"expert {expert!r}: expected floating inputs where gradients are wanted, got "
+            f"{[str(x.dtype) for x in inputs]}. Only floating tensors have gradients."
+        )
+
+
+def check_grad_outputs(expert: str, call: BackwardCall, shapes: Sequence[torch.Size] | None) -> None:
+    """Check that there is a finite gradient (or None) for each output; `shapes` is `None` if they are not known."""
+    grads = call.grad_outputs
+    if shapes is not None:
+        if len(grads) != len(shapes):
+            raise InvalidCallError(
+                f"expert {expert!r}: expected {len(shapes)} grad_outputs, one for each output, got {len(grads)}."
+            )
+        for index, (grad, shape) in enumerate(zip(grads, shapes, strict=True)):
+            if grad is not None and grad.shape != shape:
+                raise InvalidCallError(
+                    f"expert {expert!r}: expected grad_outputs[{index}] of the output's shape {tuple(shape)}, got "
+                    f"{tuple(grad.shape)} (dtype={grad.dtype})."
+                )
+    if not call.is_finite:
+        check_finite(expert, grads, "grad_outputs")
+
+
+def check_same_shapes(expert: str, first: Sequence[torch.Size], again: Sequence[torch.Size]) -> None:
+    """Raise `ExpertFailedError` unless a forward that ran again returned what it returned at first."""
+    if first != again:
+        both = " again, got ".join(str([tuple(shape) for shape in shapes]) for shapes in (first, again))
+        raise ExpertFailedError(
+            f"expert {expert!r}, backward: expected its module to return tensors of shapes {both}. Forwards are "
+            "computed again for their backward; let the module do the same each time."
+        )
+
+
+def check_replica(expert: str, replica: int, call: BackwardCall) -> None:
+    """Check that a forward is computed again by the replica that made it: each has weights of its own."""
+    if call.replica not in (0, replica):
+        raise ExpertNotFoundError(
+            f"expert {expert!r}: expected the replica that made the forward, got another one. Has a server been "
+            "started where another one was, or without its checkpoint? Repeat the forward."
+        )
+
+
+def check_finite(expert: str, tensors: Gradients, what: str) -> None:
+    """Check that all values are finite."""
+    if is_finite(tensors):
+        return
+    index = first_not_finite(tensors)
+    bad = None if index is None else tensors[index]
+    assert bad is not None, "the same values as a line above"
+    num_bad = int((~bad.isfinite()).sum())
+    raise InvalidCallError(
+        f"expert {expert!r}, {what} {index}: expected finite values, got {num_bad} of {bad.numel()} that are not "
+        f"(shape={tuple(bad.shape)}). Nothing was changed."
+    )

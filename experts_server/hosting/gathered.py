@@ -1,0 +1,128 @@
+"""Gradients that wait to be applied, by client, within a budget that all experts share.
+
+A client that goes away leaves its gradients behind, at least those of its last step: they stay until `zero_grad`, as in
+torch. They are let go after `max_age_s`, so that they do not hold the budget for ever. Where it has no room for others,
+what a step has applied goes at once and the rest after `CROWDED_AGE_S`, or trainings that ended or crashed would keep
+the next one out. A client that comes back with a step after that is told, since a step without them would count as one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from experts_server.budget import Budget
+from experts_server.hosting.calls import Expected
+from experts_server.hosting.gradients import Gradients, num_bytes
+from moe_autograd.wire.gathered import MAX_UNSURE, digest_of, is_digest_of
+
+CROWDED_AGE_S = 60.0
+MAX_LOST = 4096  # clients; a step of one that is forgotten fails for its count of backwards
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What one client has gathered: the sum, of how many backwards and rows, and the digest of their sequence numbers.
+
+    (See `wire.gathered`; 0: not known, since a checkpoint of an older version does not say.)
+    """
+
+    grads: Gradients
+    num_backwards: int
+    num_samples: int
+    digest: int = 0
+
+    def joined_by(self, total: Gradients, num_samples: int, sequence: int) -> Gathered:
+        """Return the same with one backward more."""
+        is_known = self.digest or not self.num_backwards
+        digest = self.digest ^ digest_of([sequence]) if is_known else 0
+        return Gathered(total, self.num_backwards + 1, self.num_samples + num_samples, digest)
+
+    def may_be_of(self, expected: Expected) -> bool:
+        """Tell whether these are the backwards that are expected, as far as can be told."""
+        num_unsure = self.num_backwards - expected.at_least
+        if not 0 <= num_unsure <= expected.at_most - expected.at_least:
+            return False
+        is_told = self.digest and (expected.digest or expected.unsure)
+        if not is_told or len(expected.unsure) > MAX_UNSURE:
+            return True
+        return is_digest_of(self.digest, expected.digest, expected.unsure, num_unsure)
+
+
+class GatheredGradients:
+    """What the clients of one expert have gathered.
+
+    Args:
+        budget: of bytes.
+        max_age_s: since a client's last backward.
+        clock: seconds that only grow.
+
+    Threads: one at a time, as the expert itself; `stale` and `len` may be asked from any.
+    """
+
+    def __init__(self, budget: Budget, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_age_s = max_age_s
+        self._budget = budget
+        self._clock = clock
+        self._by_client: dict[bytes, Gathered] = {}
+        self._touched_at: dict[bytes, float] = {}
+        self._applied: set[bytes] = set()  # clients that stepped, and gave nothing since
+        self._lost: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_client)
+
+    def by_client(self) -> Mapping[bytes, Gathered]:
+        """Return what each client has gathered."""
+        return self._by_client
+
+    def get(self, client_id: bytes) -> Gathered | None:
+        """Return what a client has gathered."""
+        return self._by_client.get(client_id)
+
+    def put(self, client_id: bytes, gathered: Gathered) -> None:
+        """Replace what a client has gathered.
+
+        Raises:
+            ServerBusyError: there is no room; what was there stays.
+        """
+        before = self._by_client.get(client_id)
+        self._budget.take(num_bytes(gathered.grads) - num_bytes(before.grads if before else ()))
+        self._by_client[client_id] = gathered
+        self._touched_at[client_id] = self._clock()
+        self._applied.discard(client_id)
+
+    def forget(self, client_id: bytes) -> None:
+        """Let go of a client's gradients, as it wished or because they are applied."""
+        gathered = self._by_client.pop(client_id, None)
+        self._budget.give_back(num_bytes(gathered.grads if gathered else ()))
+        self._touched_at.pop(client_id, None)
+        self._applied.discard(client_id)
+        self._lost.pop(client_id, None)
+
+    def has_lost(self, client_id: bytes) -> bool:
+        """Whether the client's gradients were let go without its knowing; it is told once."""
+        was_lost = client_id in self._lost
+        self._lost.pop(client_id, None)
+        return was_lost
+
+    def note_applied(self, client_id: bytes) -> None:
+        """Remember that a step has applied them; they stay, for a second step, as long as there is room."""
+        self._applied.add(client_id)
+
+    def stale(self, *, is_crowded: bool) -> list[bytes]:
+        """Return the clients that have been away for too long, which is sooner where there is no room for others."""
+        longest = min(self.max_age_s, CROWDED_AGE_S) if is_crowded else self.max_age_s
+        oldest = self._clock() - longest
+        is_over = self._applied.copy() if is_crowded else ()
+        return [client for client, at in list(self._touched_at.items()) if at < oldest or client in is_over]
+
+    def forget_stale(self, *, is_crowded: bool) -> None:
+        """Let go of the gradients of clients that have been away for too long."""
+        for client_id in self.stale(is_crowded=is_crowded):
+            self.forget(client_id)
+            self._lost[client_id] = None
+            if len(self._lost) > MAX_LOST:
+                self._lost.popitem(last=False)

@@ -1,0 +1,103 @@
+"""Random numbers of an expert: from the seed that came with a call, else from a stream of the expert's own.
+
+torch has one CPU generator for the whole process. Experts run on several threads, and a forward that is computed
+again, for its backward or by another server, has to see the same dropout mask. So a client sends a seed with each
+forward, and an expert that may draw random numbers draws them from generators of that seed (`moe_autograd._random`
+hands them to the operators). Where none came, forwards that may have a backward take one from the expert's own stream,
+and all else draws from that. An expert made only of layers known to draw nothing pays nothing for this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from experts_server.hosting.modules import IdentityExpert
+from moe_autograd._random import CallSeeds, GivenSeeds, own_streams, running
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+
+DRAWS_NOTHING = frozenset(
+    [
+        nn.Linear,
+        nn.Bilinear,
+        nn.Identity,
+        nn.Sequential,
+        nn.ModuleList,
+        nn.ModuleDict,
+        nn.LayerNorm,
+        nn.RMSNorm,
+        nn.GELU,
+        nn.ReLU,
+        nn.SiLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Softmax,
+        nn.ELU,
+        nn.LeakyReLU,
+        nn.Flatten,
+        nn.Embedding,
+        IdentityExpert,
+        FeedForwardExpert,
+        SwiGLUExpert,
+    ]
+)
+
+
+FORWARD, BACKWARD, LATER = range(3)  # parts of a call: with one seed, each draws other numbers
+
+
+class RandomStream:
+    """The random numbers of one expert.
+
+    Threads: one at a time, as the expert itself.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        may_draw = any(type(part) not in DRAWS_NOTHING for part in module.modules())
+        self._seeds = CallSeeds() if may_draw else None
+        if self._seeds is not None:  # seeded now: not by which expert happens to draw first
+            self._seeds.draw(0, torch.device("cpu"))
+        self._latest: GivenSeeds | None = None
+        self.is_silent = self._seeds is None
+
+    @contextlib.contextmanager
+    def drawing(self, seed: int = 0, part: int = FORWARD) -> Iterator[None]:
+        """Let random operators of this thread draw from this stream; with a seed, what always follows that."""
+        if self._seeds is None:
+            yield
+            return
+        self._latest = GivenSeeds(seed) if seed else None
+        with own_streams(self._latest or self._seeds):
+            running.index = part if seed else 0
+            yield
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the latest call had a seed, and drew."""
+        return self._latest is not None and self._latest.has_drawn
+
+    def state(self) -> Tensor | None:
+        """Return where the stream is, or `None` if nothing is drawn from it."""
+        if self._seeds is None:
+            return None
+        return self._seeds.generator(0, torch.device("cpu")).get_state()
+
+    def has_moved_from(self, state: Tensor | None) -> bool:
+        """Whether anything was drawn since the stream was at `state`."""
+        now = self.state()
+        return state is not None and now is not None and not torch.equal(state, now)
+
+    def set_state(self, state: Tensor | None) -> None:
+        """Go on from `state`, if there is one."""
+        if self._seeds is not None and state is not None:
+            self._seeds.generator(0, torch.device("cpu")).set_state(state)
+
+    def next_seed(self) -> int:
+        """Return a seed for `drawing`; 0 if nothing is drawn."""
+        if self._seeds is None:
+            return 0
+        generator = self._seeds.generator(0, torch.device("cpu"))
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, None, generator=generator))

@@ -1,0 +1,110 @@
+"""The weight gradients of several calls that were computed together, each call's by itself.
+
+A backward through joined rows gives a weight one gradient: the sum over all calls. But gradients gather by client, so
+each call's own part is wanted. For a module that treats its rows one by one, and whose weights are those of linear
+layers, it can be had for little. With x the rows that went into a layer and g the gradient of what came out,
+
+    weight.grad = gᵀ x        bias.grad = sum of g        (each over the rows)
+
+and a call's part is the same over its own rows. So one forward and one backward of all rows together give the
+gradients of the inputs and g of every layer; then there is one small product for each layer and call, which are the
+products that separate backwards would take too.
+
+Modules with any other part are not separated: their calls are computed one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from experts_server.hosting.gradients import Gradients
+from experts_server.hosting.modules import IdentityExpert
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+
+ROW_WISE = frozenset(
+    [
+        nn.Linear,
+        nn.Identity,
+        nn.Sequential,
+        nn.GELU,
+        nn.ReLU,
+        nn.SiLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.ELU,
+        nn.LeakyReLU,
+        IdentityExpert,
+        FeedForwardExpert,
+        SwiGLUExpert,
+    ]
+)
+
+
+def is_separable(module: nn.Module) -> bool:
+    """Whether every part of `module` treats rows one by one, and all trained weights are those of linear layers."""
+    own = {
+        id(p) for part in module.modules() if type(part) is nn.Linear for p in part.parameters(recurse=False)
+    }
+    return all(type(part) in ROW_WISE for part in module.modules()) and all(
+        id(p) in own for p in module.parameters() if p.requires_grad
+    )
+
+
+class LinearTape:
+    """Notes what goes into and comes out of the linear layers of a module.
+
+    Args:
+        module: separable.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = [part for part in module.modules() if type(part) is nn.Linear]
+        self._noted: list[tuple[nn.Linear, Tensor, Tensor]] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Take note of the calls within."""
+        hooks = [layer.register_forward_hook(self._note) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, nn.Linear)
+        self._noted.append((layer, inputs[0].detach(), output))
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """What came out of the layers, in the order of their calls."""
+        return [output for _, _, output in self._noted]
+
+    def separate(
+        self, output_grads: Sequence[Tensor | None], rows: slice, parameters: Sequence[nn.Parameter]
+    ) -> Gradients:
+        """Return the parameters' gradients over some of the rows.
+
+        Args:
+            output_grads: of `outputs`.
+            rows: of the first dimension.
+            parameters: whose gradients are wanted, in this order; `None` for one that had no part in it.
+        """
+        found: dict[int, Tensor] = {}
+        for (layer, x, _), grad in zip(self._noted, output_grads, strict=True):
+            if grad is None:
+                continue
+            g_rows, x_rows = grad[rows].flatten(0, -2), x[rows].flatten(0, -2)
+            if layer.weight.requires_grad:
+                _add(found, layer.weight, g_rows.T @ x_rows.conj())
+            if layer.bias is not None and layer.bias.requires_grad:
+                _add(found, layer.bias, g_rows.sum(0))
+        return [found.get(id(parameter)) for parameter in parameters]
+
+
+def _add(found: dict[int, Tensor], parameter: Tensor, grad: Tensor) -> None:
+    before = found.get(id(parameter))
+    found[id(parameter)] = grad if before is None else before + grad

@@ -1,0 +1,62 @@
+"""The weights of an expert from outside: copied out, checked, and set, between its other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from experts_server.hosting.hosted import HostedExpert
+from moe_autograd.errors import InvalidCallError
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.layouts import layout_of, mismatch
+
+# So that a state that is slightly wrong is told what is wrong with it.
+SPARE_BYTES, SPARE_ENTRIES = 1 << 20, 64
+
+
+def layout_of_expert(hosted: HostedExpert) -> pb.StateLayout:
+    """Return the layout of what `copy_state` returns."""
+    return layout_of(_tensors(hosted))
+
+
+def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
+    """Return a copy of the module's `state_dict`, on the CPU; entries that are no tensors are left out."""
+    return {key: value.detach().cpu().clone() for key, value in _tensors(hosted).items()}
+
+
+def _tensors(hosted: HostedExpert) -> dict[str, Tensor]:
+    return {key: value for key, value in hosted.module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def check_size(hosted: HostedExpert, state: Mapping[str, Tensor]) -> None:
+    """Raise `InvalidCallError` as soon as what has come is more than this expert can be, before more of it comes."""
+    own = _tensors(hosted).values()
+    allowed = 2 * sum(value.nbytes for value in own) + SPARE_BYTES
+    given = sum(value.nbytes for value in state.values())
+    if given > allowed or len(state) > 2 * len(own) + SPARE_ENTRIES:
+        raise InvalidCallError(
+            f"state of expert {hosted.name!r}: expected about {len(own)} entries of {allowed} bytes at most, got "
+            f"{len(state)} of {given} and more to come. Use a state of the same class and arguments."
+        )
+
+
+def check_state(hosted: HostedExpert, state: Mapping[str, Tensor]) -> InvalidCallError | None:
+    """Return what is wrong with `state` for this expert, naming both sides, if anything is."""
+    wrong = mismatch(layout_of_expert(hosted), state)
+    if wrong is None:
+        return None
+    return InvalidCallError(
+        f"state of expert {hosted.name!r}: {wrong}. Use a state of the same class and arguments."
+    )
+
+
+def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.StateUpdate) -> int:
+    """Set the weights, once for each (client, sequence); kept graphs go, since they are of other weights."""
+    if hosted.ledger.find(update.client_id, update.sequence, update.settled_below) is None:
+        with torch.no_grad():
+            hosted.module.load_state_dict(dict(state))
+        hosted.kept.remove_graphs()
+        hosted.ledger.record(update.client_id, update.sequence, hosted.num_updates)
+    return hosted.num_updates

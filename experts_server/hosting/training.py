@@ -1,0 +1,201 @@
+"""How an expert is trained: gradients come in by client, and become updates.
+
+The number of updates is a matter of what clients send, and never of when. There are three ways:
+
+- `on_step`: a client's gradients gather until its step, which applies them; until its `zero_grad` they stay, as
+  `.grad` does in torch. The number of updates is the number of steps of clients that gave any.
+- `on_samples`: a client's gradients gather until they are of `samples_per_update` rows or more, and are applied by the
+  backward that completes them. A backward is never cut in two, and nothing is carried over. Step and `zero_grad` change
+  nothing. What one client gives never completes what another one gave: then updates would depend on who came first.
+- `on_backward`: each backward is an update.
+
+Gradients are summed, not averaged, as torch does. A client that stays away for `max_age_s` loses what it has gathered.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from experts_server.budget import Budget
+from experts_server.configuration.config import UpdateMode
+from experts_server.hosting.calls import Expected
+from experts_server.hosting.checks import check_finite
+from experts_server.hosting.gathered import Gathered, GatheredGradients
+from experts_server.hosting.gradients import Gradients, added, clipped_to_norm, clipped_to_value
+from moe_autograd.errors import ExpertFailedError, GradientsLostError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How an expert is trained.
+
+    Args:
+        optimizer: made of the expert's parameters.
+        update: when it steps; see above.
+        samples_per_update: of `on_samples`.
+        schedule: stepped once for each update.
+        clip_grad_value: the largest value of an update's gradients, either sign; `None`: any. Comes before the norm.
+        clip_grad_norm: the largest total norm of an update's gradients; `None`: any.
+    """
+
+    optimizer: torch.optim.Optimizer
+    update: UpdateMode = "on_step"
+    samples_per_update: int = 1
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    clip_grad_value: float | None = None
+    clip_grad_norm: float | None = None
+
+    def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return a copy of what is set in the optimizer's groups, and of the schedule's state (empty without one)."""
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return copy.deepcopy((groups, {} if self.schedule is None else self.schedule.state_dict()))
+
+
+class Trainer:
+    """Takes in the gradients of one expert's parameters and updates them.
+
+    Args:
+        name: the expert's, for errors.
+        parameters: in the order of the gradients that come.
+        training: how.
+        budget: the bytes that gathered gradients of all experts share.
+        max_age_s: how long gradients wait for their client.
+        after_update: called after each update, also one that failed half way: the weights are no longer what they were.
+
+    Threads: one at a time, as the expert itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        training: Training,
+        budget: Budget,
+        *,
+        max_age_s: float,
+        after_update: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.parameters = parameters
+        self.training = training
+        self.built_with = training.settings()
+        self.gathered = GatheredGradients(budget, max_age_s)
+        self.num_updates = 0
+        self._after_update = after_update
+        self._schedule_end: str | None = None  # what the schedule raised
+
+    def __repr__(self) -> str:
+        gathering = f"{len(self.gathered)} gathering"
+        return f"<Trainer of {self.name!r} {self.training.update}, {self.num_updates} updates, {gathering}>"
+
+    def take_in(self, client_id: bytes, new: Gradients, num_samples: int, sequence: int) -> None:
+        """Take in the gradients of one backward.
+
+        Args:
+            client_id: who gave them.
+            new: one for each parameter.
+            num_samples: the rows that they are of.
+            sequence: the client's number for it.
+
+        Raises:
+            InvalidCallError: they, or their sum with those before, are not finite. Nothing was changed.
+            ServerBusyError: there is no room for more of them. Nothing was changed.
+        """
+        if self.training.update == "on_backward":
+            check_finite(self.name, new, "weight gradient")
+            self._update(new)
+            return
+        before = self.gathered.get(client_id) or Gathered((), 0, 0)
+        total = added(before.grads, new)
+        check_finite(self.name, total, "gathered weight gradient")
+        gathered = before.joined_by(total, num_samples, sequence)
+        if self.training.update == "on_samples" and gathered.num_samples >= self.training.samples_per_update:
+            self._update(total)
+            self.gathered.forget(client_id)
+        else:
+            self.gathered.put(client_id, gathered)
+
+    def zero_grad(self, client_id: bytes) -> None:
+        """Let go of what the client has gathered for its step."""
+        if self.training.update == "on_step":
+            self.gathered.forget(client_id)
+
+    def step(self, client_id: bytes, expected: Expected | None) -> None:
+        """Apply what the client has gathered for its step; without anything given this is no update.
+
+        Args:
+            client_id: whose gradients.
+            expected: see `UpdateCall.gathered`.
+
+        Raises:
+            GradientsLostError: they are no longer all there. Nothing was changed.
+        """
+        if self.training.update != "on_step":
+            return
+        if self.gathered.has_lost(client_id):
+            raise GradientsLostError(
+                f"expert {self.name!r}: expected a step soon after the backward, got one when its gradients had "
+                f"been let go (after {self.gathered.max_age_s:g} s, or as others had no room). Repeat the backward."
+            )
+        gathered = self.gathered.get(client_id)
+        if expected is not None and not (gathered or Gathered((), 0, 0)).may_be_of(expected):
+            found = 0 if gathered is None else gathered.num_backwards
+            got = f"{found}, others among them" if found >= expected.at_least else f"{found}"
+            raise GradientsLostError(
+                f"expert {self.name!r}: expected the gradients of {expected.at_least} backwards, got those of {got}. "
+                "The server was restarted since; nothing was changed. Call zero_grad and repeat forward and backward."
+            )
+        if gathered is not None:
+            self._update(gathered.grads)
+            self.gathered.note_applied(client_id)
+
+    def _update(self, grads: Gradients) -> None:
+        """Apply one update; a parameter without a gradient is skipped, as in torch."""
+        if all(grad is None for grad in grads):
+            return
+        if self._schedule_end is not None:
+            raise ExpertFailedError(
+                f"expert {self.name!r}: expected a schedule that goes on, got one that ended with update "
+                f"{self.num_updates} ({self._schedule_end}). Nothing was changed. Configure a longer one."
+            )
+        if self.training.clip_grad_value is not None:
+            grads = clipped_to_value(grads, self.training.clip_grad_value)
+        if self.training.clip_grad_norm is not None:
+            grads = clipped_to_norm(grads, self.training.clip_grad_norm)
+        try:
+            for parameter, grad in zip(self.parameters, grads, strict=True):
+                parameter.grad = grad
+            self.training.optimizer.step()
+        except Exception as error:
+            raise ExpertFailedError(
+                f"expert {self.name!r}: expected its optimizer to step, got {type(error).__name__}: {error}. Some of "
+                "the weights may have been changed: set them, or restart from a checkpoint."
+            ) from error
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._after_update()
+        self.num_updates += 1
+        self._step_schedule()
+
+    def _step_schedule(self) -> None:
+        """Go on to the next rate. Where there is none, this update has counted all the same; the next is refused."""
+        if self.training.schedule is None:
+            return
+        try:
+            self.training.schedule.step()
+        except Exception as error:  # `OneCycleLR` raises after `total_steps`
+            self._schedule_end = f"{type(error).__name__}: {error}"
+            logger.error("expert %r: its schedule has ended: %s", self.name, error)

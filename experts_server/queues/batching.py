@@ -1,0 +1,343 @@
+"""The queue of one expert: what waits for it, who is next, and which calls are computed together.
+
+Rules:
+
+1. *One turn at a time.* The queue is in the worker pool at most once, or has its turn where the call came in (see
+   `registry`), so calls of an expert never overlap and need no lock around the module; a hanging expert holds one
+   worker and its own queue.
+2. *In order for each client, in turn between clients.* A client's calls begin in the order they came; between
+   clients the turn goes round, also where some calls can be joined and others cannot, so one with a thousand calls
+   delays another's by one batch. An `InspectCall` runs after all that came before it and before all that come
+   after: one put to all experts at once cuts every step of theirs on the same side.
+3. *Checked before joined.* A call reaches this queue after `HostedExpert.check`; calls are joined only if their
+   `HostedExpert.join_key` is equal (forwards, or backwards, of one input of equal dtype and row shape), up to
+   `max_batch_tokens`. If a joined computation fails, each call is computed by itself and fails by itself. What is
+   joined is told apart again: gradients gather by client, and the number of updates never depends on timing.
+4. *Nothing in vain.* A call that was cancelled or is past its deadline when its turn comes is not begun.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from experts_server.budget import Budget
+from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, InspectCall, UpdateCall
+from experts_server.hosting.failing import FailureLog
+from experts_server.hosting.hosted import HostedExpert
+from experts_server.queues.executor import WorkerPool
+from experts_server.queues.stats import ExpertStats
+from experts_server.queues.turn_lengths import TurnLength
+from moe_autograd.errors import DeadlineExceededError
+
+Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """What waits at most, over all experts of a server, and how calls are joined."""
+
+    calls: Budget
+    bytes: Budget
+    max_batch_tokens: int = 4096
+    max_wait_s: float = 0.0
+
+    def take(self, calls: Sequence[Call]) -> None:
+        """Take room for these calls.
+
+        Raises:
+            ServerBusyError: there is none for all of them.
+        """
+        self.calls.take(len(calls))
+        try:
+            self.bytes.take(sum([call.num_bytes for call in calls]))
+        except BaseException:
+            self.calls.give_back(len(calls))
+            raise
+
+    def give_back(self, call: Call) -> None:
+        """Return the room of one call."""
+        self.calls.give_back(1)
+        self.bytes.give_back(call.num_bytes)
+
+
+class ExpertQueue:
+    """The calls that wait for one expert; itself a turn of the worker pool.
+
+    Args:
+        hosted: the expert.
+        pool: where turns are taken.
+        limits: shared with the other experts' queues.
+        call_later: runs a function after so many seconds, from any thread; needed only if `max_wait_s > 0`.
+        failures: of all experts of a server; by default, of this one.
+    """
+
+    def __init__(
+        self,
+        hosted: HostedExpert,
+        pool: WorkerPool,
+        limits: QueueLimits,
+        *,
+        call_later: Callable[[float, Callable[[], None]], None] | None = None,
+        failures: FailureLog | None = None,
+    ) -> None:
+        self.hosted = hosted
+        self._length = TurnLength()
+        self.computing_since: float | None = None  # on time.monotonic's clock, while a batch is computed
+        self._pool = pool
+        self._limits = limits
+        self._call_later = call_later
+        self._failures = failures or FailureLog()
+        self.stats = ExpertStats()
+        self._lock = threading.Lock()
+        # an `InspectCall` has one of its own; the first is next
+        self._epochs: deque[Waiting] = deque([OrderedDict()])
+        self._num_waiting = 0
+        self._num_tokens = 0
+        self._is_scheduled = False
+        self._has_timer = False
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<ExpertQueue {self.hosted.name!r} {self._num_waiting} calls>"
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    @property
+    def expected_s(self) -> float:
+        """How long its next turn may take."""
+        return self._length.expected_s
+
+    def add(self, call: Call) -> bool:
+        """Let a call, for which there is room, wait; return whether the caller has to put this queue into the pool."""
+        with self._lock:
+            self._append(call)
+            if self._is_scheduled:
+                return False
+            if self._limits.max_wait_s > 0 and self._may_wait(call):
+                self._start_timer()
+                return False
+            self._is_scheduled = True
+            return True
+
+    def claim(self) -> bool:
+        """Return whether nothing waits here, and nothing is to wait; then the caller has the turn, for `run_alone`."""
+        with self._lock:
+            if self._is_scheduled or self._num_waiting or self._limits.max_wait_s > 0:
+                return False
+            self._is_scheduled = True
+            return True
+
+    def run_alone(self, call: Call) -> None:
+        """Compute a call, for which there is room, in the turn that was claimed for it."""
+        try:
+            if _is_in_vain(call):
+                self.stats.num_late += 1
+                self._refuse_late(call)
+            else:
+                self._compute([call])
+        finally:
+            self._end_turn()
+
+    def run(self) -> None:
+        """Finish what the last turn left, else compute the next batch."""
+        try:
+            if self.hosted.has_left:
+                self._finish_what_was_left()
+            elif batch := self._take():
+                self._compute(batch)
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Come again if there is more."""
+        self.computing_since = None
+        with self._lock:
+            self._is_scheduled = comes_again = self._num_waiting > 0 or self.hosted.has_left
+        if comes_again:
+            self._pool.put([self])
+
+    def let_go_of_late(self) -> None:
+        """Answer all calls that nobody waits for any more: behind an expert that hangs their turn never comes."""
+        late: list[Call] = []
+        with self._lock:
+            for waiting in self._epochs:
+                for client_id, queue in list(waiting.items()):
+                    alive: deque[Call] = deque()
+                    for call in queue:
+                        (late if _is_in_vain(call) else alive).append(call)
+                    waiting[client_id] = alive
+                    if not alive:
+                        del waiting[client_id]
+            self.stats.num_late += len(late)
+            self._num_waiting -= len(late)
+            self._num_tokens -= sum(call.num_tokens for call in late)
+            last = self._epochs.pop()  # what comes next waits there
+            self._epochs = deque([*(waiting for waiting in self._epochs if waiting), last])
+        for call in late:
+            self._refuse_late(call)
+
+    # ---- choosing
+
+    def _may_wait(self, call: Call) -> bool:
+        is_full = self._num_tokens >= self._limits.max_batch_tokens
+        return not is_full and self.hosted.join_key(call) is not None
+
+    def _start_timer(self) -> None:
+        if not self._has_timer and self._call_later is not None:
+            self._has_timer = True
+            self._call_later(self._limits.max_wait_s, self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
+        with self._lock:
+            self._has_timer = False
+            if self._is_scheduled or not self._num_waiting:
+                return
+            self._is_scheduled = True
+        self._pool.put([self])
+
+    def _take(self) -> list[Call]:
+        """Take the next call, and those that can be joined with it.
+
+        Who gave a call goes behind all others; who had none that fits keeps his place, and is first soon.
+        """
+        batch: list[Call] = []
+        with self._lock:
+            while len(self._epochs) > 1 and not self._epochs[0]:
+                self._epochs.popleft()
+            waiting = self._epochs[0]
+            while waiting and not batch:
+                client_id = next(iter(waiting))
+                call = self._next_of(waiting, client_id)
+                if call is not None:
+                    self._remove_first(waiting, client_id)
+                    batch.append(call)
+            if batch and self._num_waiting and (key := self.hosted.join_key(batch[0])) is not None:
+                self._join(waiting, batch, key)
+        return batch
+
+    def _join(self, waiting: Waiting, batch: list[Call], key: object) -> None:
+        """Add to the batch what has the same key and fits, one call of each client a round."""
+        room = self._limits.max_batch_tokens - batch[0].num_tokens
+        clients = list(waiting)
+        while clients and room > 0:
+            givers = []
+            for client_id in clients:
+                call = self._next_of(waiting, client_id)
+                if call is None or call.num_tokens > room or self.hosted.join_key(call) != key:
+                    continue
+                self._remove_first(waiting, client_id)
+                batch.append(call)
+                room -= call.num_tokens
+                if client_id in waiting:
+                    givers.append(client_id)
+            clients = givers
+
+    def _next_of(self, waiting: Waiting, client_id: bytes) -> Call | None:
+        """Return the client's first call that is not in vain; those before it are answered."""
+        while client_id in waiting:
+            call = waiting[client_id][0]
+            if not _is_in_vain(call):
+                return call
+            self._remove_first(waiting, client_id, keeps_place=True)
+            self.stats.num_late += 1
+            self._refuse_late(call)
+        return None
+
+    def _append(self, call: Call) -> None:
+        if isinstance(call, InspectCall):
+            self._epochs.append(OrderedDict({call.client_id: deque([call])}))
+            self._epochs.append(OrderedDict())
+        else:
+            waiting = self._epochs[-1]
+            queue = waiting.get(call.client_id)
+            if queue is None:
+                queue = waiting[call.client_id] = deque()
+            queue.append(call)
+        self._num_waiting += 1
+        self._num_tokens += call.num_tokens
+
+    def _remove_first(self, waiting: Waiting, client_id: bytes, *, keeps_place: bool = False) -> None:
+        """Take out the client's first call; the turn goes to the next client."""
+        queue = waiting[client_id]
+        self._num_tokens -= queue.popleft().num_tokens
+        self._num_waiting -= 1
+        if not queue:
+            del waiting[client_id]
+        elif not keeps_place:
+            waiting.move_to_end(client_id)
+
+    def _refuse_late(self, call: Call) -> None:
+        waited_s = time.monotonic() - call.arrived_at
+        self._finish(
+            call,
+            DeadlineExceededError(
+                f"expert {self.hosted.name!r}: expected to begin before the deadline, got there after "
+                f"{waited_s:.3f} s in the queue. Allow more time, or send less at once."
+            ),
+        )
+
+    # ---- computing
+
+    def _compute(self, batch: list[Call]) -> None:
+        self.computing_since = started = self._length.begin()
+        for call in batch:
+            call.started_at = started
+        results = self._results(batch)
+        try:
+            self.stats.computed(batch, results, started, time.monotonic() - started)
+        finally:  # whatever becomes of the numbers, the answers leave
+            for call, result in zip(batch, results, strict=True):
+                self._finish(call, result)
+        if self.hosted.comes_and_goes:  # what it left keeps memory
+            self.hosted.finish()
+        self._length.end()
+
+    def _finish_what_was_left(self) -> None:
+        """A turn of its own: the answers of other experts, which wait for a worker, come first."""
+        self.computing_since = self._length.begin()
+        self.hosted.finish()
+        self._length.end()
+
+    def _results(self, batch: list[Call]) -> Sequence[Any]:
+        """One result, or exception, for each call."""
+        try:
+            return self._call_expert(batch)
+        except BaseException as error:  # whatever a user's module raises is that call's answer
+            if len(batch) == 1:
+                self._failures.note(self.hosted.name, error)
+                return [error]
+        return [self._results([call])[0] for call in batch]
+
+    def _call_expert(self, batch: list[Call]) -> Sequence[Any]:
+        if not self.hosted.comes_and_goes:
+            return self._call_resident_expert(batch)
+        with self.hosted.in_memory_for(batch[0]):
+            return self._call_resident_expert(batch)
+
+    def _call_resident_expert(self, batch: list[Call]) -> Sequence[Any]:
+        hosted, call = self.hosted, batch[0]
+        if isinstance(call, ForwardCall):
+            return hosted.forward(cast(list[ForwardCall], batch))  # what is joined is of one kind
+        if isinstance(call, BackwardCall):
+            if len(batch) == 1:
+                return [hosted.backward(call)]
+            return hosted.backward_joined(cast(list[BackwardCall], batch))
+        if isinstance(call, UpdateCall):
+            return [hosted.update(call)]
+        assert isinstance(call, InspectCall), f"unknown call {call!r}"
+        return [call.function(hosted)]
+
+    def _finish(self, call: Call, result: Any) -> None:
+        self._limits.give_back(call)
+        call.reply(call, result)
+
+
+def _is_in_vain(call: Call) -> bool:
+    """Whether nobody waits for the call any more."""
+    return call.is_cancelled or (call.deadline is not None and time.monotonic() >= call.deadline)

@@ -1,0 +1,136 @@
+"""The experts of a server by name, and the way of a call to the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experts_server.configuration.names import natural_order
+from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, InspectCall
+from experts_server.hosting.hosted import HostedExpert
+from experts_server.queues.batching import ExpertQueue, QueueLimits
+from experts_server.queues.executor import WorkerPool, take
+from experts_server.queues.replies import replying_to
+from moe_autograd._intraop import team_of_one
+from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
+
+MAX_NAMES_IN_ERROR = 8
+AT_ONCE_S = 0.002  # as long as other messages wait for small calls
+
+
+class Registry(Mapping[str, ExpertQueue]):
+    """Expert queues by name, in name order: ffn.2 before ffn.10.
+
+    Threads: the event loop's; what is hosted does not change while a server runs.
+    """
+
+    def __init__(self, queues: Iterable[ExpertQueue], pool: WorkerPool, limits: QueueLimits) -> None:
+        by_name = {queue.hosted.name: queue for queue in queues}
+        self._queues = {name: by_name[name] for name in sorted(by_name, key=natural_order)}
+        self._pool = pool
+        self._limits = limits
+
+    def __getitem__(self, name: str) -> ExpertQueue:
+        try:
+            return self._queues[name]
+        except KeyError:
+            raise ExpertNotFoundError(
+                f"server: expected one of its {len(self)} experts ({self._some_names()}), got {name!r}. "
+                "Ask `experts-server info` what is hosted."
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._queues)
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def submit(self, calls: Sequence[tuple[str, Call]]) -> None:
+        """Check each call and let it wait for its expert; one that is refused is answered at once.
+
+        Never raises, never blocks: many calls cost the worker pool one wake-up. Small ones are computed here: to hand
+        one over, and to be woken by its answer, takes longer.
+        """
+        turns: list[ExpertQueue] = []
+        small: deque[tuple[ExpertQueue, Call]] = deque()
+        has_room = self._has_room_for([call for _, call in calls])
+        for name, call in calls:
+            try:
+                queue = self[name]
+                if isinstance(call, (ForwardCall, BackwardCall)):
+                    queue.hosted.check(call)
+                if not has_room:
+                    self._limits.take((call,))
+            except RemoteError as error:
+                if has_room:
+                    self._limits.give_back(call)
+                if name in self._queues:
+                    self._queues[name].stats.num_refused += 1
+                call.reply(call, error)
+                continue
+            queue.hosted.prefetch()
+            if queue.hosted.is_small(call) and queue.claim():
+                small.append((queue, call))
+            elif queue.add(call):
+                turns.append(queue)
+        if turns:
+            self._pool.put(turns)
+        if small:
+            self._compute_at_once(small)
+
+    def _compute_at_once(self, small: deque[tuple[ExpertQueue, Call]]) -> None:
+        """Compute calls here, whose turns are claimed; let the loop do something else from time to time."""
+        until = time.monotonic() + AT_ONCE_S
+        with team_of_one():
+            while small:
+                queue, call = small.popleft()
+                take(queue.run_alone, call)
+                if time.monotonic() > until:
+                    break
+        if small:
+            asyncio.get_running_loop().call_soon(self._compute_at_once, small)
+
+    def _has_room_for(self, calls: Sequence[Call]) -> bool:
+        """Take room for all of them at once, if there is."""
+        try:
+            self._limits.take(calls)
+        except ServerBusyError:
+            return False
+        return True
+
+    async def ask(
+        self, names: Sequence[str], make_call: Callable[[Any], Any], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Put one call to each of the named experts; return results and exceptions in their order.
+
+        What has not come after `timeout_s` is a `TimeoutError`, and is not begun any more.
+        """
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in names]
+        calls = []
+        for name, future in zip(names, futures, strict=True):
+            call = make_call(replying_to(loop, future))
+            call.arrived_at = time.monotonic()
+            calls.append((name, call))
+        self.submit(calls)
+        try:
+            if futures:
+                await asyncio.wait(futures, timeout=timeout_s)
+            return [future.result() if future.done() else TimeoutError() for future in futures]
+        finally:
+            for _, call in calls:
+                call.is_cancelled = True
+
+    async def inspect(
+        self, names: Sequence[str], function: Callable[[HostedExpert], Any], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Run a function on each of the named experts, between their other calls; see `ask`."""
+        return await self.ask(names, lambda reply: InspectCall(b"", reply, function), timeout_s)
+
+    def _some_names(self) -> str:
+        names = list(self._queues)
+        more = "" if len(names) <= MAX_NAMES_IN_ERROR else ", ..."
+        return ", ".join(names[:MAX_NAMES_IN_ERROR]) + more

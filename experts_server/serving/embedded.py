@@ -1,0 +1,184 @@
+"""`ExpertsServer`: a server behind a `with` statement, for tests, notebooks and programs that are not asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from pydantic import ValidationError
+from torch import nn
+from torch.optim import Optimizer
+
+from experts_server.configuration.config import ServingConfig, UpdateMode, memory_mistake
+from experts_server.configuration.mistakes import mistakes_in
+from experts_server.configuration.names import check_name, counted
+from experts_server.hosting.building import build_optimizer
+from experts_server.hosting.training import Training
+from experts_server.serving.loop_thread import LoopThread
+from experts_server.serving.server import ExpertServer, Hosting, State
+from moe_autograd.errors import ConfigError
+
+
+class ExpertsServer:
+    """Host modules in the background of a `with` statement: ready on entry, drained and stopped at its end.
+
+    The modules are trained in place: what clients do to them can be read off them afterwards.
+
+    Args:
+        experts: modules by name, such as `{"ffn.0": module}`.
+        optimizer: makes the optimizer of an expert from its parameters; `None`: they are not trained.
+        listen: `HOST:PORT`; port 0 takes a free one. By default that of `config` if it sets one, else a free port of
+            loopback.
+        update: when an optimizer steps: at the client's step (`on_step`), at once with each backward (`on_backward`),
+            or when a client's backwards amount to `samples_per_update` rows (`on_samples`).
+        samples_per_update: of `on_samples`.
+        latency_ms: added to every message of calls, for demonstrations; that of `config` by default.
+        config: everything else; what is given above wins.
+
+    Raises:
+        ConfigError: an option or a name is not allowed; on entry, if the address is in use, or an expert uses a weight
+            that another one trains.
+        TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
+
+    Threads: an event loop on one background thread, shared by all servers of the process, and workers.
+
+    >>> import torch
+    >>> make_adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)
+    >>> with ExpertsServer({"ffn.0": torch.nn.Linear(4, 4)}, optimizer=make_adam) as server:
+    ...     server.address.startswith("127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        experts: Mapping[str, nn.Module],
+        *,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        listen: str | None = None,
+        update: UpdateMode = "on_step",
+        samples_per_update: int | None = None,
+        latency_ms: float | None = None,
+        config: ServingConfig | None = None,
+    ) -> None:
+        _check_update(update, samples_per_update)
+        own = {"listen": listen, "latency_ms": latency_ms}
+        given = {"listen": "127.0.0.1:0"} | (config or ServingConfig()).model_dump(exclude_unset=True)
+        self._config = check_serving(given | {key: value for key, value in own.items() if value is not None})
+        mistake = memory_mistake(self._config.memory, update, self._config.offload)
+        if mistake is not None:
+            raise ConfigError(f"server: memory.{mistake}.")
+        _check_types(experts, optimizer)
+        self._experts: dict[str, Hosting] = {}
+        for name, module in experts.items():
+            made = build_optimizer(module.parameters(), optimizer)
+            training = None if made is None else Training(made, update, samples_per_update or 1)
+            self._experts[_checked(name)] = Hosting(module, training, saving=self._config.memory)
+        self._loop_thread: LoopThread | None = None
+        self._server: ExpertServer | None = None
+
+    def __repr__(self) -> str:
+        return f"<ExpertsServer {self.state} {counted(len(self._experts))}>"
+
+    @property
+    def state(self) -> State:
+        """Where in its life the server is."""
+        return "starting" if self._server is None else self._server.state
+
+    @property
+    def address(self) -> str:
+        """Where it serves: `HOST:PORT`."""
+        return self._config.listen if self._server is None else self._server.address
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where `/metrics` is; `None` without `metrics_listen`."""
+        return None if self._server is None or self._server.metrics is None else self._server.metrics.address
+
+    @property
+    def num_updates(self) -> dict[str, int]:
+        """How many updates each expert has had; raises `RuntimeError` before the server is started."""
+        if self._server is None:
+            raise RuntimeError(
+                "ExpertsServer.num_updates: expected a started server, got one that is not. Enter it first."
+            )
+        return {name: queue.hosted.num_updates for name, queue in self._server.registry.items()}
+
+    def start(self) -> Self:
+        """Serve; return when it is ready. Raises `RuntimeError` if it serves already."""
+        if self._loop_thread is not None:
+            raise RuntimeError(
+                f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` calls."
+            )
+        self._loop_thread = LoopThread.acquire()
+        try:
+            self._server = ExpertServer(self._experts, self._config)
+            self._loop_thread.run(self._server.start())
+        except BaseException:
+            self._loop_thread.release()
+            self._loop_thread = None
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Drain and stop; return when it has."""
+        if self._loop_thread is None or self._server is None:
+            return
+        try:
+            self._loop_thread.run(self._server.stop())
+        finally:
+            self._loop_thread.release()
+            self._loop_thread = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def check_serving(settings: dict[str, Any]) -> ServingConfig:
+    """Return the settings as a model, or raise `ConfigError`."""
+    try:
+        return ServingConfig.model_validate(settings)
+    except ValidationError as error:
+        mistakes = mistakes_in(error, ServingConfig)
+        raise ConfigError("\n".join(f"server, {mistake.sentence}" for mistake in mistakes)) from error
+
+
+def _check_types(experts: Any, optimizer: Any) -> None:
+    if not isinstance(experts, Mapping):
+        raise TypeError(
+            f"ExpertsServer: expected modules by name, got {type(experts).__name__}. "
+            'Pass a mapping such as {"ffn.0": module}.'
+        )
+    for name, module in experts.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"ExpertsServer, expert {name!r}: expected an nn.Module, got {type(module).__name__}. "
+                "Wrap a function in a module."
+            )
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(
+            f"ExpertsServer: expected optimizer to make one from an expert's parameters, got "
+            f"{type(optimizer).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
+        )
+
+
+def _check_update(update: UpdateMode, samples_per_update: int | None) -> None:
+    if update not in get_args(UpdateMode):
+        raise ConfigError(f"server: expected update to be one of {get_args(UpdateMode)}, got {update!r}.")
+    if (update == "on_samples") != (samples_per_update is not None and samples_per_update > 0):
+        raise ConfigError(
+            f"server: expected samples_per_update to be positive with update='on_samples' and None with another, got "
+            f"{samples_per_update} with update={update!r}."
+        )
+
+
+def _checked(name: str) -> str:
+    try:
+        return check_name(name)
+    except ValueError as error:
+        raise ConfigError(f"server: {error}. Rename it.") from error

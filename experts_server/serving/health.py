@@ -1,0 +1,102 @@
+"""Health (grpc.health.v1) of the server and of each expert, and reflection, so that grpcurl works.
+
+The service name of an expert's health is its name; `""` is the whole server. An expert is NOT_SERVING while one
+of its calls has been computing for more than `STUCK_S`: others go on, but a call to it would only wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
+
+from experts_server.queues.registry import Registry
+from experts_server.serving import open_inference
+from experts_server.serving.doorway import Doorway
+from moe_autograd.wire import methods
+
+STUCK_S = 10.0
+MAX_STREAMS = 1024  # of both; nobody is asked who he is, so they must not use up what the other RPCs live on
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Health:
+    """The health service of one server.
+
+    Threads: the event loop's.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._doorway = Doorway(MAX_STREAMS)
+        self._servicer = _HealthServicer(self._doorway)
+        self._stuck: set[str] = set()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register health and reflection."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        names = (methods.SERVICE, open_inference.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        add_ServerReflectionServicer_to_server(_ReflectionServicer(self._doorway, names), server)
+
+    async def set_ready(self) -> None:
+        """Report everything as serving."""
+        for name in ("", methods.SERVICE, open_inference.SERVICE, *self._registry):
+            await self._servicer.set(name, SERVING)
+
+    async def set_draining(self) -> None:
+        """Report everything as not serving, from now on for good."""
+        await self._servicer.enter_graceful_shutdown()
+
+    async def look(self) -> None:
+        """Report experts that got stuck, and those that came back; called from time to time."""
+        stuck_before = time.monotonic() - STUCK_S
+        for name, queue in self._registry.items():
+            began = queue.computing_since
+            is_stuck = began is not None and began < stuck_before
+            if is_stuck != (name in self._stuck):
+                await self._servicer.set(name, NOT_SERVING if is_stuck else SERVING)
+                (self._stuck.add if is_stuck else self._stuck.discard)(name)
+
+
+class _HealthServicer(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # not in the stubs
+    def __init__(self, doorway: Doorway) -> None:
+        super().__init__()
+        self._doorway = doorway
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        async with self._doorway.passing(context):
+            await super().Watch(request, context)
+
+
+class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]  # nor this
+    def __init__(self, doorway: Doorway, names: Sequence[str]) -> None:
+        super().__init__(names, pool=_Pools())
+        self._doorway = doorway
+
+    async def ServerReflectionInfo(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        async with self._doorway.passing(context):
+            async for answer in super().ServerReflectionInfo(requests, context):
+                yield answer
+
+
+class _Pools:
+    """The descriptors of all services, for reflection: those of this process, and those of `open_inference`'s own."""
+
+    def __getattr__(self, find: str) -> Any:
+        first, second = getattr(descriptor_pool.Default(), find), getattr(open_inference.POOL, find)
+
+        def either(*key: Any) -> Any:
+            try:
+                return first(*key)
+            except KeyError:
+                return second(*key)
+
+        return either

@@ -1,0 +1,176 @@
+"""What an operator wants to watch, for Prometheus: calls, tokens, batches, times, updates and bytes, by expert.
+
+Numbers are counted in plain attributes of an `ExpertStats` and turned into Prometheus samples when they are asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from experts_server.configuration.addresses import joined_address
+from experts_server.queues.stats import ENCODINGS, ExpertStats, Histogram, KindStats
+from experts_server.serving.ports import describe_refusal
+from moe_autograd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.1  # before a connection is taken that there was no descriptor for
+READER_TIMEOUT_S = 10.0  # of a reader that neither asks nor takes the answer: each has a thread
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An expert as the collector sees it: its name, its stats, and what changes by itself."""
+
+    name: str
+    stats: ExpertStats
+    num_waiting: Callable[[], int]
+    num_updates: Callable[[], int]
+
+
+class ServerCollector(Collector):
+    """Turns the stats into samples.
+
+    Args:
+        experts: what is watched.
+        values: name -> (help, value), of the whole server; a name that ends in `_total` counts.
+    """
+
+    def __init__(
+        self, experts: Sequence[Watched], values: dict[str, tuple[str, Callable[[], float]]]
+    ) -> None:
+        self._experts = experts
+        self._values = values
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the samples of now."""
+        yield from self._counters()
+        yield from self._histograms()
+        waiting = GaugeMetricFamily("experts_queue_calls", "calls that wait", labels=("expert",))
+        updates = GaugeMetricFamily(
+            "experts_updates", "updates so far, as in the checkpoint", labels=("expert",)
+        )
+        refused = CounterMetricFamily(
+            "experts_refused_calls", "calls that had no room or could not be right", labels=("expert",)
+        )
+        late = CounterMetricFamily(
+            "experts_late_calls",
+            "calls given up, or past their deadline, before they began",
+            labels=("expert",),
+        )
+        for watched in self._experts:
+            waiting.add_metric((watched.name,), watched.num_waiting())
+            updates.add_metric((watched.name,), watched.num_updates())
+            refused.add_metric((watched.name,), watched.stats.num_refused)
+            late.add_metric((watched.name,), watched.stats.num_late)
+        yield waiting
+        yield updates
+        yield refused
+        yield late
+        yield self._sent()
+        for name, (help_text, read) in self._values.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(name, help_text, value=read())
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, help_text, attribute in (
+            ("experts_calls", "calls computed", "num_calls"),
+            ("experts_failed_calls", "calls that ended in an error", "num_failed"),
+            ("experts_tokens", "rows of the calls' inputs", "num_tokens"),
+            ("experts_received_bytes", "bytes of the calls' tensors", "bytes_in"),
+            ("experts_sent_bytes", "bytes of the results' tensors", "bytes_out"),
+        ):
+            family = CounterMetricFamily(name, help_text, labels=("expert", "kind"))
+            for labels, kind in self._kinds():
+                family.add_metric(labels, getattr(kind, attribute))
+            yield family
+
+    def _sent(self) -> Metric:
+        family = CounterMetricFamily(
+            "experts_sent_encoded_bytes",
+            "bytes of the results' tensors as they travel",
+            labels=("expert", "encoding"),
+        )
+        for watched in self._experts:
+            for encoding, num_bytes in watched.stats.sent_bytes.items():
+                family.add_metric((watched.name, ENCODINGS[encoding]), num_bytes)
+        return family
+
+    def _histograms(self) -> Iterator[Metric]:
+        """Leave out kinds that have not come yet: some forty lines each, for each of thousands of experts."""
+        for name, help_text, attribute in (
+            ("experts_queue_seconds", "from arrival to the beginning of the computation", "queue_s"),
+            ("experts_compute_seconds", "of one batch", "compute_s"),
+            ("experts_batch_calls", "calls computed together", "batch_calls"),
+        ):
+            family = HistogramMetricFamily(name, help_text, labels=("expert", "kind"))
+            for labels, kind in self._kinds():
+                if kind.num_calls:
+                    histogram: Histogram = getattr(kind, attribute)
+                    family.add_metric(labels, histogram.buckets(), histogram.total)
+            yield family
+
+    def _kinds(self) -> Iterator[tuple[tuple[str, str], KindStats]]:
+        for watched in self._experts:
+            for name, kind in watched.stats.kinds.items():
+                yield (watched.name, name), kind
+
+
+class MetricsEndpoint:
+    """`/metrics` over HTTP, on a thread of its own.
+
+    Args:
+        host: to listen on.
+        port: 0 takes a free one.
+        collector: what is shown.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+
+    def __init__(self, host: str, port: int, collector: Collector) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)
+        ProcessCollector(registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"config, key 'metrics_listen': {describe_refusal(joined_address(host, port), error)}"
+            ) from error
+        self.address = joined_address(host, self._server.server_port)
+        self._is_closing = threading.Event()
+        self._accept = self._server.get_request
+        self._server.get_request = self._accept_or_pause  # type: ignore[method-assign]
+        self._server.handle_error = _note_lost_reader  # type: ignore[method-assign, assignment]
+
+    def _accept_or_pause(self) -> Any:
+        """Take a connection; where there is no descriptor for it, it stays, and the server would ask at once again."""
+        try:
+            connection, address = self._accept()
+        except OSError:
+            self._is_closing.wait(PAUSE_S)
+            raise
+        connection.settimeout(READER_TIMEOUT_S)
+        return connection, address
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._is_closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        assert isinstance(self._thread, threading.Thread)
+        self._thread.join()
+
+
+def _note_lost_reader(connection: Any, address: Any) -> None:
+    """Take note of a reader that hung up, was silent for too long, or sent no HTTP."""
+    logger.debug("a reader of metrics at %s got no answer", address, exc_info=True)

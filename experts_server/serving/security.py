@@ -1,0 +1,227 @@
+"""Who may call: bearer tokens from a file, and TLS.
+
+A tokens file has one line for each token, a permission and the token; `#` at the beginning of a word starts a comment::
+
+    train  4f8d0c6b2a...
+    read   91be77aa05...
+
+`read` allows information, weights and forwards; `train` allows all. A token is compared with every one in the
+file, each in constant time, so the time of an answer says nothing about how much of it was right. Tokens are
+never logged or shown, and kept only as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import ssl
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import grpc
+
+from experts_server.configuration.config import SecurityConfig
+from moe_autograd.errors import ConfigError, PermissionDeniedError
+from moe_autograd.wire.tokens import check_token
+
+Permission = Literal["read", "train"]
+MIN_TOKEN_LENGTH = 16
+_LOOK_INTERVAL_S = 1.0
+
+_SCHEME = "Bearer "
+logger = logging.getLogger(__name__)
+
+
+class Gate:
+    """Decides whether a call may proceed.
+
+    The file is looked at once a second, and whenever a token is not known, so that tokens can be added and taken away
+    while the server runs.
+
+    Args:
+        file: of the tokens; none: everybody may do everything (who may connect is TLS's business).
+
+    Raises:
+        ConfigError: the file cannot be read or has a line that is none.
+
+    Threads: the event loop's.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._seen = _stamp(file)
+        self._tokens = None if file is None else read_tokens(file)
+        self._look_at = time.monotonic() + _LOOK_INTERVAL_S
+
+    def __repr__(self) -> str:
+        return "<Gate open>" if self._tokens is None else f"<Gate {len(self._tokens)} tokens>"
+
+    def check(self, metadata: Iterable[tuple[str, str | bytes]] | None, permission: Permission) -> None:
+        """Raise `PermissionDeniedError` unless the call's token allows `permission`."""
+        if self._tokens is None:
+            return
+        header = next((value for key, value in metadata or () if key == "authorization"), None)
+        if not isinstance(header, str) or not header.startswith(_SCHEME):
+            raise PermissionDeniedError(
+                "server: expected a bearer token in the call's metadata, got none. Pass token=... or --token-file."
+            )
+        if time.monotonic() >= self._look_at:
+            self._look()
+        granted = self._find(header.removeprefix(_SCHEME))
+        if granted is None:
+            self._look()
+            granted = self._find(header.removeprefix(_SCHEME))
+        if granted is None:
+            raise PermissionDeniedError(
+                "server: expected a token that it knows, got another. Ask who runs it for one."
+            )
+        if permission == "train" and granted != "train":
+            raise PermissionDeniedError(
+                "server: expected a token with permission 'train' for this call, got one with 'read'."
+            )
+
+    def _look(self) -> None:
+        """Take what is in the file, if that has changed and is a whole one."""
+        self._look_at = time.monotonic() + _LOOK_INTERVAL_S
+        if self._file is None or (stamp := _stamp(self._file)) == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._tokens = read_tokens(self._file)
+        except ConfigError as error:
+            logger.warning("tokens stay as they were: %s", error)
+        else:
+            logger.info("tokens: %d, read again from %s", len(self._tokens), self._file)
+
+    def _find(self, token: str) -> Permission | None:
+        assert self._tokens is not None
+        given = _digest(token)
+        found: Permission | None = None
+        for digest, permission in self._tokens.items():  # all of them, whichever fits
+            if hmac.compare_digest(digest, given):
+                found = permission
+        return found
+
+
+def read_tokens(file: Path) -> dict[bytes, Permission]:
+    """Return the tokens of a file, as digests."""
+    tokens: dict[bytes, Permission] = {}
+    for number, line in enumerate(
+        _read(file, "tokens_file").decode("utf-8-sig", "replace").splitlines(), start=1
+    ):
+        words = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].split()
+        if not words:
+            continue
+        place = f"config, key 'security.tokens_file': {str(file)!r}, line {number}"
+        if len(words) != 2 or words[0] not in get_args(Permission):
+            raise ConfigError(f"{place}: expected 'read' or 'train' and a token, got {len(words)} words.")
+        if len(words[1]) < MIN_TOKEN_LENGTH:
+            raise ConfigError(
+                f"{place}: expected a token of at least {MIN_TOKEN_LENGTH} characters, got {len(words[1])}. "
+                "Make one with `python -c 'import secrets; print(secrets.token_hex(32))'`."
+            )
+        try:
+            check_token(words[1])
+        except ValueError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        tokens[_digest(words[1])] = "train" if words[0] == "train" else "read"
+    if not tokens:
+        raise ConfigError(f"config, key 'security.tokens_file': expected tokens in {str(file)!r}, got none.")
+    return tokens
+
+
+def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
+    """Return the TLS credentials of `config`, or `None` for none; they follow the files.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not what it should be.
+    """
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    certificates = _Certificates(config.tls_cert, config.tls_key, config.client_ca)
+    first = certificates.check(certificates.read())
+    renewed: Any = certificates.renewed  # grpc's stubs do not know of None
+    return grpc.dynamic_ssl_server_credentials(first, renewed, config.client_ca is not None)
+
+
+_Contents = tuple[bytes, bytes, bytes | None]  # of key, certificate and client_ca
+
+
+class _Certificates:
+    """What is in the certificates' files, which are replaced before it expires.
+
+    grpc asks for each new connection, on threads of its own, whether there is something new. What does not belong
+    together (the new certificate and still the old key) is passed over: clients see what they saw before.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._seen: _Contents | None = None
+
+    def read(self) -> _Contents:
+        """Return what is in the files now; raises `ConfigError`."""
+        client_ca = None if self._client_ca is None else _read(self._client_ca, "client_ca")
+        return _read(self._key, "tls_key"), _read(self._cert, "tls_cert"), client_ca
+
+    def check(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
+        """Return what was read in grpc's form; raises `ConfigError`."""
+        self._seen = now
+        _check_certificates(self._cert, self._key, self._client_ca)
+        key, cert, client_ca = now
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
+
+    def renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return what clients get to see from now on, or None for no change."""
+        try:
+            now = self.read()
+            return None if now == self._seen else self.check(now)
+        except ConfigError as error:
+            logger.warning("certificates stay as they were: %s", error)
+            return None
+
+
+def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:
+    """Let OpenSSL look at the files: what grpc says of one that is none is that it cannot bind its port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"config, key 'security.tls_cert': expected a certificate and its key, unencrypted, as PEM, got "
+            f"{str(cert)!r} and {str(key)!r} ({error.reason or error})."
+        ) from error
+    try:
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"config, key 'security.client_ca': expected certificates as PEM, got {str(client_ca)!r} "
+            f"({error.reason or error})."
+        ) from error
+
+
+def _read(file: Path, key: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"config, key 'security.{key}': expected a readable file, got {str(file)!r} ({error.strerror}). "
+            "Check the path and its permissions."
+        ) from error
+
+
+def _stamp(file: Path | None) -> tuple[int, ...] | None:
+    """Return what differs between a file and another one in its place; None where there is none."""
+    try:
+        found = None if file is None else file.stat()
+    except OSError:
+        return None
+    return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()

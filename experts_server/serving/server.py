@@ -1,0 +1,355 @@
+"""A server's life: starting, ready, draining, stopped. One process, one event loop, and threads for the experts.
+
+    start()   hosts what it was given, opens the port           starting -> ready
+    stop()    refuses new calls, finishes those in flight,
+              saves, closes                                     ready -> draining -> stopped
+
+`ExpertServer` is this life on an event loop; `embedded.ExpertsServer` is the same behind a `with` statement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
+
+import grpc
+from torch import nn
+
+from experts_server.budget import Budget
+from experts_server.checkpoints.saving import Saver
+from experts_server.configuration.addresses import split_address
+from experts_server.configuration.config import (
+    SAVING_NOTHING,
+    MemoryConfig,
+    OffloadConfig,
+    ServerConfig,
+    ServingConfig,
+)
+from experts_server.configuration.names import check_name, counted
+from experts_server.hosting.building import build_module, build_training
+from experts_server.hosting.calls import InspectCall
+from experts_server.hosting.failing import FailureLog
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.hosting.offloading import OffloadMemory
+from experts_server.hosting.training import Training
+from experts_server.queues.batching import ExpertQueue, QueueLimits
+from experts_server.queues.executor import WorkerPool
+from experts_server.queues.registry import Registry
+from experts_server.serving.health import MAX_STREAMS, Health
+from experts_server.serving.metrics import MetricsEndpoint, ServerCollector, Watched
+from experts_server.serving.open_inference import OpenInference
+from experts_server.serving.ports import open_port
+from experts_server.serving.security import Gate
+from experts_server.serving.service import Service
+from moe_autograd.errors import ConfigError
+from moe_autograd.wire.options import SERVER_OPTIONS
+from moe_autograd.wire.tensors import TensorLimits
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "draining", "stopped"]
+UPKEEP_S = 1.0
+CLOSE_S = 0.5  # for calls that are just being turned away
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosting:
+    """One expert: a module, how it is trained (`None`: it is not), and how it is called (see `HostedExpert`)."""
+
+    module: nn.Module
+    training: Training | None = None
+    can_join: bool = True
+    eval_only: bool = False
+    saving: MemoryConfig = SAVING_NOTHING
+
+    def host(self, name: str, memory: SharedMemory) -> HostedExpert:
+        """Return it as a server holds it."""
+        return HostedExpert(
+            name,
+            self.module,
+            self.training,
+            memory,
+            can_join=self.can_join,
+            eval_only=self.eval_only,
+            saving=self.saving,
+        )
+
+
+class ExpertServer:
+    """A server on the running event loop.
+
+    Args:
+        experts: what to host, by name.
+        config: how to serve.
+
+    Raises:
+        ConfigError: two experts share a weight that one of them trains; from `start`, if the address cannot be used.
+    """
+
+    def __init__(self, experts: Mapping[str, Hosting], config: ServingConfig) -> None:
+        _check_shared(experts)
+        limits = config.limits
+        self.config = config
+        self.state: State = "starting"
+        self.address = config.listen
+        self.pool = WorkerPool(max_threads=limits.max_threads)
+        self.memory = _memory_for_all(config)
+        self.queue_limits = _queue_limits(config)
+        self.failures = FailureLog()
+        self.registry = Registry(
+            [self._queue_of(name, hosting) for name, hosting in experts.items()],
+            self.pool,
+            self.queue_limits,
+        )
+        self.saver = Saver(self.registry, config)
+        self.service = Service(
+            self.registry,
+            Gate(config.security.tokens_file),
+            self.saver.save,
+            limits=TensorLimits(limits.max_tensor_bytes, limits.max_pass_bytes),
+            max_calls_per_pass=limits.max_calls_per_pass,
+            max_concurrent_rpcs=limits.max_concurrent_passes,
+            max_received_bytes=limits.received_bytes,
+            latency_s=config.latency_ms / 1000,
+        )
+        self.health = Health(self.registry)
+        self.open_inference = OpenInference(
+            self.registry,
+            self.service.gate,
+            self.service.doorway,
+            lambda: self.state == "ready",
+            limits.max_tensor_bytes,
+        )
+        self.metrics: MetricsEndpoint | None = None
+        self._is_stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._grpc: grpc.aio.Server | None = None
+        self._upkeep: asyncio.Future[list[None]] | None = None
+
+    def _queue_of(self, name: str, hosting: Hosting) -> ExpertQueue:
+        hosted = hosting.host(check_name(name), self.memory)
+        return ExpertQueue(
+            hosted, self.pool, self.queue_limits, call_later=self._call_later, failures=self.failures
+        )
+
+    def __repr__(self) -> str:
+        return f"<ExpertServer {self.state} at {self.address}, {len(self.registry)} experts>"
+
+    def load(self) -> None:
+        """Load the newest checkpoint, if it is not loaded yet; may take long, and does not yield to the loop.
+
+        Raises:
+            CheckpointError: see `start`.
+        """
+        if not self.saver.is_open:
+            self.saver.open()
+
+    async def start(self) -> None:
+        """Load the newest checkpoint, open the port and serve; `address` is the real one afterwards.
+
+        Raises:
+            ConfigError: the address cannot be used.
+            CheckpointError: the checkpoint is damaged beyond falling back, or does not fit.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            self.load()
+            await self.saver.start()
+            await self._open()
+        except BaseException:
+            if self._grpc is not None:
+                await self._grpc.stop(None)
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of what a server that does not serve has."""
+        self.pool.close(0)
+        self._close()
+
+    async def _open(self) -> None:
+        most = 2 * self.config.limits.max_concurrent_passes + MAX_STREAMS + 64
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=most)
+        self.service.add_to(self._grpc)
+        self.health.add_to(self._grpc)
+        self.open_inference.add_to(self._grpc)
+        self.address = open_port(self._grpc, self.config)
+        if self.config.metrics_listen is not None:
+            host, port = split_address(self.config.metrics_listen)
+            self.metrics = MetricsEndpoint(host, port, self._collector())
+        await self._grpc.start()
+        await self.health.set_ready()
+        tasks = (self._let_go_of_what_waits_too_long, self.health.look, self.saver.save_when_due)
+        self._upkeep = asyncio.gather(*map(self._keep_up, tasks))
+        self.state = "ready"
+        logger.info("ready: %s at %s", counted(len(self.registry)), self.address)
+
+    async def stop(self) -> None:
+        """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close."""
+        if self.state == "stopped" or self._grpc is None:
+            return
+        self.state = "draining"
+        until = time.monotonic() + self.config.drain_timeout_s
+        logger.info("draining: at most %g s", self.config.drain_timeout_s)
+        await self.health.set_draining()
+        is_at_rest = await self.service.drain(self.config.drain_timeout_s)
+        if not is_at_rest:
+            logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
+        await self._grpc.stop(CLOSE_S)
+        self._is_stopping.set()
+        self.saver.leave_to_last()
+        if self._upkeep is not None:
+            await self._upkeep
+        is_computing = any(queue.computing_since is not None for queue in self.registry.values())
+        try:
+            await self.saver.save_last(until - time.monotonic() if is_computing else None)
+        finally:
+            if not await self.saver.in_thread(self.pool.close, 1.0):
+                logger.warning("stopped while an expert still hangs: %s", self.pool)
+            self._close()
+            self.state = "stopped"
+            logger.info("stopped")
+
+    def _close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        self.saver.close()
+        if self.memory.offload is not None:
+            self.memory.offload.close()
+
+    async def _keep_up(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Do it from time to time; each by itself, since a save waits for experts that may hang."""
+        while not self._is_stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), UPKEEP_S)
+            try:
+                await task()
+            except Exception:  # a bug of ours; without upkeep it would be a server that never saves again
+                logger.exception("upkeep failed, and goes on")
+
+    async def _let_go_of_what_waits_too_long(self) -> None:
+        self.memory.kept.let_go_expired()
+        for queue in self.registry.values():
+            if len(queue):
+                queue.let_go_of_late()
+        is_crowded = self.memory.gathered.has_refused()
+        trainers = {name: queue.hosted.trainer for name, queue in self.registry.items()}
+        lost = [
+            name
+            for name, trainer in trainers.items()
+            if trainer and trainer.gathered.stale(is_crowded=is_crowded)
+        ]
+        forget = functools.partial(_forget_stale, is_crowded=is_crowded)
+        call = InspectCall(b"", lambda call, result: None, forget)
+        self.registry.submit([(name, dataclasses.replace(call)) for name in lost])
+
+    def _collector(self) -> ServerCollector:
+        experts = [
+            Watched(name, queue.stats, queue.__len__, functools.partial(getattr, queue.hosted, "num_updates"))
+            for name, queue in self.registry.items()
+        ]
+        memory, queues = self.memory, self.queue_limits
+        return ServerCollector(
+            experts,
+            {
+                "experts_server_ready": ("1 while ready", lambda: self.state == "ready"),
+                "experts_server_kept_forward_bytes": (
+                    "forwards that wait for their backward",
+                    lambda: memory.kept.num_bytes,
+                ),
+                "experts_server_kept_forwards_let_go_total": (
+                    "forwards let go before their backward",
+                    lambda: memory.kept.num_let_go,
+                ),
+                "experts_server_gathered_gradient_bytes": (
+                    "gradients that wait for a step",
+                    lambda: memory.gathered.in_use,
+                ),
+                "experts_server_queued_bytes": (
+                    "tensors of calls that are not answered yet",
+                    lambda: queues.bytes.in_use,
+                ),
+                "experts_server_seconds_since_save": (
+                    "since the last checkpoint, or the start",
+                    lambda: self.saver.age_s,
+                ),
+            },
+        )
+
+    def _call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        assert self._loop is not None, "calls come after start"
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
+
+
+def _check_shared(experts: Mapping[str, Hosting]) -> None:
+    """Refuse weights that are trained under one name and used under another: calls of both run side by side."""
+    users: dict[nn.Parameter, str] = {}
+    for name, hosting in experts.items():
+        for key, parameter in hosting.module.named_parameters():
+            other = users.setdefault(parameter, name)
+            if other != name and (hosting.training or experts[other].training):
+                raise ConfigError(
+                    f"expert {name!r}: expected weights that no other expert uses, got {key!r}, which expert {other!r} "
+                    "uses as well. Host one module that has both, or train neither."
+                )
+
+
+def _memory_for_all(config: ServingConfig) -> SharedMemory:
+    limits = config.limits
+    return SharedMemory(
+        KeptForwards(limits.kept_forward_bytes, limits.kept_forward_s),
+        Budget(limits.gathered_gradient_bytes, "bytes of gathered gradients", retry_after_s=UPKEEP_S),
+        Budget(limits.ledger_reply_bytes, "bytes of kept answers"),
+        limits.max_clients,
+        limits.gathered_gradient_s,
+        _open_offload_memory(config.offload),
+    )
+
+
+def _queue_limits(config: ServingConfig) -> QueueLimits:
+    return QueueLimits(
+        Budget(config.limits.max_queued_calls, "queued calls"),
+        Budget(config.limits.max_queued_bytes, "queued bytes"),
+        config.batching.max_batch_tokens,
+        config.batching.max_wait_ms / 1000,
+    )
+
+
+def _open_offload_memory(config: OffloadConfig | None) -> OffloadMemory | None:
+    return None if config is None else OffloadMemory(config.max_resident_bytes, config.store)
+
+
+def _forget_stale(hosted: HostedExpert, *, is_crowded: bool) -> None:
+    if hosted.trainer is not None:
+        hosted.trainer.gathered.forget_stale(is_crowded=is_crowded)
+
+
+def check_buildable(config: ServerConfig) -> None:
+    """Build all that `config` names, and let go of it; no file is written, also where a server runs with it.
+
+    Raises:
+        ConfigError: something cannot be built.
+    """
+    if config.offload is not None:
+        in_memory = config.offload.model_copy(update={"store": "ram"})
+        config = config.model_copy(update={"offload": in_memory})
+    from_config(config).close()
+
+
+def from_config(config: ServerConfig) -> ExpertServer:
+    """Build the modules and optimizers of `config`, and the server that hosts them."""
+    experts: dict[str, Hosting] = {}
+    for name, expert in config.experts.items():
+        module = build_module(name, expert, config.seed)
+        update, samples = config.update_of(expert)
+        training = build_training(name, module, config.optimizer_of(expert), update, samples)
+        saving = config.memory_of(expert)
+        experts[name] = Hosting(module, training, expert.can_join, expert.eval_only, saving)
+    return ExpertServer(experts, config)

@@ -1,0 +1,345 @@
+"""One Forward or Backward stream: messages in, calls to the experts, results out as they come.
+
+    event loop                                    workers
+    ----------                                    -------
+    message -> reader -> calls -> registry ────▶  compute
+    stream  <- writer <- results <── one wake-up ──┘
+
+What is guaranteed: each parcel that arrives whole is answered once, whatever becomes of its siblings; a damaged
+message ends the stream with DATA_LOSS; when the client goes away, or its deadline passes, calls that have not
+begun are never begun.
+
+Small results are gathered: they leave when all calls that have come are done, when for `GATHER_S` none was added, or
+when the first has waited for `LONGEST_GATHER_S`, and not one by one: a message costs the loop more than ten results,
+and each time it wakes it takes the interpreter from the workers. Large ones leave at the first look.
+Threads: everything runs on the event loop, except `take_result`, which workers call, and what encodes and decodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, cast
+
+import grpc
+from torch import Tensor
+
+from experts_server.budget import Budget
+from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, Message, Outputs, encoded
+from experts_server.queues.registry import Registry
+from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.heads import BACKWARD, FORWARD, BackwardHead, ForwardHead, Head, ResultHead
+from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter, Tensors
+from moe_autograd.wire.status import status_of
+from moe_autograd.wire.tensors import TensorLimits
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.002
+LONGEST_GATHER_S = 0.01
+LARGE_BYTES = 1 << 20
+
+
+class PassSettings(Protocol):
+    """What a stream has to know of its server."""
+
+    registry: Registry
+    limits: TensorLimits
+    max_calls_per_pass: int
+    latency_s: float
+    mark: int
+    received: Budget
+
+
+class PassStream:
+    """One stream.
+
+    Args:
+        settings: the server's.
+        kind: the head that its parcels must have: `FORWARD` or `BACKWARD`.
+        requests: its messages.
+        context: grpc's.
+    """
+
+    def __init__(
+        self,
+        settings: PassSettings,
+        kind: tuple[type[Any], ...],
+        requests: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext[bytes, bytes],
+    ) -> None:
+        self._settings = settings
+        self._kind = kind
+        self._requests = requests
+        self._context = context
+        self._reader = ParcelReader(settings.limits)
+        self._writer = ParcelWriter()
+        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
+        self._outstanding: dict[int, Call] = {}
+        self._num_calls = 0
+        self._num_held = 0
+        self._has_all = False
+        self._failure: BaseException | None = None
+        self._wake = asyncio.Event()
+        self._results: deque[tuple[Call, Any]] = deque()
+        self._is_look_due = False  # guarded by the GIL: somebody will look for results
+        self._num_seen = 0  # results at the last look
+        self._gathers_since = 0.0
+        remaining_s = context.time_remaining()
+        self._deadline = None if remaining_s is None else time.monotonic() + remaining_s
+
+    async def run(self) -> None:
+        """Serve the stream to its end.
+
+        Raises:
+            CorruptDataError: a message was damaged.
+        """
+        receiver: asyncio.Future[None] | None = None
+        try:
+            await self._receive_first()
+            receiver = asyncio.ensure_future(self._receive())
+            await self._send()
+        finally:
+            if receiver is not None:
+                receiver.cancel()
+            # Its traceback leads back here, and the cycle collector rarely comes by beside torch.
+            self._failure = None
+            self._hold(0)
+            for call in self._outstanding.values():
+                call.is_cancelled = True
+
+    # ---- in
+
+    async def _receive_first(self) -> None:
+        """Take the first message before anything else is set up: mostly it is the only one."""
+        async for message in self._requests:
+            await self._take_message(message)
+            return
+
+    async def _receive(self) -> None:
+        try:
+            async for message in self._requests:
+                await self._take_message(message)
+            self._reader.finish()
+        except BaseException as error:
+            self._failure = error
+        self._has_all = True
+        if self._failure is not None or len(self._results) >= len(self._outstanding):
+            self._wake.set()
+
+    async def _take_message(self, message: bytes) -> None:
+        self._hold(self._num_held + len(message))
+        feed, takes_long = self._reader.feed, self._reader.num_encoded > 0
+        parcels = await asyncio.to_thread(feed, message) if takes_long else feed(message)
+        are_finite = len(parcels) > 1 and self._reader.are_finite()
+        calls = []
+        num_bytes = 0
+        shared = Message(len(message))
+        for parcel in parcels:
+            named = self._accept(parcel)
+            if named is not None:
+                call = named[1]
+                call.is_finite = are_finite
+                # a larger one came in parts, each copied into memory of the call's own
+                if call.num_bytes <= shared.num_bytes:
+                    call.message = shared
+                num_bytes += call.num_bytes
+                calls.append(named)
+        self._hold(max(0, self._num_held - num_bytes))
+        if not calls:
+            return
+        if self._settings.latency_s > 0:
+            self._loop.call_later(self._settings.latency_s, self._submit, calls)
+        else:
+            self._submit(calls)
+
+    def _submit(self, calls: list[tuple[str, Call]]) -> None:
+        if not self._is_look_due and len(self._outstanding) > 1:  # one alone leaves when it is done
+            self._look_later()
+        self._settings.registry.submit(calls)
+
+    def _hold(self, num_bytes: int) -> None:
+        """Count what has come of parcels that are not whole yet against what all streams may hold of it."""
+        if num_bytes > self._num_held:
+            self._settings.received.take(num_bytes - self._num_held)
+        else:
+            self._settings.received.give_back(self._num_held - num_bytes)
+        self._num_held = num_bytes
+
+    def _accept(self, parcel: Parcel) -> tuple[str, Call] | None:
+        """Make a call of a parcel; one that cannot be is answered with what is wrong with it."""
+        self._num_calls += 1
+        try:
+            name, call = self._call_of(parcel)
+        except RemoteError as refusal:
+            self._answer(parcel.number, refusal, None)
+            return None
+        call.tag = parcel.number
+        call.arrived_at = time.monotonic()
+        call.deadline = self._deadline
+        for tensor in parcel.tensors:
+            if tensor is not None:
+                call.num_bytes += tensor.nbytes
+        self._outstanding[parcel.number] = call
+        return name, call
+
+    def _call_of(self, parcel: Parcel) -> tuple[str, Call]:
+        if parcel.error is not None:
+            raise parcel.error
+        limit = self._settings.max_calls_per_pass
+        if self._num_calls > limit:
+            raise InvalidCallError(f"stream: expected at most {limit} calls, got more. Open another one.")
+        head = parcel.head
+        if isinstance(head, self._kind):
+            if isinstance(head, FORWARD):
+                return head.expert, _forward(head, parcel.tensors, self.take_result)
+            if isinstance(head, BACKWARD):
+                return head.expert, _backward(head, parcel.tensors, self.take_result)
+        expected, got = self._kind[0].__name__, type(head).__name__
+        raise CorruptDataError(f"stream: expected {expected} parcels, got {got}. Send it again.")
+
+    # ---- out
+
+    def take_result(self, call: Call, result: Any) -> None:
+        """Take the result of a call, or its exception; on a worker, or on the loop itself."""
+        if call.reply_encoding != pb.RAW:  # encoded here, which takes long: the loop has others to serve
+            result = encoded(result, call.reply_encoding)
+        self._results.append((call, result))
+        has_all = len(self._results) >= len(self._outstanding)
+        if has_all and threading.get_ident() == self._thread_id:
+            self._wake.set()
+        elif has_all or not self._is_look_due:
+            self._is_look_due = True
+            try:
+                self._loop.call_soon_threadsafe(self._look_for_results)
+            except RuntimeError:  # the loop is closed: the server has stopped, and nobody waits for this
+                logger.debug("a result came after its server had stopped")
+
+    def _look_later(self) -> None:
+        self._is_look_due = True
+        self._loop.call_later(GATHER_S, self._look_for_results)
+
+    def _look_for_results(self) -> None:
+        """Send what has come, unless more is just coming; if nothing has, the next result calls for a look."""
+        self._is_look_due = False  # before the look: a worker adds its result, and looks here afterwards
+        if not self._results:
+            return
+        if self._num_seen == 0:
+            self._gathers_since = time.monotonic()
+        if self._are_enough():
+            self._num_seen = 0
+            self._wake.set()
+        else:
+            self._num_seen = len(self._results)
+            self._look_later()
+
+    def _are_enough(self) -> bool:
+        results = list(self._results)  # in one go: workers add to them
+        return (
+            len(results) >= len(self._outstanding)
+            or len(results) == self._num_seen
+            or time.monotonic() - self._gathers_since > LONGEST_GATHER_S
+            or sum([call.num_bytes for call, _ in results]) > LARGE_BYTES
+        )
+
+    async def _send(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._results:
+                self._answer_call(*self._results.popleft())
+            while (message := self._writer.next_message()) is not None:
+                await self._context.write(message)
+            if self._failure is not None:
+                raise self._failure
+            if self._has_all and not self._outstanding:
+                return
+
+    def _answer_call(self, call: Call, result: Any) -> None:
+        number = call.tag
+        self._outstanding.pop(number, None)
+        self._answer(number, result, call)
+
+    def _answer(self, number: int, result: Any, call: Call | None) -> None:
+        plain = ResultHead(number, server=self._settings.mark)
+        if call is not None and (started_at := call.started_at):
+            plain.queue_s = started_at - call.arrived_at
+            plain.compute_s = time.monotonic() - started_at
+        head: Head = plain
+        tensors: Any = ()
+        if isinstance(result, Outputs):
+            tensors = result.tensors
+            plain.is_sequence, plain.has_drawn = result.is_sequence, result.has_drawn
+        elif isinstance(result, BaseException):
+            head = plain.message()
+            head.status.CopyFrom(status_of(result))
+        else:
+            tensors = result
+            plain.wants_no_step = isinstance(call, BackwardCall) and call.wants_no_step
+        try:
+            self._writer.add(head, tensors, pb.RAW if call is None else call.reply_encoding)
+        except TypeError as error:  # the module returned something that cannot travel
+            self._answer(number, error, call)
+        if call is None:
+            self._wake.set()
+
+
+def _forward(
+    head: pb.ForwardCall | ForwardHead, tensors: Tensors, reply: Callable[[Call, Any], None]
+) -> ForwardCall:
+    for tensor in tensors:
+        if tensor is None:
+            raise InvalidCallError(
+                "forward: expected tensors as inputs, got None among them. Send tensors only."
+            )
+    inputs = cast(tuple[Tensor, ...], tensors)
+    keep_graph, evaluate, seed = head.keep_graph, head.evaluate, head.random_seed
+    requires_grad = tuple(head.input_requires_grad)
+    call = ForwardCall(head.client_id, reply, head.call_id, inputs, requires_grad, keep_graph, evaluate, seed)
+    call.reply_encoding = head.reply_encoding
+    call.num_tokens = _num_rows(inputs[0]) if inputs else 1
+    return call
+
+
+def _backward(
+    head: pb.BackwardCall | BackwardHead, tensors: Tensors, reply: Callable[[Call, Any], None]
+) -> BackwardCall:
+    num_grads = head.num_grad_outputs
+    inputs = tuple([t for t in tensors[num_grads:] if t is not None])
+    if num_grads > len(tensors) or len(inputs) != len(tensors) - num_grads:
+        raise InvalidCallError(
+            f"backward: expected {num_grads} grad_outputs and then inputs, got {len(tensors)} tensors "
+            f"with {sum(t is None for t in tensors)} None. The client is broken."
+        )
+    call = BackwardCall(
+        head.client_id,
+        reply,
+        head.call_id,
+        head.sequence,
+        head.settled_below,
+        tensors[:num_grads],
+        tuple(head.wants_input_grads),
+        head.wants_weight_grads,
+        head.keep_graph,
+        inputs if head.has_inputs else None,
+        head.evaluate,
+        head.random_seed,
+        head.replica,
+    )
+    call.reply_encoding = head.reply_encoding
+    call.num_tokens = 1
+    for grad in call.grad_outputs:
+        if grad is not None and grad.dim():
+            call.num_tokens = _num_rows(grad)
+            break
+    return call
+
+
+def _num_rows(tensor: Tensor) -> int:
+    shape = tensor.shape  # `len` of a tensor takes four times as long
+    return shape[0] if shape else 1
