@@ -14,6 +14,7 @@ add it, and the join hands on none for that leaf. Only where that makes no diffe
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -110,7 +111,13 @@ def may_add_at_once() -> bool:
     """Whether the backward that runs now adds gradients to leaves on this thread, and records nothing (Rule 1)."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or torch.is_anomaly_enabled():
         return False
-    return accelerator_in_use() is None
+    return accelerator_in_use() is None and not is_compiled()
+
+
+def is_compiled() -> bool:
+    """Whether compiled autograd runs, whose graph adds up what nodes return: no gradient may be missing there."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and compiled.in_compiled_autograd_region
 
 
 def is_worth_adding(leaf: Tensor) -> bool:

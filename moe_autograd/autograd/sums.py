@@ -13,7 +13,8 @@ Rule 1. They are added in the order of the loop, whoever ends first, and so to t
         turn waits for it.
 Rule 2. Added is what is as the tensor itself: dense, of its shape, dtype and device. All else goes to the engine, which
         makes it fit or complains.
-Rule 3. Nothing with a graph, and nothing of an accelerator's streams: the engine adds it.
+Rule 3. Nothing with a graph, nothing of an accelerator's streams, and nothing under compiled autograd, whose graph adds
+        all gradients that the join returns: none of them may be missing.
 Rule 4. A gradient that a call has returned may still be the call's own. Only sums are changed in place.
 """
 
@@ -89,8 +90,8 @@ class Sums:
     ) -> None:
         self._of_call: dict[int, list[tuple[int, _Sum]]] = {}
         self._sums: list[_Sum] = []
-        if torch.is_grad_enabled() or accelerator_in_use() is not None:  # Rule 3
-            return
+        if torch.is_grad_enabled() or accumulating.is_compiled() or accelerator_in_use() is not None:
+            return  # Rule 3
         taking_part = set(calls)
         for one in shared:
             places = [(call, i) for call, i in one.places if call in taking_part and _has(wanted_of, call, i)]

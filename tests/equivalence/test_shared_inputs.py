@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -197,6 +198,29 @@ def test_a_backward_for_several_gradients_at_once() -> None:
         return torch.autograd.grad(result, weight, torch.eye(len(result)), is_grads_batched=True)
 
     assert_same_program(program)
+
+
+def functions_in_modules(func: type[Function], *calls: Any) -> Any:
+    return parallel_apply([func.apply] * len(calls), calls)
+
+
+@pytest.mark.parametrize("mapped", [map_with_parallel_backward, functions_in_modules])
+@pytest.mark.parametrize("num_weights", [1, NUM_CALLS])
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_under_compiled_autograd(num_weights: int, mapped: MapFunction) -> None:
+    """Whose graph adds up all gradients that it saw being returned; with a `.grad` already calls add to it."""
+
+    def program(apply: MapFunction) -> Any:
+        weight, xs = inputs_of(torch.float64)
+        weights = [weight, *[weight.detach().clone().requires_grad_() for _ in xs]][:num_weights]
+        for one in weights:
+            one.grad = torch.ones_like(one)
+        results = apply(Product, *[(x, weights[i % num_weights]) for i, x in enumerate(xs)])
+        with compiled_autograd._enable(lambda graph: graph):
+            (torch.stack(list(results)).sum() + sum(one.square().sum() for one in weights)).backward()
+        return [one.grad for one in weights]
+
+    assert_same_program(program, mapped_apply=mapped, tolerance=1e-9)
 
 
 def test_calls_that_no_gradient_reaches_keep_no_one_waiting() -> None:
