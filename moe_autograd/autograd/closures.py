@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import itertools
@@ -49,6 +50,8 @@ _HOLDS_NOTHING = (
 _FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tuple, dict)
 _CALL = "__call__"  # which callables that are no functions may have
 _CONTAINERS = frozenset([list, tuple, dict])
+_SEQUENCES: Any = (list, tuple, set, frozenset, collections.deque)
+_ITERATE: dict[type, Any] = {dict: dict.values, **{kind: kind.__iter__ for kind in _SEQUENCES}}
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
 
 
@@ -160,13 +163,24 @@ def _held_by(value: object, of_all: Held) -> Iterable[object]:
         return (value.__func__, value.__self__)
     if isinstance(value, types.FunctionType):
         return (*_around(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return _first(value)
-    if isinstance(value, dict):
-        return _first(value.values())
-    attributes = getattr(value, "__dict__", None)
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return (*attributes.values(), *slots) if isinstance(attributes, dict) else slots
+    for kind, iterate in _ITERATE.items():
+        if isinstance(value, kind):
+            return _first(iterate(value))
+    return _attributes_of(value)
+
+
+def _attributes_of(value: object) -> list[object]:
+    """Return the attributes of an object, slots of its bases included; nothing that its class defines is to run."""
+    found = list[object]()
+    with contextlib.suppress(AttributeError):  # it has slots alone
+        attributes = object.__getattribute__(value, "__dict__")
+        found += attributes.values() if isinstance(attributes, dict) else ()
+    for owner in type(value).__mro__:
+        for slot in owner.__dict__.values() if "__slots__" in owner.__dict__ else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # nothing is in it
+                    found.append(slot.__get__(value))
+    return found
 
 
 def _held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
-from tests.support.comparison import MapFunction, assert_same_program, one_after_another
+from tests.support.comparison import MapFunction, assert_same_program, loss_of, one_after_another
 from tests.support.module_programs import finish, leaves, parameters, seeded
 
 
@@ -317,3 +318,76 @@ class Scaled(nn.Module):
     del file, kind
     gc.collect()
     assert told() is None
+
+
+@dataclasses.dataclass(slots=True)
+class Scale:
+    """What its slot holds is found also where a class without it is derived from this one."""
+
+    by: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class NamedScale(Scale):
+    name: str
+
+
+class OneSlot:
+    __slots__ = "by"
+
+    def __init__(self, by: Tensor) -> None:
+        self.by = by
+
+
+class Private:
+    __slots__ = ("__by",)
+
+    def __init__(self, by: Tensor) -> None:
+        self.__by = by
+
+    @property
+    def by(self) -> Tensor:
+        return self.__by
+
+
+SLOTS = [Scale, functools.partial(NamedScale, name="half"), OneSlot, Private]
+
+
+@pytest.mark.parametrize("make", SLOTS, ids=["its own", "of a base", "only one", "private"])
+def test_tensors_in_slots_of_objects_among_the_arguments(make: Callable[[Tensor], Any]) -> None:
+    def program(apply: Any) -> Any:
+        modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+        scales = [make(x.exp()) for x in xs]
+        calls = [lambda x, scale, m=m: m(x) * scale.by for m in modules]
+        outputs = apply(calls, [*zip(xs, scales, strict=True)])
+        loss_of([*outputs, *[scale.by for scale in scales]]).backward()
+        return [x.grad for x in xs]
+
+    assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=1e-12)
+
+
+class Forwards:
+    """Asks for all that it does not have, as a proxy of something on another machine does."""
+
+    __slots__ = ("unset",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class LoadsItems(dict[str, object]):
+    def values(self) -> Any:
+        raise RuntimeError("it takes an hour")
+
+
+class LoadsRows(list[object]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("it takes an hour")
+
+
+@pytest.mark.parametrize("kind", [Forwards, LoadsItems, LoadsRows])
+def test_nothing_runs_of_objects_that_are_looked_into(kind: Callable[[], object]) -> None:
+    modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+    held = kind()
+    calls = [lambda x, _, m=m: (m(x), held) for m in modules]
+    assert all(returned[1] is held for returned in parallel_apply(calls, [(x, kind()) for x in xs]))
