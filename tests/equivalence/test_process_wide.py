@@ -18,7 +18,9 @@ from tests.support.comparing_modules import ORDER
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.module_programs import finish, leaves, parameters, seeded
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch.func.jvp
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated"
+)  # which torch.func.jvp uses
 BACKENDS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION] * 4
 NUM_CALLS = len(BACKENDS)
 

@@ -18,9 +18,8 @@ from torch.autograd import Function, forward_ad
 from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.errors import UnsupportedTransformError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated"
-)  # torch's own, on first use
+# torch's own, on first use
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 class Square(Function):
