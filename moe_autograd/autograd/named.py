@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import sys
 import types
 import weakref
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ SETTING = frozenset(  # rule 2
     ]
 )
 _TELLING = CHANGING | SETTING
+# what is called so otherwise than as a method, such as `config.train`, is something else
+_METHODS = frozenset(["eval", "train"])
 
 # a global of the file of a function, which may hold the class
 _Place = tuple["weakref.ref[types.FunctionType]", str]
@@ -90,7 +93,19 @@ def telling_names(function: types.FunctionType) -> frozenset[str]:
     named = [function.__globals__.get(name) for name in names.of_globals]
     codes = [one.__code__ for one in named if isinstance(one, types.FunctionType)]
     cached = [_CACHED] if _names_cached(names, named) else []
-    return names.telling.union(cached, *[_TELLING.intersection(code.co_names) for code in codes])
+    return names.telling.union(cached, *[_told_by(code) for code in codes])
+
+
+def _told_by(code: types.CodeType) -> frozenset[str]:
+    told = _TELLING.intersection(code.co_names)
+    return told & names_of(code).telling if told & _METHODS else told
+
+
+def _is_method(step: dis.Instruction) -> bool:
+    """Whether an instruction looks up what is called next, as a method of something."""
+    if step.opname == "LOAD_ATTR":
+        return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
+    return step.opname == "LOAD_METHOD"
 
 
 def _names_cached(names: Names, named: Sequence[object]) -> bool:
@@ -143,7 +158,7 @@ def names_of(code: types.CodeType) -> Names:
     names = _names.get(key)
     if names is None or names.code() is not code:
         told = weakref.ref(code, lambda _: _names.pop(key, None))
-        of_globals, of_attributes = dict[str, None](), dict[str, None]()
+        of_globals, of_attributes, methods = dict[str, None](), dict[str, None](), set[str]()
         for one in (codes := [code]):  # grows
             codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
             for step in dis.get_instructions(one):
@@ -151,6 +166,9 @@ def names_of(code: types.CodeType) -> Names:
                     of_globals[step.argval] = None
                 elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                     of_attributes[step.argval] = None
+                    if _is_method(step):
+                        methods.add(step.argval)
         telling = frozenset[str]().union(*[_TELLING.intersection(one.co_names) for one in codes])
+        telling -= _METHODS - methods
         names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), telling)
     return names

@@ -267,3 +267,26 @@ def _assert_same(program: Callable[[MapFunction], Any], options: dict[str, bool]
         tolerance=ORDER,
     )
     assert not isinstance(said, Raised)
+
+
+class Config:
+    train, eval = True, False
+
+
+class Meets(nn.Linear):
+    """Reads what is called as the methods that change a module, and computes once all calls have come."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__(4, 4)
+        self.config, self.barrier = Config(), threading.Barrier(num_calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.barrier.wait(PATIENCE_S)
+        return super().forward(x) * self.config.train + eval("0") + self.config.eval
+
+
+def test_calls_that_read_such_a_name_and_do_not_call_it_can_wait_for_each_other() -> None:
+    module = Meets(NUM_CALLS)
+    xs = [torch.ones(2, 4)] * NUM_CALLS
+    assert len(parallel_apply([module] * NUM_CALLS, xs)) == NUM_CALLS
+    assert len(parallel_apply([lambda x: module(x)] * NUM_CALLS, xs)) == NUM_CALLS
