@@ -6,6 +6,8 @@ Numbers are counted in plain attributes of an `ExpertStats` and turned into Prom
 from __future__ import annotations
 
 import logging
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -159,7 +161,10 @@ class MetricsEndpoint:
         except OSError:
             self._is_closing.wait(PAUSE_S)
             raise
-        connection.settimeout(READER_TIMEOUT_S)
+        # `settimeout` would be for the whole answer, however steadily it is read
+        timeout = struct.pack("@ll", int(READER_TIMEOUT_S), round(READER_TIMEOUT_S % 1 * 1e6))
+        for side in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, side, timeout)
         return connection, address
 
     def close(self) -> None:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.command.cli import main
 from experts_server.configuration.config import MemoryConfig, ServingConfig
 from experts_server.queues.stats import Histogram
+from experts_server.serving.metrics import MetricsEndpoint
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
-from tests.support.servers import WireClient, tokens
+from tests.support.proxy import Proxy
+from tests.support.servers import WireClient, tokens, wait_until
 
 D = 8
 
@@ -194,6 +200,28 @@ def test_a_reader_that_is_silent_or_sends_no_http_is_let_go_without_a_word(
                     pass
         assert samples(server.metrics_address)["experts_server_ready",] == 1
     assert capfd.readouterr().err == ""
+
+
+class Long(Collector):
+    """As much as thousands of experts have to tell, or more: no system holds it for its reader."""
+
+    text = "x" * (1 << 24)
+
+    def collect(self) -> Iterator[Metric]:
+        yield Metric("long", self.text, "gauge")
+
+
+def test_a_reader_may_take_long_but_must_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experts_server.serving.metrics.READER_TIMEOUT_S", 0.2)
+    endpoint = MetricsEndpoint("127.0.0.1", 0, Long())
+    with contextlib.closing(endpoint), Proxy(endpoint.address) as link:
+        link.bytes_per_s = 20e6
+        with urllib.request.urlopen(f"http://{link.address}/metrics", timeout=30) as reply:
+            assert Long.text in reply.read().decode()
+        host, _, port = endpoint.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as reader:
+            reader.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            wait_until(lambda: not any("process_request_thread" in t.name for t in threading.enumerate()))
 
 
 def _has_ipv6() -> bool:
