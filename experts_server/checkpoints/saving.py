@@ -141,9 +141,11 @@ class Saver:
     async def save_when_due(self) -> None:
         """Save if the interval has passed; a failure is logged, and tried again after the next interval.
 
-        An expert that hangs keeps the state that was saved before, and holds up no other's.
+        An expert that hangs keeps the state that was saved before, and holds up no other's. Before the last save none
+        is due.
         """
-        if self._folder is None or self.age_s < self._config.checkpoint_interval_s:
+        is_due = self.age_s >= self._config.checkpoint_interval_s and not self._is_ending
+        if self._folder is None or not is_due:
             return
         try:
             await self._save(self._folder, SNAPSHOT_TIMEOUT_S, goes_on=True)

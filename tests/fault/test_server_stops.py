@@ -136,3 +136,18 @@ def test_an_expert_that_comes_to_rest_before_the_drain_is_over_is_saved_as_it_is
         slow.may_go.set()
         stopping.join(START_S)
     assert saved_updates(tmp_path) == {"slow": 1}
+
+
+def test_a_stop_when_a_save_is_due_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last save is that one."""
+    monkeypatch.setattr(server_module, "UPKEEP_S", ENDLESS_S)  # it looks again when it stops
+    config = ServingConfig(checkpoint_dir=tmp_path, checkpoint_interval_s=0.001)
+    with (
+        ExpertsServer({"well": nn.Linear(D, D)}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        train(client)
+    assert saved_updates(tmp_path) == {"well": 1}
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
