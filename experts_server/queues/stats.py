@@ -73,23 +73,24 @@ class ExpertStats:
     ) -> None:
         """Take note of a batch; a look at the expert, such as a checkpoint's, is none.
 
-        Nor is a backward whose inputs are needed: it comes again, with them.
+        Nor is a backward whose inputs are needed, but for the bytes that have come: it comes again, with them.
         """
         name = _KIND_OF.get(type(batch[0]))
         if name is None or (isinstance(batch[0], BackwardCall) and batch[0].wants_nothing):
             return
+        kind = self.kinds[name]
+        for call in batch:
+            kind.bytes_in += call.num_bytes
         done = [
             pair for pair in zip(batch, results, strict=True) if not isinstance(pair[1], InputsNeededError)
         ]
         if not done:
             return
-        kind = self.kinds[name]
         kind.batch_calls.add(len(done))
         kind.compute_s.add(compute_s)
         kind.num_calls += len(done)
         for call, result in done:
             kind.num_tokens += call.num_tokens
-            kind.bytes_in += call.num_bytes
             kind.queue_s.add(started - call.arrived_at)
             if isinstance(result, Outputs):
                 result = result.tensors

@@ -16,7 +16,7 @@ from moe_autograd.errors import GradientsLostError, InvalidCallError
 from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.remote.calls import Request
 from moe_autograd.remote.jobs import Job
-from moe_autograd.wire.heads import ForwardHead
+from moe_autograd.wire.heads import BackwardHead
 from tests.support.hosting import sgd
 from tests.support.servers import WireClient
 
@@ -92,7 +92,7 @@ def test_a_server_refuses_to_step_with_gradients_that_an_untrained_expert_cannot
     place.host(nn.Linear(D, D), None)
     with connect(place.address) as experts:
         connection = experts.connection
-        request = Request("e", ForwardHead(b"", 1, "e", True, ()), ())
+        request = Request("e", BackwardHead(b"", 1, 1, 1, "e", True, ()), ())
         connection._updates.note_backwards([Job(request, place.address)], True, {})
         with pytest.raises(GradientsLostError, match="of 1 backwards, got an expert that is not trained"):
             connection.update("Step", ["e"])
