@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.calls import Outputs
+from experts_server.hosting.failing import told
 from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
@@ -150,22 +151,14 @@ class ModuleCaller:
 
     def failure(self, phase: str, error: BaseException) -> ExpertFailedError:
         """Return what says that the module raised `error`."""
-        return ExpertFailedError(f"expert {self.name!r}, {phase}: its module raised {_told(error)}")
+        return ExpertFailedError(f"expert {self.name!r}, {phase}: its module raised {told(error)}")
 
     def _explain(self, inputs: tuple[Tensor, ...], error: BaseException) -> RemoteError:
         if isinstance(error, RemoteError):
             return error
         failure = self.failure("forward", error)
         likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs)
-        return failure if likely is None else InvalidCallError(f"{likely} Its module raised {_told(error)}")
-
-
-def _told(error: BaseException) -> str:
-    kind = type(error).__name__
-    try:
-        return f"{kind}: {error}"
-    except Exception as mute:
-        return f"{kind}, whose text cannot be had ({type(mute).__name__})"
+        return failure if likely is None else InvalidCallError(f"{likely} Its module raised {told(error)}")
 
 
 def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:

@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from experts_server.hosting.calls import BackwardCall
-from experts_server.hosting.failing import FailureLog
+from experts_server.hosting.failing import FailureLog, told
 from experts_server.hosting.gradients import Gradients, dense
 from experts_server.hosting.ledger import Ledger, Reply
 from experts_server.hosting.training import Trainer
@@ -98,7 +98,7 @@ class LaterGradients:
                 self._ledger.record(call.client_id, call.sequence, self._trainer.num_updates, left.answer)
         except BaseException as error:
             self._failures.warn(self.name, "gradients of an answered backward were refused", error)
-            self._refused[call.client_id] = f"{type(error).__name__}: {error}"
+            self._refused[call.client_id] = told(error)
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
 

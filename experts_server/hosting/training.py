@@ -27,6 +27,7 @@ from experts_server.budget import Budget
 from experts_server.configuration.config import UpdateMode
 from experts_server.hosting.calls import Expected
 from experts_server.hosting.checks import check_finite
+from experts_server.hosting.failing import told
 from experts_server.hosting.gathered import Gathered, GatheredGradients
 from experts_server.hosting.gradients import Gradients, added, clipped_to_norm, clipped_to_value
 from moe_autograd.errors import ExpertFailedError, GradientsLostError
@@ -180,7 +181,7 @@ class Trainer:
             self.training.optimizer.step()
         except Exception as error:
             raise ExpertFailedError(
-                f"expert {self.name!r}: expected its optimizer to step, got {type(error).__name__}: {error}. Some of "
+                f"expert {self.name!r}: expected its optimizer to step, got {told(error)}. Some of "
                 "the weights may have been changed: set them, or restart from a checkpoint."
             ) from error
         finally:
@@ -197,5 +198,5 @@ class Trainer:
         try:
             self.training.schedule.step()
         except Exception as error:  # `OneCycleLR` raises after `total_steps`
-            self._schedule_end = f"{type(error).__name__}: {error}"
+            self._schedule_end = told(error)
             logger.error("expert %r: its schedule has ended: %s", self.name, error)

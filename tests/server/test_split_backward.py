@@ -111,7 +111,20 @@ def test_a_repeated_backward_counts_once() -> None:
         torch.testing.assert_close(client.get_state()["e"]["weight"], torch.full((D,), -1.0))
 
 
-@pytest.mark.parametrize("fault", ["raises", "exits", "is not finite"])
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+REASONS = {
+    "raises": "LookupError: no such weight",
+    "raises without a text": "WithoutText, whose text cannot be had",
+    "exits": "SystemExit: no such weight",
+    "is not finite": "expected finite values",
+}
+
+
+@pytest.mark.parametrize("fault", REASONS)
 def test_gradients_that_are_refused_after_the_answer_are_told_at_the_step_and_change_nothing(
     fault: str,
 ) -> None:
@@ -123,6 +136,8 @@ def test_gradients_that_are_refused_after_the_answer_are_told_at_the_step_and_ch
             return grad
         if fault == "raises":
             raise LookupError("no such weight")
+        if fault == "raises without a text":
+            raise WithoutText
         if fault == "exits":
             raise SystemExit("no such weight")
         return grad * torch.inf
@@ -132,9 +147,7 @@ def test_gradients_that_are_refused_after_the_answer_are_told_at_the_step_and_ch
         for _ in range(2):  # until zero_grad
             (update,) = client.step().updates
             assert pb.Code.Name(update.status.code) == "GRADIENTS_LOST"
-            assert (
-                "expected finite values" if fault == "is not finite" else "no such weight"
-            ) in update.status.message
+            assert REASONS[fault] in update.status.message
         assert client.num_updates() == {"e": 0}
         torch.testing.assert_close(client.get_state()["e"]["weight"], torch.ones(D))
         is_faulty.clear()
