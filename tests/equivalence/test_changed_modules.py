@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moe_autograd import parallel_apply
-from tests.support.comparing_modules import ORDER
-from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.comparing_modules import assert_same_without_error
+from tests.support.comparison import MapFunction, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import finish, leaves, parameters, seeded
 from tests.support.swapping import run_with, run_with_from_elsewhere
@@ -152,7 +152,7 @@ def test_calls_that_share_a_template_compute_with_their_own_weights(
         tensors = [*xs, *[w for weights in own for w in weights.values()]]
         return say(apply, template, waits, calls, [(x,) for x in xs], *tensors)
 
-    _assert_same(program, options)
+    assert_same_without_error(program, **options)
 
 
 def test_the_template_may_be_an_argument() -> None:
@@ -162,7 +162,7 @@ def test_the_template_may_be_an_argument() -> None:
         tensors = [*xs, *[w for weights in own for w in weights.values()]]
         return say(apply, template, waits, [functional_call] * NUM_CALLS, inputs, *tensors)
 
-    _assert_same(program, {})
+    assert_same_without_error(program)
 
 
 def test_a_call_of_the_template_itself_has_its_own_weights_and_so_has_one_of_a_part() -> None:
@@ -171,7 +171,7 @@ def test_a_call_of_the_template_itself_has_its_own_weights_and_so_has_one_of_a_p
         calls = [lambdas(template, own[0]), template, template[2]]
         return say(apply, template, waits, calls, [(x,) for x in xs], *xs, *own[0].values())
 
-    _assert_same(program, {})
+    assert_same_without_error(program)
 
 
 class Switched(nn.Module):
@@ -227,7 +227,7 @@ def test_a_change_for_one_call_is_for_that_call(
         calls = [template, lambda x: change(template, x)] * 2
         return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
 
-    _assert_same(program, options)
+    assert_same_without_error(program, **options)
 
 
 def test_templates_of_their_own_are_called_side_by_side() -> None:
@@ -256,17 +256,7 @@ def test_statistics_of_a_module_among_the_arguments_are_those_of_a_loop() -> Non
         outputs = apply([run] * 3 + [waits.come], [*inputs, (leaves(1)[0],)], [*kwargs, {}])
         return finish(outputs, *xs, *norm.parameters()), list(norm.buffers())
 
-    _assert_same(program, {})
-
-
-def _assert_same(program: Callable[[MapFunction], Any], options: dict[str, bool]) -> None:
-    said = assert_same_program(
-        program,
-        native_apply=one_after_another,
-        mapped_apply=functools.partial(parallel_apply, **options),
-        tolerance=ORDER,
-    )
-    assert not isinstance(said, Raised)
+    assert_same_without_error(program)
 
 
 class Config:

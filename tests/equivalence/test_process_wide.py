@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import parametrize
 
-from moe_autograd import parallel_apply
-from tests.support.comparing_modules import ORDER
-from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.comparing_modules import assert_same_without_error
+from tests.support.comparison import MapFunction
 from tests.support.module_programs import finish, leaves, parameters, seeded
 
 pytestmark = pytest.mark.filterwarnings(
@@ -64,7 +62,7 @@ def test_kernels_that_calls_choose_are_theirs_alone(options: dict[str, bool]) ->
         said = [[one.name for one in own] for own in chosen], _cur_sdpa_kernel_backends()
         return said, finish(list(outputs), *xs, *parameters(modules))
 
-    _assert_same(program, options)
+    assert_same_without_error(program, **options)
 
 
 class Unrolled(nn.Module):
@@ -89,7 +87,7 @@ def test_weights_that_calls_cache_are_theirs_alone() -> None:
         said = parametrize._cache_enabled, len(parametrize._cache)
         return said, finish(outputs, *xs, *parameters(modules)), [list(m.buffers()) for m in modules]
 
-    _assert_same(program, {})
+    assert_same_without_error(program)
 
 
 def with_jvp(module: nn.Module, x: Tensor) -> Any:
@@ -124,14 +122,4 @@ def test_what_calls_set_for_the_whole_process_is_theirs_alone(
         outputs = apply([lambda x, m=m: call(m, x) for m in modules], [(x,) for x in xs])
         return torch.get_default_dtype(), finish(outputs, *xs, *parameters(modules))
 
-    _assert_same(program, {})
-
-
-def _assert_same(program: Callable[[MapFunction], Any], options: dict[str, bool]) -> None:
-    said = assert_same_program(
-        program,
-        native_apply=one_after_another,
-        mapped_apply=functools.partial(parallel_apply, **options),
-        tolerance=ORDER,
-    )
-    assert not isinstance(said, Raised)
+    assert_same_without_error(program)
