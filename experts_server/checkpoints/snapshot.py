@@ -163,7 +163,7 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device
     digests = snapshot.plain.get("gathered_digests", {})  # those of before have none
     for client, (num_backwards, num_samples) in snapshot.plain["gathered"].items():
         gathered = Gathered(grads[client], num_backwards, num_samples, digests.get(client, 0))
-        trainer.gathered.put(bytes.fromhex(client), gathered)
+        trainer.gathered.put_back(bytes.fromhex(client), gathered)
 
 
 def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:

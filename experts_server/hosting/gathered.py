@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from experts_server.budget import Budget
 from experts_server.hosting.calls import Expected
 from experts_server.hosting.gradients import Gradients, num_bytes
+from moe_autograd.errors import ServerBusyError
 from moe_autograd.wire.gathered import MAX_UNSURE, digest_of, is_digest_of
 
 CROWDED_AGE_S = 60.0
@@ -94,6 +95,13 @@ class GatheredGradients:
         self._touched_at[client_id] = self._clock()
         self._applied.discard(client_id)
 
+    def put_back(self, client_id: bytes, gathered: Gathered) -> None:
+        """Put what a checkpoint held; where there is less room than there was, it is let go, and its client told."""
+        try:
+            self.put(client_id, gathered)
+        except ServerBusyError:
+            self._note_lost(client_id)
+
     def forget(self, client_id: bytes) -> None:
         """Let go of a client's gradients, as it wished or because they are applied."""
         gathered = self._by_client.pop(client_id, None)
@@ -123,6 +131,9 @@ class GatheredGradients:
         """Let go of the gradients of clients that have been away for too long."""
         for client_id in self.stale(is_crowded=is_crowded):
             self.forget(client_id)
-            self._lost[client_id] = None
-            if len(self._lost) > MAX_LOST:
-                self._lost.popitem(last=False)
+            self._note_lost(client_id)
+
+    def _note_lost(self, client_id: bytes) -> None:
+        self._lost[client_id] = None
+        if len(self._lost) > MAX_LOST:
+            self._lost.popitem(last=False)

@@ -148,7 +148,8 @@ class Trainer:
         if self.gathered.has_lost(client_id):
             raise GradientsLostError(
                 f"expert {self.name!r}: expected a step soon after the backward, got one when its gradients had "
-                f"been let go (after {self.gathered.max_age_s:g} s, or as others had no room). Repeat the backward."
+                f"been let go (after {self.gathered.max_age_s:g} s, or as others had no room). Call zero_grad and "
+                "repeat forward and backward."
             )
         gathered = self.gathered.get(client_id)
         if expected is not None and not (gathered or Gathered((), 0, 0)).may_be_of(expected):

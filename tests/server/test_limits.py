@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -172,7 +173,34 @@ def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back
         wait_until(lambda: not gathered.in_use)
         late = client.step("e").updates[0]
         assert "its gradients had been let go" in late.status.message
+        assert "Call zero_grad and repeat forward and backward." in late.status.message
         assert client.step("e").updates[0].num_updates == 0
+
+
+def test_a_server_that_starts_with_less_room_lets_go_of_gradients_that_do_not_fit_and_says_so(
+    tmp_path: Path,
+) -> None:
+    """It would not start, with "Try again later" for a reason."""
+    num_bytes = sum(p.nbytes for p in nn.Linear(D, D).parameters())
+
+    def serving_with(room: int) -> ExpertsServer:
+        limits = LimitsConfig(gathered_gradient_bytes=room)
+        experts = {name: nn.Linear(D, D) for name in "ab"}
+        config = ServingConfig(checkpoint_dir=tmp_path, limits=limits)
+        return ExpertsServer(experts, optimizer=sgd, config=config)
+
+    with serving_with(2 * num_bytes) as server, WireClient(server.address) as client:
+        for name in "ab":
+            client.forward(name, tokens(3, D))
+            assert client.backward(name, tokens(3, D)).code == "OK"
+    with serving_with(num_bytes) as server, WireClient(server.address) as client:
+        client.sequence = 10
+        codes = [pb.Code.Name(update.status.code) for update in client.step("a", "b").updates]
+        assert codes == ["OK", "GRADIENTS_LOST"]
+        client.zero_grad("a", "b")
+        client.forward("b", tokens(3, D))
+        assert client.backward("b", tokens(3, D)).code == "OK"
+        assert client.step("b").updates[0].num_updates == 1
 
 
 def test_gradients_that_trainings_leave_behind_give_room_to_the_next() -> None:
