@@ -154,22 +154,21 @@ class _Sum:
             if self._is_adding:
                 return
             self._is_adding = True
-        while (turn := self._next()) is not None:
-            self._add(turn)
+        while (come := self._next()) is not None:
+            self._add(*come)
 
-    def _next(self) -> _Place | None:
-        """Return whose turn it is; `None` if his gradient has not come."""
+    def _next(self) -> tuple[_Place, Tensor | None] | None:
+        """Return whose turn it is, and what has come from there; `None` if nothing has."""
         with self._lock:
             if self._num_added < len(self._places):
                 turn = self._places[self._num_added]
                 if turn in self._waiting:
                     self._num_added += 1
-                    return turn
+                    return turn, self._waiting.pop(turn)
             self._is_adding = False
             return None
 
-    def _add(self, turn: _Place) -> None:
-        grad = self._waiting.pop(turn)
+    def _add(self, turn: _Place, grad: Tensor | None) -> None:
         if grad is None:
             return
         if self.value is None:

@@ -9,7 +9,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,14 +30,7 @@ from tests.support.functions_waiting import PATIENCE_S
 from tests.support.histories import Copies, copied, leaf
 
 NUM_CALLS = 6
-
-
-@pytest.fixture(autouse=True)
-def _without_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 class Watch:

@@ -7,9 +7,8 @@ collector finds. All with `gc` disabled, watching tensors through weak reference
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,17 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
+from tests.support.functions_context import SavesOutput
 from tests.support.offloading import OPTIMIZERS
 
 NUM_CALLS = 3
-
-
-@pytest.fixture(autouse=True)
-def _without_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 class Faulty(Exception):
@@ -146,20 +139,9 @@ def test_nothing_is_left_of_graphs_in_functions_beside_one_that_fails() -> None:
 def test_nothing_is_left_of_functions_whose_recomputation_stops_at_what_they_save() -> None:
     refs: list[weakref.ref[Tensor]] = []
 
-    class Exp(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            y = x.exp()
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return grad * ctx.saved_tensors[0]
-
     def run(x: Tensor) -> Tensor:
         watched = Watched(refs)(x)
-        one, other = map_with_parallel_backward(Exp, (watched,), (watched,))
+        one, other = map_with_parallel_backward(SavesOutput, (watched,), (watched,))
         return one + other  # type: ignore[no-any-return]
 
     y = checkpoint(run, torch.randn(2, 4, requires_grad=True), use_reentrant=False)

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,14 +40,14 @@ FAULTS = ["", "forward", "forward", "second run", "backward", "pack", "unpack"]
 ENDS = ["backward", "backward", "a part", "gradients", "kept and dropped", "none"]
 
 
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+
 @pytest.fixture(autouse=True)
-def _without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _after_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
     Program(0).step(parallel_apply)  # the first checkpoint of a process imports something
     gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Faulty(Exception):
