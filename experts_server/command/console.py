@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -115,6 +115,28 @@ def ask_save(address: str, **connection: Any) -> str:
 
 def export_weights(address: str, expert: str, file: str, **connection: Any) -> None:
     """Write an expert's `state_dict` to a safetensors file; `-` is stdout."""
+    state = _fetched_state(address, expert, connection)
+    try:
+        content = safetensors.torch.save(state)
+    except (KeyError, ValueError, SafetensorError) as error:  # each for another kind of tensor
+        raise ConfigError(
+            f"export: expected tensors that safetensors can hold, got one that it cannot ({error!r})."
+        ) from error
+    if file == STANDARD:
+        with to_stdout():
+            stream = open_stream("stdout", sys.stdout)
+            stream.write(content)
+            stream.flush()
+        return
+    try:
+        _write_whole(Path(file), content)
+    except OSError as error:
+        raise ConfigError(
+            f"export: expected a file to write to, got {file!r} ({error.strerror}). Check path and permissions."
+        ) from error
+
+
+def _fetched_state(address: str, expert: str, connection: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     reader = ParcelReader()
     state: dict[str, torch.Tensor] = {}
     num_entries = None
@@ -137,24 +159,7 @@ def export_weights(address: str, expert: str, file: str, **connection: Any) -> N
         raise CorruptDataError(
             f"expert {expert!r} at {address}, export: expected {num_entries} entries, got {len(state)}. Try again."
         )
-    try:
-        content = safetensors.torch.save(state)
-    except (KeyError, ValueError, SafetensorError) as error:  # each for another kind of tensor
-        raise ConfigError(
-            f"export: expected tensors that safetensors can hold, got one that it cannot ({error!r})."
-        ) from error
-    if file == STANDARD:
-        with to_stdout():
-            stream = open_stream("stdout", sys.stdout)
-            stream.write(content)
-            stream.flush()
-        return
-    try:
-        _write_whole(Path(file), content)
-    except OSError as error:
-        raise ConfigError(
-            f"export: expected a file to write to, got {file!r} ({error.strerror}). Check path and permissions."
-        ) from error
+    return state
 
 
 def import_weights(address: str, expert: str, file: str, **connection: Any) -> None:

@@ -8,12 +8,13 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from experts_server.command.stdout import forget_stdout
 from experts_server.configuration.config import ServerConfig
 from experts_server.configuration.names import counted
-from experts_server.serving.server import from_config
+from experts_server.serving.server import ExpertServer, from_config
 from moe_autograd.autograd.offload.freed_memory import limit_heaps
 from moe_autograd.errors import CheckpointError
 
@@ -37,33 +38,17 @@ async def run(config: ServerConfig) -> int:
 
     The status is 0, or 1 if the last save failed.
     """
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def take_signal(number: signal.Signals) -> None:
-        # The end of a terminal is told twice, by the system and by its shell: that is no second wish.
-        if stopping.is_set() and number is not signal.SIGHUP:
-            os._exit(128 + number)
-        stopping.set()
-
     numbers = _let_signals_end_it()  # until it serves
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     limit_heaps(NUM_HEAPS)
     server = from_config(config)
     server.load()
-    for number in numbers:
-        loop.add_signal_handler(number, take_signal, number)
+    stopping = _stop_at(numbers)
     await server.start()
     leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
-    if server.metrics is not None:
-        logger.info("metrics at http://%s/metrics", server.metrics.address)
     if config.checkpoint_dir is None and any(queue.hosted.training for queue in server.registry.values()):
         logger.info("no checkpoint_dir: what the experts learn ends with this process")
-    try:
-        print(ready_line(len(server.registry), server.address), flush=True)
-    except OSError as error:  # its terminal has just gone; how to stop is a signal's business
-        logger.warning("expected somebody to read stdout, got %s", error)
-        forget_stdout()
+    _say_ready(server)
     await stopping.wait()
     leaving_out.cancel()
     status = 0
@@ -77,6 +62,31 @@ async def run(config: ServerConfig) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _stop_at(numbers: Sequence[signal.Signals]) -> asyncio.Event:
+    """Return what the first signal sets; a second one ends the process at once."""
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def take(number: signal.Signals) -> None:
+        # The end of a terminal is told twice, by the system and by its shell: that is no second wish.
+        if stopping.is_set() and number is not signal.SIGHUP:
+            os._exit(128 + number)
+        stopping.set()
+
+    for number in numbers:
+        loop.add_signal_handler(number, take, number)
+    return stopping
+
+
+def _say_ready(server: ExpertServer) -> None:
+    if server.metrics is not None:
+        logger.info("metrics at http://%s/metrics", server.metrics.address)
+    try:
+        print(ready_line(len(server.registry), server.address), flush=True)
+    except OSError as error:  # its terminal has just gone; how to stop is a signal's business
+        logger.warning("expected somebody to read stdout, got %s", error)
+        forget_stdout()
 
 
 def _let_signals_end_it() -> list[signal.Signals]:

@@ -2,11 +2,11 @@
 
 Begin with `parallel`, which draws the three steps of a map. The first line of each file says what it is for::
 
-    the maps                parallel, alone, in_turn, grouping, runs
+    the maps                parallel, alone, in_turn, grouping, units, runs
     a call of a function    emulated, function_calls
     a call of a module      module_calls, module_results, joined_modules, entry
     one node for all calls  join, joined, histories, this_backward, boxed, grad_dtypes, accumulating, sums
-    what calls hold         closures, named, compiled, ranks
+    what calls hold         closures, in_modules, reaching, named, compiled, ranks
     what calls share        statistics, changes
     hooks                   hooks, ordered_hooks, result_hooks, sleeping_hooks
     memory and time         recompute, deferred, split_backward, split_arguments, borders, saved_tensors, offload

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from moe_autograd.autograd.closures import Cut, LooseCut
+from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.entry import is_entry
+from moe_autograd.autograd.reaching import Cut
 
 Memory = tuple[Tensor, Node | None]  # a tensor that is no view, and what its history is
 

@@ -25,14 +25,15 @@ from moe_autograd.autograd.changes import (
     renew_views,
     without_changed,
 )
-from moe_autograd.autograd.closures import Cut, LooseCut
+from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import may_compile
-from moe_autograd.autograd.entry import Entrance, flatten
+from moe_autograd.autograd.entry import Entrance, Flat, flatten
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
+from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
@@ -136,6 +137,109 @@ def _second_order(call: ModuleCall, wanted: Sequence[Wanted], *grad_outputs: Ten
     return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
 
 
+class _Forwards:
+    """The forwards of one map's module calls (step 1 of `parallel`), and what they have done to what they share.
+
+    Args:
+        modules: any callables.
+        flats: the arguments of each, flattened.
+        names: of the calls, for errors and profiles.
+        cuts: for each, where its graph ends besides the inputs (Rule 3).
+        title: how the map is called in errors and profiles.
+        shares_graph: whether these are calls of a backward that makes a graph (Rule 6).
+
+    Attributes:
+        calls: when they have run.
+        entrance: where the callers' tensors enter them.
+        changed: what they have changed in place, by its `id`.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[Callable[..., Any]],
+        flats: Sequence[Flat],
+        names: Sequence[str],
+        cuts: Sequence[Sequence[Cut]],
+        title: str,
+        shares_graph: bool,
+    ) -> None:
+        self._modules, self._flats, self._names, self._cuts = modules, flats, names, cuts
+        self._title, self._shares_graph = title, shares_graph
+        self.calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
+        self.entrance = Entrance([value for values, _ in flats for value in values])
+        self.changed: dict[int, Tensor] = {}
+        self._held = memory_held(cuts)
+        self._owners: dict[Node, ModuleCall] = {}
+        self._hooks = ordered_hooks(len(modules))
+        self._has_streams = accelerator_in_use() is not None
+
+    def run(self, max_concurrency: int | None, *, is_even: bool) -> list[ModuleCall]:
+        """Run all of them; return the calls.
+
+        Raises:
+            RuntimeError: they have changed what others take, or where an input is (`changes`).
+            BaseException: of the lowest failing call.
+        """
+        title, last_first = f"{self._title}, forward", self._shares_graph  # as any backward begins
+        try:
+            run_calls(
+                self._run_one, self._names, max_concurrency, title, last_first=last_first, is_even=is_even
+            )
+            self._refuse_changes()
+        finally:
+            self._owners.clear()
+            self.entrance.close()
+        self._note_shared_leaves()
+        return self.calls
+
+    def _run_one(self, i: int) -> None:
+        if self._has_streams:
+            use_here(tree_leaves(self._flats[i][0]))
+        call = self.calls[i] = self._make(i)
+        if any(type(cut) is LooseCut for cut in self._cuts[i]):
+            call.cuts, self._held[i] = without_changed(call.cuts, self._cuts[i], self._held[i])
+        call.find_leaves(self._owners)
+
+    def _make(self, i: int) -> ModuleCall:
+        of_map = self.entrance.aliases, self._cuts[i], self._shares_graph
+        if self._hooks is None:
+            return ModuleCall(self._modules[i], self._flats[i], *of_map)
+        with self._hooks.of(i):
+            call = ModuleCall(self._modules[i], self._flats[i], *of_map)
+        call.boxes = self._hooks.boxes(i)
+        return call
+
+    def _refuse_changes(self) -> None:
+        if not self._shares_graph:
+            refuse_changed_closures(self._title, self._names, self._held)
+        self.entrance.refuse_replaced(self._title)
+        for call, name in zip(self.calls, self._names, strict=True):
+            call.refuse_changed_results(name)
+        self.changed = {id(base): base for call in self.calls for base in map(base_of, call.changed)}
+        if self.changed:  # Rule 7
+            taken = [self._taken_by(call) for call in self.calls]
+            refuse_shared_changes(self._title, self._names, [call.changed for call in self.calls], taken)
+
+    def _taken_by(self, call: ModuleCall) -> list[Tensor]:
+        reached = [base for base in self.changed.values() if call.leads_to(base)]
+        return [*[tensor for _, tensor in call.cuts], *reached]
+
+    def _note_shared_leaves(self) -> None:
+        counts = collections.Counter([id(leaf) for call in self.calls for leaf in call.leaves])
+        shared = frozenset(leaf for leaf, count in counts.items() if count > 1)
+        for call in self.calls if shared else ():
+            call.shared_leaves = shared
+
+    def renew_views(self) -> None:
+        """Renew the callers' views of what was changed in place, once that is tied."""
+        if self.changed:
+            outer = [
+                *[tensor for cuts in self._cuts for _, tensor in cuts],
+                *[value for values, _ in self._flats for value in values],
+            ]
+            renew_views(self.changed.values(), [value for value in outer if isinstance(value, Tensor)])
+
+
 def run_module_calls(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[tuple[Any, ...]],
@@ -154,69 +258,26 @@ def run_module_calls(
     is_even = bool(compiled) and max_concurrency != 1
     at_once = 1 if is_even and may_compile(compiled, zip(inputs, kwargs, strict=True)) else max_concurrency
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
-    entrance = Entrance([value for values, _ in flats for value in values])
-    held = memory_held(cuts)
-    owners: dict[Node, ModuleCall] = {}
-    hooks = ordered_hooks(len(modules))
-    calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
-
-    has_streams = accelerator_in_use() is not None
-
-    def forward(i: int) -> None:
-        if has_streams:
-            use_here(tree_leaves(flats[i][0]))
-        if hooks is None:
-            calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
-        else:
-            with hooks.of(i):
-                calls[i] = ModuleCall(modules[i], flats[i], entrance.aliases, cuts[i], shares_graph)
-            calls[i].boxes = hooks.boxes(i)
-        if any(type(cut) is LooseCut for cut in cuts[i]):
-            calls[i].cuts, held[i] = without_changed(calls[i].cuts, cuts[i], held[i])
-        calls[i].find_leaves(owners)
-
-    try:
-        # In a backward that makes a graph the last call begins first, as in any.
-        run_calls(forward, names, at_once, f"{title}, forward", last_first=shares_graph, is_even=is_even)
-        if not shares_graph:
-            refuse_changed_closures(title, names, held)
-        entrance.refuse_replaced(title)
-        for call, name in zip(calls, names, strict=True):
-            call.refuse_changed_results(name)
-        changed = {id(base): base for call in calls for base in map(base_of, call.changed)}
-        if changed:  # Rule 7
-            taken = [
-                [tensor for _, tensor in call.cuts]
-                + [base for base in changed.values() if call.leads_to(base)]
-                for call in calls
-            ]
-            refuse_shared_changes(title, names, [call.changed for call in calls], taken)
-    finally:
-        owners.clear()
-        entrance.close()
-    leaves = [id(leaf) for call in calls for leaf in call.leaves]
-    if len({*leaves}) < len(leaves):
-        shared = frozenset(one for one, count in collections.Counter(leaves).items() if count > 1)
-        for call in calls:
-            call.shared_leaves = shared
-    tied: list[Sequence[Tensor]] = [()] * len(calls)
+    forwards = _Forwards(modules, flats, names, cuts, title, shares_graph)
+    calls = forwards.run(at_once, is_even=is_even)
     for call in calls:
         if call.touched:
             call.keep_histories()
             call.tie_changed()
+    tied: Sequence[Sequence[Tensor]] = [()] * len(calls)
     if any(call.results for call in calls):
-        # A module may turn gradients on by itself; then its result has a history under no_grad, too.
-        # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
-        dirty = tuple([tensor for call in calls for tensor in call.dirty])
-        with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(dirty):
-            all_calls = joined(calls, names, max_concurrency if turns is None else at_once, title)
-            all_calls.entrance, all_calls.turns, all_calls.is_even = entrance, turns, is_even
-            tied = join(all_calls)
+        all_calls = joined(calls, names, max_concurrency if turns is None else at_once, title)
+        all_calls.entrance, all_calls.turns, all_calls.is_even = forwards.entrance, turns, is_even
+        tied = _tie(all_calls)
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
-    if changed:
-        outer = [
-            *[tensor for own in cuts for _, tensor in own],
-            *[value for values, _ in flats for value in values],
-        ]
-        renew_views(changed.values(), [value for value in outer if isinstance(value, Tensor)])
+    forwards.renew_views()
     return returned
+
+
+def _tie(calls: JoinedModules) -> Sequence[Sequence[Tensor]]:
+    """Return the calls' results, tied to their join."""
+    # A module may turn gradients on by itself; then its result has a history under no_grad, too.
+    # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
+    dirty = tuple([tensor for call in calls.calls for tensor in call.dirty])
+    with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(dirty):
+        return join(calls)

@@ -16,8 +16,6 @@ random numbers `_random`'s, the node is `join`'s.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -28,23 +26,19 @@ from torch.autograd.function import Function
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._ambient import refuse_transforms
-from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.alone import apply_alone, run_alone
 from moe_autograd.autograd.changes import refuse_shared_changes
-from moe_autograd.autograd.closures import Held, holds_nothing, look_into
-from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions, applies_as_usual
-from moe_autograd.autograd.grouping import Unit, around, group_calls, ungroup
+from moe_autograd.autograd.grouping import group_calls, ungroup
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
-from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.ranks import are_spread
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.autograd.runs import run_calls
-from moe_autograd.autograd.statistics import Turns
+from moe_autograd.autograd.units import run_units
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
@@ -115,14 +109,7 @@ def _map(
 ) -> tuple[Any, ...]:
     check_is_function("map_with_parallel_backward", func)
     check_max_concurrency("map_with_parallel_backward", max_concurrency)
-    for index, args in enumerate(args_per_call):
-        if not isinstance(args, tuple | list):
-            raise TypeError(
-                f"map_with_parallel_backward: expected a tuple of arguments for call {index}, got "
-                f"{type(args).__name__}. Write map_with_parallel_backward(func, (x0,), (x1,)) for single arguments."
-            )
-    refuse_transforms(a for args in args_per_call for a in args if isinstance(a, Tensor))
-
+    _check_arguments(args_per_call)
     if not args_per_call:
         return ()
     title = f"map_with_parallel_backward({func.__name__})"
@@ -137,10 +124,35 @@ def _map(
             )
         )
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
+    calls = _run_forwards(func, args_per_call, names, max_concurrency, f"{title}, forward")  # step 1
+    changed = [call.changed for call in calls]
+    if any(changed):
+        taken = [call.inputs for call in calls]
+        refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
+    tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
+    return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
+
+
+def _check_arguments(args_per_call: Sequence[Sequence[Any]]) -> None:
+    for index, args in enumerate(args_per_call):
+        if not isinstance(args, tuple | list):
+            raise TypeError(
+                f"map_with_parallel_backward: expected a tuple of arguments for call {index}, got "
+                f"{type(args).__name__}. Write map_with_parallel_backward(func, (x0,), (x1,)) for single arguments."
+            )
+    refuse_transforms(a for args in args_per_call for a in args if isinstance(a, Tensor))
+
+
+def _run_forwards(
+    func: type[Function],
+    args_per_call: Sequence[Sequence[Any]],
+    names: Sequence[str],
+    max_concurrency: int | None,
+    title: str,
+) -> list[FunctionCall]:
     calls: list[FunctionCall] = [_NOT_RUN] * len(args_per_call)
     is_recorded = torch.is_grad_enabled()
     hooks = ordered_hooks(len(args_per_call))
-
     has_streams = accelerator_in_use() is not None
 
     def forward(index: int) -> None:
@@ -152,13 +164,8 @@ def _map(
         with hooks.of(index):  # for what a nested graph saves; what the join saves meets them there
             calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
 
-    run_calls(forward, names, max_concurrency, f"{title}, forward", is_recorded=False)  # step 1
-    changed = [call.changed for call in calls]
-    if any(changed):
-        taken = [call.inputs for call in calls]
-        refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
-    tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
-    return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
+    run_calls(forward, names, max_concurrency, title, is_recorded=False)
+    return calls
 
 
 _map_uncompiled = torch._disable_dynamo(_map)
@@ -263,13 +270,7 @@ def _apply(
 ) -> list[Any]:
     modules = list(modules)
     how = as_recompute(recompute)
-    args = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
-    kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(k) for k in kwargs_tup]
-    if not len(modules) == len(args) == len(kwargs):
-        raise ValueError(
-            f"parallel_apply: expected as many inputs and kwargs as modules, got {len(modules)} modules, "
-            f"{len(args)} inputs and {len(kwargs)} kwargs. Pass one of each for every call."
-        )
+    args, kwargs = _checked_arguments(modules, inputs, kwargs_tup)
     check_max_concurrency("parallel_apply", max_concurrency)
     refuse_transforms(_tensors_in(args, kwargs))
     if not modules:
@@ -280,51 +281,31 @@ def _apply(
             return returned
     if how is not None:
         modules = [recomputed_in_group(module, how) for module in modules]
-    together = group_calls(modules, args, kwargs, names)
-    if len(together) == 1 and together[0].is_group:  # it sees to its own concurrency
-        return ungroup(
-            together, [run_alone(together[0].run, (), together[0].name, "parallel_apply")], len(modules)
+    units = group_calls(modules, args, kwargs, names)
+    if len(units) == 1 and units[0].is_group:  # it sees to its own concurrency
+        returned = [run_alone(units[0].run, (), units[0].name, "parallel_apply")]
+    else:
+        is_in_turn = are_spread(_tensors_in(args, kwargs))
+        returned = run_units(
+            units, modules, 1 if is_in_turn else max_concurrency, how, defer_weight_grads and not is_in_turn
         )
-    called = [
-        unit.call if how is None or unit.is_group else functools.partial(how, unit.call) for unit in together
-    ]
-    if len(together) < len(modules):  # those beside a group draw what they would draw without it
-        called = [
-            call if unit.is_group else around(_in_place, unit.positions[0], call)
-            for unit, call in zip(together, called, strict=True)
-        ]
-    held = [_held_by(unit, modules) for unit in together]
-    if any(own.talkers or own.setting for own in held) or are_spread(_tensors_in(args, kwargs)):
-        max_concurrency, defer_weight_grads = 1, False
-    turns = Turns(held, [unit.name for unit in together])
-    defers = defer_weight_grads and how is None and may_defer()
-    with contextlib.nullcontext() if max_concurrency == 1 else turns:
-        returned = run_module_calls(
-            turns.wrap(called, range(len(together))),
-            [unit.args for unit in together],
-            [unit.kwargs for unit in together],
-            names=[unit.name for unit in together],
-            max_concurrency=max_concurrency,
-            title="parallel_apply",
-            cuts=[own.cuts for own in held],
-            joined=DeferringModules if defers else JoinedModules,
-            turns=None if how is None else turns,
-            compiled=[one for own in held for one in own.compiled],
+    return ungroup(units, returned, len(modules))
+
+
+def _checked_arguments(
+    modules: Sequence[Any], inputs: Sequence[Any], kwargs_tup: Sequence[dict[str, Any]] | None
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    args = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
+    kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(k) for k in kwargs_tup]
+    if not len(modules) == len(args) == len(kwargs):
+        raise ValueError(
+            f"parallel_apply: expected as many inputs and kwargs as modules, got {len(modules)} modules, "
+            f"{len(args)} inputs and {len(kwargs)} kwargs. Pass one of each for every call."
         )
-    if accelerator_in_use() is not None:
-        use_here(tree_leaves(returned))
-    return ungroup(together, returned, len(modules))
+    return args, kwargs
 
 
 _apply_uncompiled = torch._disable_dynamo(_apply)
-
-
-def _held_by(unit: Unit, modules: Sequence[Any]) -> Held:
-    if not unit.is_group:
-        return look_into(unit.call, (*unit.args, *unit.kwargs.values()))
-    # Of a group the modules with buffers that it calls here; what else it holds is its own business.
-    members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
-    return holds_nothing()._replace(owners=[owner for one in members for owner in look_into(one).owners])
 
 
 def _is_observed() -> bool:
@@ -334,11 +315,6 @@ def _is_observed() -> bool:
 
 def _tensors_in(*trees: Any) -> Iterator[Tensor]:
     yield from (value for value in tree_leaves(trees) if isinstance(value, Tensor))
-
-
-def _in_place(position: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    running.index = position
-    return call(*args, **kwargs)
 
 
 def check_max_concurrency(caller: str, max_concurrency: int | None) -> None:

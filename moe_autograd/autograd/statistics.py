@@ -30,8 +30,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from moe_autograd.autograd.closures import NOT_MADE_YET, Held
 from moe_autograd.autograd.grouping import around
+from moe_autograd.autograd.in_modules import NOT_MADE_YET
+from moe_autograd.autograd.reaching import Held
 
 WARN_AFTER_S = 60.0
 

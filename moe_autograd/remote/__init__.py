@@ -16,7 +16,7 @@ results come up again::
     modules and optimizers  experts, expert, optimizer, inputs, expecting, leaving, state, turns, updates
     one connection          connection, operations, deadline, numbering, closing, awaiting, checking, config
     which server            finding, placement, servers, addresses
-    getting there           delivery, jobs, fanout, retry, hedging
+    getting there           delivery, requests, jobs, fanout, retry, hedging
     one server              calls, streaming, channel, compression, security, forking, interrupts
 """
 

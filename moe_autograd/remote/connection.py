@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, RemoteError
-from moe_autograd.remote.calls import Outcome, Request
+from moe_autograd.remote.calls import Outcome
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.delivery import Delivery, Settings
@@ -34,11 +34,11 @@ from moe_autograd.remote.leaving import LeftForwards
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert
+from moe_autograd.remote.requests import backward_request, forward_request
 from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import State, fetch_states, send_states
 from moe_autograd.remote.updates import Updates, check_updates
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.heads import BackwardHead, ForwardHead
 
 
 class Connection:
@@ -164,7 +164,7 @@ class Connection:
         jobs = []
         encoding = self._delivery.settings.encodings.encoding("Forward")
         for call, args in zip(calls, inputs, strict=True):
-            request = self._forward_request(call, args, encoding)
+            request = forward_request(self.numbering.client_id, call, args, encoding)
             job = Job(request, "", index=call.index)
             jobs.append(job)
             try:
@@ -203,34 +203,8 @@ class Connection:
     ) -> dict[int, list[Tensor | None]]:
         """Make the backwards that anybody wants; return the gradients of each call's inputs by its `call_id`."""
         self.left_forwards.tell()
-        wanted = []
-        for part in parts:
-            is_trained = part.call.is_trained and self.hosted[part.call.expert].is_trained
-            part.wants_weight_grads = wants_weight_grads and is_trained
-            if part.wants_weight_grads or any(part.wants_input_grads):
-                wanted.append(part)
-        jobs = []
-        encoding = self._delivery.settings.encodings.encoding("Backward")
-        gives = [part.wants_weight_grads for part in wanted]
-        given = itertools.compress([part.call.expert for part in wanted], gives)
-        names = [name for name in given if self.hosted[name].update == "on_step"]
-        with (
-            self._delivery.operations.begin() as operation,
-            self._updates.turns.turn("Backward", names, operation) as hindrance,
-            self.numbering.sequences(len(wanted)) as (sequences, settled_below),
-        ):
-            if hindrance is not None and failures is None:
-                raise hindrance
-            for part, sequence in zip(wanted, sequences, strict=True):
-                request = self._backward_request(part, sequence, settled_below, keep_graph, encoding)
-                jobs.append(Job(request, part.call.address, Outcome(error=hindrance), part.call.index))
-            has_come_back, dropped = False, self._updates.dropped  # Ctrl-C may end it anywhere
-            try:
-                self._delivery.deliver("Backward", jobs, operation, failures)
-                has_come_back = True
-            finally:
-                if hindrance is None:
-                    self._updates.note_backwards(itertools.compress(jobs, gives), has_come_back, dropped)
+        wanted = [part for part in parts if self._is_wanted(part, wants_weight_grads)]
+        jobs = self._deliver_backwards(wanted, failures, keep_graph)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
                 part.call.is_kept = keep_graph
@@ -244,43 +218,40 @@ class Connection:
             if job.outcome.error is None
         }
 
-    def _forward_request(self, call: Call, inputs: Sequence[Tensor], encoding: pb.Encoding) -> Request:
-        head = ForwardHead(
-            self.numbering.client_id,
-            call.call_id,
-            call.expert,
-            call.keep_graph,
-            tuple([x.requires_grad and call.keep_graph for x in inputs]),
-            call.evaluate,
-            encoding,
-            call.random_seed,
-        )
-        return Request(call.expert, head, inputs, encoding)
+    def _is_wanted(self, part: BackwardPart, wants_weight_grads: bool) -> bool:
+        """Note in a backward whether its server is to gather weight gradients; return whether anybody wants it."""
+        is_trained = part.call.is_trained and self.hosted[part.call.expert].is_trained
+        part.wants_weight_grads = wants_weight_grads and is_trained
+        return part.wants_weight_grads or any(part.wants_input_grads)
 
-    def _backward_request(
-        self,
-        part: BackwardPart,
-        sequence: int,
-        settled_below: int,
-        keep_graph: bool,
-        encoding: pb.Encoding,
-    ) -> Request:
-        call = part.call
-        head = BackwardHead(
-            self.numbering.client_id,
-            sequence,
-            settled_below,
-            call.call_id,
-            call.expert,
-            part.wants_weight_grads,
-            tuple(part.wants_input_grads),
-            keep_graph,
-            len(part.grad_outputs),
-            evaluate=call.evaluate,
-            reply_encoding=encoding,
-        )
-        again = part.inputs, call.encoding, call.random_seed, call.replica
-        return Request(call.expert, head, part.grad_outputs, encoding, *again)
+    def _deliver_backwards(
+        self, parts: Sequence[BackwardPart], failures: Failures | None, keep_graph: bool
+    ) -> list[Job]:
+        """Send backwards under numbers of their own, in the turn of their experts, and count what is gathered."""
+        encoding = self._delivery.settings.encodings.encoding("Backward")
+        gives = [part.wants_weight_grads for part in parts]
+        given = itertools.compress([part.call.expert for part in parts], gives)
+        names = [name for name in given if self.hosted[name].update == "on_step"]
+        with (
+            self._delivery.operations.begin() as operation,
+            self._updates.turns.turn("Backward", names, operation) as hindrance,
+            self.numbering.sequences(len(parts)) as (sequences, settled_below),
+        ):
+            if hindrance is not None and failures is None:
+                raise hindrance
+            jobs = []
+            for part, sequence in zip(parts, sequences, strict=True):
+                update = self.numbering.client_id, sequence, settled_below
+                request = backward_request(update, part, keep_graph, encoding)
+                jobs.append(Job(request, part.call.address, Outcome(error=hindrance), part.call.index))
+            has_come_back, dropped = False, self._updates.dropped  # Ctrl-C may end it anywhere
+            try:
+                self._delivery.deliver("Backward", jobs, operation, failures)
+                has_come_back = True
+            finally:
+                if hindrance is None:
+                    self._updates.note_backwards(itertools.compress(jobs, gives), has_come_back, dropped)
+        return jobs
 
     # ---- updates
 

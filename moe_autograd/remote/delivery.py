@@ -280,11 +280,11 @@ class Delivery:
                 except RemoteError as error:
                     is_lost = isinstance(error, ServerUnavailableError)
                     may_have_moved = isinstance(error, ExpertNotFoundError) and attempts.num_retries == 0
-                    is_worth = self._is_worth_it(error, address, operation, was_answered=False)
-                    is_worth = is_worth or isinstance(error, DeadlineExceededError)  # of this attempt only
                     is_gone = is_lost and (address in lost or attempts.num_retries > 0)
-                    is_worth = is_worth and is_patient(own) and not (is_gone and failures is not None)
-                    is_worth = is_worth or may_have_moved
+                    is_needed = is_patient(own) and not (is_gone and failures is not None)
+                    may_pass = isinstance(error, DeadlineExceededError)  # of this attempt only
+                    may_pass = may_pass or self._is_worth_it(error, address, operation, was_answered=False)
+                    is_worth = may_have_moved or (is_needed and may_pass)
                     pause_s = attempts.pause_before_next([error]) if is_worth else None
                     if pause_s is None or operation.cancellation.wait(pause_s):
                         raise

@@ -103,20 +103,9 @@ class Finding:
         errors: dict[str, Exception] = {**self.servers.resolve(operation.deadline.part(resolving_s))}
 
         def info(address: str, _: None) -> pb.InfoReply:
-            channel = self.servers.channel(address)
             patience_s = self.servers.patience_s(address, may_miss=may_miss)
             deadline = operation.deadline.part(min(timeout_s, patience_s))
-            for pause_s in _PAUSES_S:
-                try:
-                    return _ask(channel, deadline)
-                except ServerUnavailableError:
-                    # one that broke, which grpc may not have noticed at the second attempt
-                    if deadline.remaining_s < _LEAST_ATTEMPT_S or operation.cancellation.wait(pause_s):
-                        raise
-                except PermissionDeniedError:
-                    if not channel.token.is_renewed_since(operation.deadline.started_at):
-                        raise
-            return _ask(channel, deadline)
+            return _ask_patiently(self.servers.channel(address), deadline, operation)
 
         asked = dict.fromkeys(self.servers.addresses)
         replies: dict[str, pb.InfoReply] = {}
@@ -128,6 +117,10 @@ class Finding:
             else:
                 replies[address] = result
                 self.placement.note_success(address)
+        self._note_replies(replies)
+        return errors
+
+    def _note_replies(self, replies: Mapping[str, pb.InfoReply]) -> None:
         counted = self.servers.settle(replies)
         known = [
             address for address in self.servers.addresses if address in counted or address not in replies
@@ -136,10 +129,23 @@ class Finding:
         # What a server has dropped is still known, for a clear error.
         self.hosted = {**self.hosted, **self.placement.experts()}
         self._first_told = {**self.hosted, **self._first_told}
-        return errors
 
     def __repr__(self) -> str:
         return f"Finding({self.servers!r}, {self.placement!r})"
+
+
+def _ask_patiently(channel: Channel, deadline: Deadline, operation: Operation) -> pb.InfoReply:
+    for pause_s in _PAUSES_S:
+        try:
+            return _ask(channel, deadline)
+        except ServerUnavailableError:
+            # one that broke, which grpc may not have noticed at the second attempt
+            if deadline.remaining_s < _LEAST_ATTEMPT_S or operation.cancellation.wait(pause_s):
+                raise
+        except PermissionDeniedError:
+            if not channel.token.is_renewed_since(operation.deadline.started_at):
+                raise
+    return _ask(channel, deadline)
 
 
 def _ask(channel: Channel, deadline: Deadline) -> pb.InfoReply:

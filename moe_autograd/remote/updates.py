@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.calls import without_name
@@ -122,45 +123,57 @@ class Updates:
             self.turns.turn(rpc, names, operation) as hindrance,
             self._numbering.sequences(1) as ((sequence,), settled_below),
         ):
-            if hindrance is not None and failures is None:
-                raise hindrance
-
-            def once(channel: Channel, own: dict[str, _Gathered], operation: Operation) -> None:
-                request = pb.UpdateRequest(
-                    client_id=self._numbering.client_id,
-                    sequence=sequence,
-                    settled_below=settled_below,
-                    experts=own,
-                    gathered=[gathered.count for gathered in own.values()],
-                    kind=pb.STEP if rpc == "Step" else pb.ZERO_GRAD,
-                )
-                attempt_s = self._delivery.settings.retry.update_attempt_s
-                reply = channel.unary(rpc, request, pb.UpdateReply, operation.deadline, attempt_s)
-                if (answered := [update.expert for update in reply.updates]) != list(own):
-                    raise CorruptDataError(
-                        f"server at {channel.address}, {PHASES[rpc]}: expected answers for {list(own)}, "
-                        f"got {answered}. The server is broken, or of another version."
-                    )
-                check_updates(rpc, channel, reply, operation)
-                if rpc == "ZeroGrad":
-                    with self._lock:
-                        for name in own:
-                            self._gathered[name].pop(channel.address, None)
-
             if hindrance is None:
+                once = partial(self._send_once, rpc, sequence, settled_below)
                 gathered_at = self._gathered_at(rpc, names)
                 self._delivery.at_each(
                     gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
                 )
-            elif failures is not None:
+            elif failures is None:
+                raise hindrance
+            else:
                 failures.append(hindrance)
             if rpc == "ZeroGrad":
-                with self._lock:
-                    if hindrance is not None:
-                        self._dropped = {**self._dropped, **dict.fromkeys(names, object())}
-                    for name in names:
-                        for gathered in self._gathered.get(name, {}).values():
-                            gathered.is_stale = True
+                self._drop(names, has_waited=hindrance is None)
+
+    def _send_once(
+        self,
+        rpc: str,
+        sequence: int,
+        settled_below: int,
+        channel: Channel,
+        own: dict[str, _Gathered],
+        operation: Operation,
+    ) -> None:
+        request = pb.UpdateRequest(
+            client_id=self._numbering.client_id,
+            sequence=sequence,
+            settled_below=settled_below,
+            experts=own,
+            gathered=[gathered.count for gathered in own.values()],
+            kind=pb.STEP if rpc == "Step" else pb.ZERO_GRAD,
+        )
+        attempt_s = self._delivery.settings.retry.update_attempt_s
+        reply = channel.unary(rpc, request, pb.UpdateReply, operation.deadline, attempt_s)
+        if (answered := [update.expert for update in reply.updates]) != list(own):
+            raise CorruptDataError(
+                f"server at {channel.address}, {PHASES[rpc]}: expected answers for {list(own)}, "
+                f"got {answered}. The server is broken, or of another version."
+            )
+        check_updates(rpc, channel, reply, operation)
+        if rpc == "ZeroGrad":
+            with self._lock:
+                for name in own:
+                    self._gathered[name].pop(channel.address, None)
+
+    def _drop(self, names: Sequence[str], *, has_waited: bool) -> None:
+        """Let what has not been forgotten not be applied, nor what backwards will gather that nobody waited for."""
+        with self._lock:
+            if not has_waited:
+                self._dropped = {**self._dropped, **dict.fromkeys(names, object())}
+            for name in names:
+                for gathered in self._gathered.get(name, {}).values():
+                    gathered.is_stale = True
 
     def _gathered_at(self, rpc: str, names: Sequence[str]) -> dict[str, dict[str, _Gathered]]:
         """Return what is to be applied, or forgotten, by address and expert."""

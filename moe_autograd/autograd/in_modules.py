@@ -1,0 +1,138 @@
+"""What a module holds: tensors with history among its attributes and parts, and parts that matter to a map."""
+
+from __future__ import annotations
+
+import contextvars
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from moe_autograd.autograd.compiled import is_compiled
+from moe_autograd.autograd.named import globals_of
+from moe_autograd.autograd.ranks import are_spread, modules_that_talk
+from moe_autograd.autograd.reaching import (
+    CONTAINERS,
+    MOST_LOOKED_AT,
+    Held,
+    around_all,
+    first,
+    has_history,
+    note,
+    within,
+)
+
+NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
+_OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module
+
+
+def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
+    """Return the tensors with history that a module holds, and add its parts that matter to those `of_all`.
+
+    Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or around
+    `forward`: in its closure, or in globals that it names. Every call of a module asks, so this reads the dictionaries
+    themselves, not `Module.modules()`.
+    """
+    found: list[Tensor] = []
+    parts = [module]
+    talking = modules_that_talk()
+    for part in parts:  # grows
+        attributes = part.__dict__
+        own = attributes if "_modules" in attributes else _of_script(part)
+        parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
+        around = _in_attributes(attributes, found, of_all)
+        found += _with_history((*parameters.values(), *buffers.values()))
+        around += _around_forward(part, of_all)
+        if of_all.changing:  # a template is often hidden from `modules()`
+            parts += _modules_in(attributes, parts)
+        if around:
+            around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
+            found += within(around)
+            parts += [held for held in around if isinstance(held, torch.nn.Module) and held not in parts]
+        if buffers or NOT_MADE_YET in attributes:
+            of_all.owners.append(part)
+        if isinstance(part, talking) or are_spread(parameters.values()):
+            of_all.talkers.append(part)
+        if is_compiled(part):
+            of_all.compiled.append(part)
+        if attributes.get("_forward_pre_hooks"):
+            _refuse_sharded(part)
+        if hasattr(type(part), "stands_for"):  # an offloaded expert
+            stand_in: Any = part
+            parts.append(stand_in.stands_for)
+        if children:
+            if parametrize._cache_enabled and "parametrizations" in children:
+                found += _computed_for_all(part, children)
+            parts += [child for child in children.values() if child is not None]
+    of_all.parts.extend(parts)
+    return found
+
+
+def _in_attributes(attributes: dict[str, Any], found: list[Tensor], of_all: Held) -> list[Any]:
+    """Add the tensors with history among a module's own attributes; return what stands around functions there."""
+    around = list[Any]()
+    for name in sorted(attributes.keys() - _OF_TORCH):
+        held: Any = attributes.get(name)
+        kind = type(held)
+        if kind is Tensor:
+            if has_history(held):
+                found.append(held)
+        elif kind in CONTAINERS and held:
+            found += within(held)
+        elif kind is types.FunctionType:  # a `forward` of its own, too
+            around += around_all(held, of_all)
+    return around
+
+
+def _around_forward(part: torch.nn.Module, of_all: Held) -> list[Any]:
+    """Return what the `forward` of a module's class reaches; note what it names of changes and settings."""
+    kind = type(part)
+    forward = getattr(kind, "forward", None)
+    around = around_all(forward, of_all) if getattr(forward, "__closure__", None) else []
+    named = globals_of(kind, forward)
+    for function, name in named.places:
+        if (one := function()) is not None:
+            around.append(one.__globals__.get(name))
+    if named.telling:
+        note(part, named.telling, of_all)
+    return around
+
+
+def _computed_for_all(part: torch.nn.Module, children: dict[str, Any]) -> list[Tensor]:
+    """Return the parametrized weights that, inside of `parametrize.cached()`, are computed now for all calls."""
+    weights = [getattr(part, name) for name in children["parametrizations"]._modules]
+    return [weight for weight in weights if weight.grad_fn is not None]
+
+
+def _modules_in(attributes: dict[str, Any], but: Sequence[object]) -> list[torch.nn.Module]:
+    """Return the modules that stand as attributes and in lists of them, as they may do unregistered."""
+    values = [attributes[name] for name in sorted(attributes.keys() - _OF_TORCH)]
+    for value in values:  # grows
+        if type(value) in CONTAINERS and len(values) < MOST_LOOKED_AT:
+            values += first(value.values() if type(value) is dict else value)
+    return [value for value in values if isinstance(value, torch.nn.Module) and value not in but]
+
+
+def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return those that were computed; of several in one go, as every call of a module asks."""
+    try:
+        return [tensor for tensor in tensors if tensor is not None and tensor.grad_fn is not None]
+    except RuntimeError:
+        return [tensor for tensor in tensors if tensor is not None and has_history(tensor)]
+
+
+def _refuse_sharded(module: torch.nn.Module) -> None:
+    """Raise for what `fully_shard` has wrapped: it reduces gradients in the call's backward, before they are added."""
+    if hasattr(type(module), "set_reshard_after_backward") and torch.is_grad_enabled():
+        raise TypeError(
+            "parallel_apply: expected calls without modules that `fully_shard` has wrapped, got "
+            f"{type(module).__name__}, whose gradients would be a step late. Shard what makes the map, not its calls."
+        )
+
+
+def _of_script(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a traced module, whose parts are those of another, keeps elsewhere."""
+    return {name: getattr(module, name) for name in ("_parameters", "_buffers", "_modules")}
