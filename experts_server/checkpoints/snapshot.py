@@ -28,6 +28,10 @@ from moe_autograd.errors import CheckpointError
 
 FORMAT = 2
 
+# Optimizers that want some state only with a setting, look for it only in their first step, and then begin with zeros.
+_STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+_LOOKING_ONCE = (torch.optim.Adam, torch.optim.RMSprop)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -143,6 +147,7 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    _add_state_of_new_settings(optimizer)
     if (schedule is None) == (plain["schedule"] is None):  # otherwise rates begin as configured now
         if schedule is not None:
             schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
@@ -151,6 +156,18 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
                 group[key] = tuple(value) if isinstance(value, list) else value
     trainer.num_updates = int(plain["num_updates"])
     _restore_gathered(trainer, snapshot, device)
+
+
+def _add_state_of_new_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Begin what is configured now, and was not when this was saved."""
+    if not isinstance(optimizer, _LOOKING_ONCE):
+        return
+    for group in optimizer.param_groups:
+        wanted = [key for setting, key in _STATE_OF_SETTINGS.items() if group.get(setting)]
+        for parameter in group["params"]:
+            if state := optimizer.state.get(parameter):
+                zeros = {key: torch.zeros_like(parameter) for key in wanted if key not in state}
+                state.update(zeros)
 
 
 def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:

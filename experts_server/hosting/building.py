@@ -36,6 +36,11 @@ _CANNOT_STEP_ALONE: dict[Any, str] = {
     lr_scheduler.ReduceLROnPlateau: "wants a metric at each step",
 }
 
+_CANNOT_STEP_WITH = {
+    "differentiable": "is for steps that autograd goes through",
+    "capturable": "wants weights on a GPU",
+}
+
 _GIVEN = ("params", "lr", "optimizer")
 
 
@@ -85,6 +90,7 @@ def build_training(
     optimizer = _call(
         f"{place}.args'", lambda **args: make(parameters, lr=config.lr, **args), config.args, make
     )
+    _refuse_options(place, optimizer)
     schedule = None if config.schedule is None else _build_schedule(place, optimizer, config.schedule)
     return Training(
         optimizer, update, samples_per_update or 1, schedule, config.clip_grad_value, config.clip_grad_norm
@@ -146,6 +152,17 @@ def _refuse(place: str, chosen: Any) -> None:
             f"{place}: expected one that a server can step, got {chosen.__name__!r}, which "
             f"{_CANNOT_STEP_ALONE[chosen]}."
         )
+
+
+def _refuse_options(place: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what torch takes here, and raises at in each step."""
+    is_on_cpu = any(p.is_cpu for group in optimizer.param_groups for p in group["params"])
+    for key, why in _CANNOT_STEP_WITH.items():
+        if optimizer.defaults.get(key) and (is_on_cpu or key != "capturable"):
+            raise ConfigError(
+                f"{place}.args': expected arguments with which a server can step, got {key!r}, which {why}. "
+                "Leave it out."
+            )
 
 
 def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Callable[..., Any]) -> Any:

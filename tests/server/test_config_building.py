@@ -97,6 +97,13 @@ def test_an_optimizer_that_is_refused_is_not_offered() -> None:
     assert not any(name in str(refused.value) for name in ("LBFGS", "SparseAdam"))
 
 
+@pytest.mark.parametrize("option", ["differentiable", "capturable"])
+def test_options_with_which_no_step_succeeds_are_refused(option: str) -> None:
+    optimizer = {"name": "adam", "args": {option: True}}
+    with pytest.raises(ConfigError, match=f"optimizer.args': expected arguments .* got '{option}', which"):
+        from_config(checked({"experts": {"e": {**FFN, "optimizer": optimizer}}}))
+
+
 @pytest.mark.parametrize("name", ["sgd", "ADAM", "AdamW", "rmsprop", "Adagrad"])
 def test_any_optimizer_of_torch_is_built_by_name(name: str) -> None:
     config = checked(

@@ -42,6 +42,48 @@ def test_every_optimizer_of_torch_goes_on_bit_by_bit_after_a_restart(name: str, 
     torch.testing.assert_close(weights(restarts=True), weights(restarts=False), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "switched", "keys"),
+    [
+        ("adam", "amsgrad", ["max_exp_avg_sq"]),
+        ("adamw", "amsgrad", ["max_exp_avg_sq"]),
+        ("rmsprop", "centered", ["grad_avg"]),
+        ("rmsprop", "momentum", ["momentum_buffer"]),
+        ("sgd", "momentum", []),
+        ("adagrad", "foreach", []),
+        ("rprop", "maximize", []),
+    ],
+)
+def test_what_is_switched_on_over_a_restart_begins_anew(
+    name: str, switched: str, keys: list[str], tmp_path: Path
+) -> None:
+    """Settings are those that are configured then: `KeyError: 'max_exp_avg_sq'` was the answer to every step."""
+    value = 0.5 if switched == "momentum" else True
+    before = OptimizerConfig(name=name, lr=0.01)
+    after = OptimizerConfig(name=name, lr=0.01, args={switched: value})
+    client, local = Client(expert := hosted(before)), Client(hosted(before))
+
+    def train(one: Client) -> None:
+        for step in range(3):
+            one.update("zero_grad")
+            one.backward(tokens(4, D, seed=step), tokens(4, D, seed=9))
+            one.update("step")
+
+    train(client)
+    train(local)
+    client.expert = restarted(expert, after, tmp_path)
+    assert local.expert.training is not None
+    optimizer = local.expert.training.optimizer
+    optimizer.param_groups[0][switched] = value
+    for parameter, state in optimizer.state.items():
+        state.update({key: torch.zeros_like(parameter) for key in keys})
+    train(client)
+    train(local)
+    torch.testing.assert_close(
+        client.expert.module.state_dict(), local.expert.module.state_dict(), rtol=0, atol=0
+    )
+
+
 def test_after_a_restart_rates_go_on_from_where_they_were_as_they_are_configured_then(tmp_path: Path) -> None:
     def config(gamma: float, momentum: float) -> OptimizerConfig:
         schedule = {"name": "StepLR", "args": {"step_size": 2, "gamma": gamma}}
