@@ -212,6 +212,44 @@ class Ambient:
             yield _dispatch_modes(self._dispatch_modes)
 
 
+class contained:
+    """Undo what is left on inside: grad mode, inference mode, autocast, a default device, modes.
+
+    A script may enter one of them and never leave it. What follows on its thread is another's, and would be computed
+    with other numbers, or not be differentiated. A class, since this is done for each turn of an expert.
+    """
+
+    __slots__ = ("_autocast", "_flags", "_num_modes")
+
+    def __enter__(self) -> None:
+        self._autocast = _autocast_nesting(), _autocast_state(), torch.is_autocast_cache_enabled()
+        self._num_modes = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
+        self._flags = _C._InferenceMode(False)  # its end puts back all that is a flag of the thread
+        self._flags.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._flags.__exit__(None, None, None)
+        nesting, autocast, cache = self._autocast
+        if _autocast_nesting() > nesting:
+            while torch.autocast_decrement_nesting() > nesting:
+                pass
+            torch.clear_autocast_cache()
+        if (_autocast_state(), torch.is_autocast_cache_enabled()) != (autocast, cache):
+            _set_autocast(autocast, cache)
+        num_function_modes, num_dispatch_modes = self._num_modes
+        if _C._len_torch_function_stack() > num_function_modes:
+            torch.set_default_device(None)
+        while _C._len_torch_function_stack() > num_function_modes:
+            _C._pop_torch_function_stack()
+        while _C._len_torch_dispatch_stack() > num_dispatch_modes:
+            _pop_mode()
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 @contextlib.contextmanager
 def _autocast(wanted: list[tuple[str, bool, torch.dtype]], cache: bool) -> Iterator[None]:
     """Set autocast without `torch.autocast`: leaving that would clear the cache of casts under other threads."""

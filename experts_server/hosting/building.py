@@ -51,8 +51,9 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
         ConfigError: the class does not exist, or does not take these arguments.
     """
     place = f"config, expert {name!r}"
-    make = _find_class(place, config.class_name)
-    with torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False):  # a file's own grad mode, inference mode and autocast end here
+        make = _find_class(place, config.class_name)
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + zlib.crc32(name.encode()))
         module = _call(f"{place}, key 'args'", make, config.args, make)
     if not isinstance(module, nn.Module):

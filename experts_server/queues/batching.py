@@ -32,6 +32,7 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.executor import WorkerPool
 from experts_server.queues.stats import ExpertStats
 from experts_server.queues.turn_lengths import TurnLength
+from moe_autograd._ambient import contained
 from moe_autograd.errors import DeadlineExceededError
 
 Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
@@ -145,12 +146,13 @@ class ExpertQueue:
             self._end_turn()
 
     def run(self) -> None:
-        """Finish what the last turn left, else compute the next batch."""
+        """Finish what the last turn left, else compute the next batch; what it leaves on is no other expert's."""
         try:
-            if self.hosted.has_left:
-                self._finish_what_was_left()
-            elif batch := self._take():
-                self._compute(batch)
+            with contained():
+                if self.hosted.has_left:
+                    self._finish_what_was_left()
+                elif batch := self._take():
+                    self._compute(batch)
         finally:
             self._end_turn()
 

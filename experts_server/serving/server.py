@@ -48,6 +48,7 @@ from experts_server.serving.open_inference import OpenInference
 from experts_server.serving.ports import open_port
 from experts_server.serving.security import Gate
 from experts_server.serving.service import Service
+from moe_autograd._ambient import contained
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire.options import SERVER_OPTIONS
 from moe_autograd.wire.tensors import TensorLimits
@@ -346,10 +347,11 @@ def check_buildable(config: ServerConfig) -> None:
 def from_config(config: ServerConfig) -> ExpertServer:
     """Build the modules and optimizers of `config`, and the server that hosts them."""
     experts: dict[str, Hosting] = {}
-    for name, expert in config.experts.items():
-        module = build_module(name, expert, config.seed)
-        update, samples = config.update_of(expert)
-        training = build_training(name, module, config.optimizer_of(expert), update, samples)
-        saving = config.memory_of(expert)
-        experts[name] = Hosting(module, training, expert.can_join, expert.eval_only, saving)
+    with contained():  # the files of experts run, on the thread that serves later
+        for name, expert in config.experts.items():
+            module = build_module(name, expert, config.seed)
+            update, samples = config.update_of(expert)
+            training = build_training(name, module, config.optimizer_of(expert), update, samples)
+            saving = config.memory_of(expert)
+            experts[name] = Hosting(module, training, expert.can_join, expert.eval_only, saving)
     return ExpertServer(experts, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from moe_autograd.remote import RemoteOptimizer, connect
-from tests.support.servers import WireClient, tokens
+from tests.support.servers import ROOT, ServerProcess, WireClient, tokens
 
 D = 4
 
@@ -80,26 +81,104 @@ def test_what_it_does_fails_alone_is_told_and_is_no_different_the_next_time(
         assert len(odd.text) < 3000
 
 
-class LeavesGradientsOff(nn.Linear):
-    """Does in its forward what some scripts do in their first lines; torch remembers it for the thread."""
+ENTERED: list[object] = []  # what a thread is in may end with the object that was entered
+
+
+def enter(mode: Any) -> None:
+    ENTERED.append(mode)
+    mode.__enter__()
+
+
+# What some scripts do in their first lines; torch remembers it for the thread.
+LEFT_ON: dict[str, Callable[[], Any]] = {
+    "no gradients": lambda: torch.set_grad_enabled(False),
+    "inference": lambda: enter(torch.inference_mode()),
+    "autocast": lambda: enter(torch.autocast("cpu", torch.bfloat16)),
+    "device": lambda: torch.set_default_device("meta"),
+}
+
+
+class LeavesOn(nn.Linear):
+    """Does it in its forward."""
+
+    def __init__(self, width: int, what: str) -> None:
+        super().__init__(width, width)
+        self.what = what
 
     def forward(self, x: Tensor) -> Tensor:
-        torch.set_grad_enabled(False)
-        return super().forward(x)
+        y = super().forward(x)
+        LEFT_ON[self.what]()
+        return y
 
 
-def test_one_that_leaves_gradients_off_costs_no_other_its_gradients() -> None:
+class Shifted(nn.Linear):
+    """Makes a tensor in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.ones(x.shape[-1])
+
+
+@pytest.mark.parametrize("what", LEFT_ON)
+def test_what_one_leaves_on_changes_no_other(what: str) -> None:
     width = 1024  # too large to be computed where it comes in: both run on the workers
-    experts = {"off": LeavesGradientsOff(width, width), "good": nn.Linear(width, width)}
+    experts = {"odd": LeavesOn(width, what), "good": Shifted(width, width)}
     x = tokens(4, width)
     with ExpertsServer(experts) as server, WireClient(server.address) as client:
         for call_id in range(4):
-            assert client.forward("off", x, call_id=call_id).code == "OK"
-            assert client.forward("good", x, call_id=call_id).code == "OK"
-            answer = client.backward("good", torch.ones(4, width), call_id=call_id)
-            (grad,) = answer.tensors
+            assert client.forward("odd", x, call_id=call_id).code == "OK"
+            answer = client.forward("good", x, call_id=call_id)
+            assert answer.code == "OK", answer.text
+            torch.testing.assert_close(answer.tensors[0], experts["good"](x), rtol=1e-5, atol=1e-5)
+            (grad,) = client.backward("good", torch.ones(4, width), call_id=call_id).tensors
             assert grad is not None, "its forward had no graph"
             torch.testing.assert_close(grad, experts["good"].weight.sum(0).expand(4, width))
+
+
+@pytest.mark.parametrize("what", LEFT_ON)
+def test_what_a_file_leaves_on_changes_no_other_expert(what: str, tmp_path: Path) -> None:
+    """Small ones are computed on the thread that has imported it."""
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "from tests.server.test_odd_experts import LEFT_ON\n"
+        f"LEFT_ON[{what!r}]()\n"
+        "class Scale(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = torch.nn.Parameter(torch.ones(4, device='cpu'))\n"
+        "    def forward(self, x):\n"
+        "        return x * self.weight\n"
+    )
+    (tmp_path / "server.toml").write_text(
+        """
+        listen = "127.0.0.1:0"
+        optimizer = { name = "sgd", lr = 0.1 }
+        [experts.before]
+        class = "torch.nn:Linear"
+        args = { in_features = 4, out_features = 4 }
+        [experts.odd]
+        class = "script:Scale"
+        [experts.after]
+        class = "torch.nn:Linear"
+        args = { in_features = 4, out_features = 4, device = "cpu" }
+        """
+    )
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    x = tokens(3, 4)
+    with (
+        ServerProcess("--config", str(tmp_path / "server.toml"), environment=path) as server,
+        WireClient(server.address) as client,
+    ):
+        state = client.get_state()
+        for name in ("before", "odd", "after"):
+            answer = client.forward(name, x)
+            assert answer.code == "OK", answer.text
+            weight, bias = state[name]["weight"], state[name].get("bias")
+            expected = x * weight if bias is None else nn.functional.linear(x, weight, bias)
+            torch.testing.assert_close(answer.tensors[0], expected)
+            answer = client.backward(name, torch.ones(3, 4))
+            assert answer.code == "OK", answer.text
+            assert answer.tensors[0] is not None
+        assert [update.num_updates for update in client.step().updates] == [1, 1, 1]
 
 
 def test_a_refusal_that_names_many_long_keys_arrives_as_what_it_is(client: WireClient) -> None:
