@@ -109,7 +109,7 @@ def limits() -> tuple[int, float]:
 
 def _work_of(module: Any, x: Any) -> int | None:
     """Return the work of a call that only computes; `None` if it may do more than that."""
-    if type(x) is not Tensor and type(x) is not nn.Parameter:
+    if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
         return None
     num_parameters = 0
     parts = [module]

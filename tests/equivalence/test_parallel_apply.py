@@ -216,6 +216,9 @@ def test_nested_tensors_are_taken_where_pytorchs_functions_take_them_and_else_re
     to_nested = lambda *xs: torch.nested.as_nested_tensor(list(xs))  # noqa: E731
     with pytest.raises(TypeError, match=r"got a nested tensor .* Make it with layout=torch.jagged"):
         parallel_apply([to_nested] * 2, [tuple(leaves(2))] * 2)
+    small = torch.nested.as_nested_tensor(leaves(2), layout=torch.strided)
+    with pytest.raises(TypeError, match=r"got a nested tensor .* Make it with layout=torch.jagged"):
+        parallel_apply([nn.Linear(4, 4)] * 2, [(small,)] * 2)  # small enough to be called without a thread
 
 
 def test_weights_that_parametrize_keeps_for_a_while_serve_several_maps() -> None:
