@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from experts_server.configuration.settings import load_config
 from tests.support.servers import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -54,40 +53,11 @@ def test_the_command_starts_a_server_and_the_code_trains_its_experts(tmp_path: P
         run(REMOTE[0].replace(PORT_IN_README, server.address), tmp_path)
 
 
-def test_the_configuration_in_the_documentation_can_be_served(tmp_path: Path) -> None:
-    (text,) = blocks(PAGES["docs/index.md"], "toml")
-    (tmp_path / "server.toml").write_text(text, encoding="utf-8")
-    assert list(load_config(tmp_path / "server.toml", {}).experts) == [f"ffn.{index}" for index in range(8)]
-
-
 def test_the_make_targets_it_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = {line.split()[1] for line in shell_lines("make ")}
     assert named == {"demo", "test"}
     assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in named)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_links_to_exists(page: str) -> None:
-    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if not _exists(page, *link.split("#"))] == []
-
-
-def _exists(page: str, file: str, heading: str = "") -> bool:
-    target = (ROOT / page).parent / file if file else ROOT / page
-    if not heading:
-        return target.exists()
-    headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return heading in {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
-
-
-def test_the_index_links_every_page_and_every_benchmark() -> None:
-    linked = set(re.findall(r"\]\(([^)#]+)\)", PAGES["docs/index.md"]))
-    pages = {path.name for path in (ROOT / "docs").iterdir()} - {"index.md"}
-    benchmarks = {f"../{path.relative_to(ROOT)}" for path in (ROOT / "benchmarks").glob("*/README.md")}
-    assert (pages | benchmarks) - linked == set()
 
 
 def test_the_layout_it_draws_is_the_real_one() -> None:

@@ -7,6 +7,7 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,31 @@ def test_it_names_every_key_and_no_other(families: dict[str, set[str]]) -> None:
     others = {name for name in named if not name.startswith(("experts-server", "experts_"))}
     assert others - keys == set()
     assert all(f"[{table}" in PAGE for table in tables)
+
+
+UNITS = {"": 1, "s": 1, "h": 3600, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def meant_by(text: str) -> Any:
+    """Return the value that stands in a column of defaults."""
+    text = text.strip("`")
+    if number := re.fullmatch(r"([\d.]+(?:e-\d+)?)(?: (\w+))?", text):
+        return float(number[1]) * UNITS[number[2] or ""]
+    return {"none": None, "true": True, "false": False}.get(text, text.strip('"'))
+
+
+def test_the_defaults_that_it_names_are_those_of_the_code() -> None:
+    fields = [item for model in TABLES for item in model.model_fields.items()]
+    compared = 0
+    tables = "".join(re.findall(r"^\| key \| default \|.*\n((?:\|.*\n)+)", PAGE, flags=re.MULTILINE))
+    for keys, column in re.findall(r"^\| (`[^|]*`) \| ([^|]+) \|", tables, flags=re.MULTILINE):
+        said = column.split(", ")
+        for name, default in zip(re.findall(r"`([^`]+)`", keys), said, strict=False):
+            own = [field.default for key, field in fields if key == name and not field.is_required()]
+            if own and not default.startswith(("that of", "those of")):
+                assert meant_by(default) in own, name
+                compared += 1
+    assert compared > 30
 
 
 def test_it_names_every_command_and_no_other() -> None:
