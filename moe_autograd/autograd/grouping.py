@@ -25,7 +25,7 @@ from torch import nn
 
 from moe_autograd._random import running
 from moe_autograd.autograd.in_turn import is_watched
-from moe_autograd.autograd.runs import CallName
+from moe_autograd.autograd.runs import CallName, name_of_call, name_of_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +188,7 @@ def _single(
     at: list[int],
     names: Sequence[str] | None,
 ) -> Unit:
-    name = f"call {at[0]}" if names is None else names[at[0]]
-    full_name = f"{name} ({_name_of(module)})"
-    lane = getattr(module, "expert_name", None) or (full_name if names is None else name)
-    call_name = CallName(full_name)
-    call_name.lane = lane
-    return Unit(at, module, args, kwargs, call_name, is_group=False)
+    return Unit(at, module, args, kwargs, name_of_call(at[0], module, names), is_group=False)
 
 
 def _together(
@@ -203,7 +198,7 @@ def _together(
     kwargs: Sequence[dict[str, Any]],
     positions: list[int],
 ) -> Unit:
-    kind = f"{len(positions)} modules called together" if len(positions) > 1 else _name_of(modules[0])
+    kind = f"{len(positions)} modules called together" if len(positions) > 1 else name_of_module(modules[0])
     name = CallName(f"call {positions[0]} ({kind})")
     if all(len(args[i]) == 1 and not kwargs[i] for i in positions):  # mostly; and flat is a fifth of the cost
         single = functools.partial(_call_group_with_one_argument, group, modules, positions)
@@ -236,12 +231,6 @@ def _call_group(
             f"{len(returned)}."
         )
     return returned
-
-
-def _name_of(module: Callable[..., Any]) -> str:
-    own_name = getattr(module, "expert_name", None)
-    kind = getattr(module, "__qualname__", None) or type(module).__qualname__
-    return f"{kind} {own_name!r}" if own_name else str(kind)
 
 
 def around(wrapper: Callable[..., Any], first: object, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ So a map is made as the loop that it means, if each of its calls is small or lar
    `ONLY_COMPUTE`, or one with a method `only_computes()` of its own (not inherited) that returns `True`;
 2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes.
 
-If any call raises, the map is made the other way, which names the call: these calls leave no trace.
+A call that raises ends them, as in the loop: hooks for saved tensors and modes have seen what was called, as those of
+`torch.utils.checkpoint`, which ends a second run by raising.
 
 Work is counted in multiply-adds of the forward; one core makes 2^20 of them in about 50 us, and their backward in 100.
 """
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
 
 from moe_autograd._intraop import num_cores
+from moe_autograd.autograd.runs import name_of_call
 
 MOST_SMALL = 1 << 20
 # Where intra-op threads keep the cores busy in a loop as well, a small call may be so much larger: on two idle cores
@@ -70,9 +72,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def call_in_turn(
-    modules: Sequence[Callable[..., Any]], args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    modules: Sequence[Callable[..., Any]],
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    names: Sequence[str] | None = None,
 ) -> list[Any] | None:
-    """Return what the modules return, called in turn in the caller's graph; `None` where threads may gain something."""
+    """Return what the modules return, called in turn in the caller's graph; `None` where threads may gain something.
+
+    An error of a call gets a note with its name.
+    """
     if any(_HOOKS_OF_ALL):
         return None
     most, least = limits()
@@ -82,10 +90,15 @@ def call_in_turn(
         work = _work_of(module, own_args[0])
         if work is None or most < work < least:
             return None
+    returned: list[Any] = []
     try:
-        return [module(own_args[0]) for module, own_args in zip(modules, args, strict=True)]
-    except Exception:  # the map will raise it again, and say of which call
-        return None
+        for module, own_args in zip(modules, args, strict=True):
+            returned.append(module(own_args[0]))
+    except BaseException as error:
+        name = name_of_call(len(returned), modules[len(returned)], names)
+        error.add_note(f"parallel_apply, forward: raised by {name} of {len(modules)}.")
+        raise
+    return returned
 
 
 def is_small(module: Callable[..., Any], x: Any) -> bool:

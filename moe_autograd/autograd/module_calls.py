@@ -66,7 +66,7 @@ from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors
 from moe_autograd.autograd.module_results import CallResults, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
-from moe_autograd.autograd.runs import is_tracing
+from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
 
@@ -225,7 +225,7 @@ class ModuleCall(CallResults):
             not self.may_defer
             or self._is_spent
             or self._leaves_out
-            or is_tracing()
+            or is_under_mode_of_torch()
             or accelerator_in_use() is not None
         ):
             return False

@@ -276,7 +276,7 @@ def _apply(
     if not modules:
         return []
     if not (how or defer_weight_grads or _is_observed()):
-        returned = call_in_turn(modules, args, kwargs)
+        returned = call_in_turn(modules, args, kwargs, names)
         if returned is not None:
             return returned
     if how is not None:

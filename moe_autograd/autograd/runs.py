@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd._streams import Lanes, lanes_from_here
@@ -46,7 +48,7 @@ def run_calls(
     """
     if not names:
         return
-    if is_tracing():
+    if is_under_mode_of_torch():
         max_concurrency = 1
     lanes = None if max_concurrency == 1 or len(names) == 1 else lanes_from_here()
     seeds = CallSeeds() if seeds is None else seeds
@@ -115,13 +117,31 @@ class CallName(str):
     lane: str | None = None
 
 
-def is_tracing() -> bool:
-    """Whether a mode of the compiler's is active; its state belongs to one thread."""
+def name_of_call(position: int, module: Callable[..., Any], names: Sequence[str] | None) -> CallName:
+    """Return the name of a module's call: that of its place, or the one it was given, and what is called."""
+    name = f"call {position}" if names is None else names[position]
+    full_name = CallName(f"{name} ({name_of_module(module)})")
+    full_name.lane = getattr(module, "expert_name", None) or (str(full_name) if names is None else name)
+    return full_name
+
+
+def name_of_module(module: Callable[..., Any]) -> str:
+    """Return the class of a module, or the name of a function, and its `expert_name` if it has one."""
+    own_name = getattr(module, "expert_name", None)
+    kind = getattr(module, "__qualname__", None) or type(module).__qualname__
+    return f"{kind} {own_name!r}" if own_name else str(kind)
+
+
+def is_under_mode_of_torch() -> bool:
+    """Whether a dispatch mode of torch's own, or one derived from it, is active: its state belongs to one thread.
+
+    Those of the compiler, and those that count on the order of operators: a selective checkpoint (which would hand out
+    other calls' results in its second run), `FlopCounterMode`, `CommDebugMode`.
+    """
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
-    keys = torch._C._TorchDispatchModeKey
-    modes = (torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
-    return any(mode is not None for mode in modes)
+    bases = {base for mode in _get_current_dispatch_mode_stack() for base in type(mode).__mro__}
+    return any(base.__module__.startswith("torch.") for base in bases.difference(TorchDispatchMode.__mro__))
 
 
 class _Unrecorded(own_streams):

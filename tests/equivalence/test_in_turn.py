@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import FeedForwardExpert, SwiGLUExpert, parallel_apply
 from moe_autograd.autograd import in_turn
 from moe_autograd.timeline import record_timeline
 from tests.support.comparing_modules import PROGRAMS
-from tests.support.comparison import assert_same_program, one_after_another
+from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
+from tests.support.operators import CountOperators
 
 NUM_CALLS = 4
 ORDER = 1e-6  # gradients that meet are added in another order
@@ -181,6 +183,23 @@ def test_an_error_names_its_call() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         parallel_apply(modules, [(x,) for x in inputs])
     assert any("call 1" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("last", [nn.Linear, lambda *shape: nn.Sequential(nn.Linear(*shape), nn.Tanh())])
+def test_a_checkpoint_that_ends_within_a_call_is_not_run_once_more(last: Callable[..., nn.Module]) -> None:
+    """It ends its second run by raising, where the last tensor is saved: here in the last call, and by a hook."""
+
+    def program(apply: MapFunction) -> Any:
+        torch.manual_seed(1)
+        modules = [last(4, 4) for _ in range(NUM_CALLS)]
+        x = torch.randn(3, 4, requires_grad=True)
+        outputs = checkpoint(lambda x: apply(modules, [(x,)] * NUM_CALLS), x, use_reentrant=False)
+        with CountOperators() as counts:
+            torch.stack(outputs).sum().backward()
+        return [x.grad, *[p.grad for m in modules for p in m.parameters()]], counts.counts["addmm"]
+
+    said = assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply)
+    assert not isinstance(said, Raised)
 
 
 def test_whoever_looks_sees_each_call_by_its_name() -> None:

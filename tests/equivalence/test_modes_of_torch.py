@@ -1,0 +1,119 @@
+"""Dispatch modes that torch comes with count on the order of operators: calls under them are made as by a loop."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_autograd import parallel_apply
+from moe_autograd.autograd.runs import is_under_mode_of_torch
+from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.functions_context import SavesInput
+from tests.support.module_programs import NUM_CALLS, leaves, parameters, seeded
+from tests.support.operators import CountOperators
+
+NUM_REPEATS = 5
+addmm, tanh, mul = torch.ops.aten.addmm.default, torch.ops.aten.tanh.default, torch.ops.aten.mul.Tensor
+
+
+@pytest.mark.parametrize("kept", [[addmm], [tanh], [addmm, tanh]])
+def test_a_selective_checkpoint_around_a_map_keeps_what_each_call_has_computed(kept: list[Any]) -> None:
+    """It hands out in its second run what it kept in the first one, by the number of the operator."""
+
+    def program(apply: MapFunction) -> Any:
+        modules = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        xs = leaves()
+        contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+
+        def block(x: Tensor) -> Tensor:
+            return torch.cat(apply(modules, [(x[: 1 + i % 2],) for i in range(NUM_CALLS)])).tanh()
+
+        for x in xs:
+            checkpoint(block, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+        return [x.grad for x in [*xs, *parameters(modules)]]
+
+    for _ in range(NUM_REPEATS):
+        said = assert_same_program(
+            program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=1e-12
+        )
+        assert not isinstance(said, Raised)
+
+
+def test_a_selective_checkpoint_around_mapped_functions_keeps_what_each_call_has_computed() -> None:
+    def program(apply: MapFunction) -> Any:
+        xs = leaves()
+        contexts = functools.partial(create_selective_checkpoint_contexts, [mul])
+
+        def block(x: Tensor) -> Tensor:
+            return torch.cat(apply(SavesInput, *[(x[: 1 + i % 2] * i,) for i in range(NUM_CALLS)])).tanh()
+
+        for x in xs:
+            checkpoint(block, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+        return [x.grad for x in xs]
+
+    for _ in range(NUM_REPEATS):
+        assert not isinstance(assert_same_program(program), Raised)
+
+
+class Overlaps(nn.Module):
+    """Notes how many calls there are at once."""
+
+    running, most = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Overlaps.running += 1
+        Overlaps.most = max(Overlaps.most, Overlaps.running)
+        for _ in range(20):
+            x = x @ x.T
+        Overlaps.running -= 1
+        return x
+
+
+class OfTheirs(_CachedTorchDispatchMode):
+    """As libraries derive their own."""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: FlopCounterMode(display=False),
+        lambda: create_selective_checkpoint_contexts([mul])[0],
+    ],
+)
+def test_calls_are_made_one_after_the_other_under_modes_of_torch(mode: Any) -> None:
+    Overlaps.running = Overlaps.most = 0
+    with mode():
+        assert is_under_mode_of_torch()
+        parallel_apply([Overlaps() for _ in range(NUM_CALLS)], [(torch.eye(200),)] * NUM_CALLS)
+    assert Overlaps.most == 1
+
+
+def test_modes_derived_from_those_of_torch_are_known_and_those_of_users_let_be() -> None:
+    assert not is_under_mode_of_torch()
+    with OfTheirs(None, {}):
+        assert is_under_mode_of_torch()
+    with CountOperators():
+        assert not is_under_mode_of_torch()
+
+
+def test_operations_are_counted_as_in_a_loop() -> None:
+    def program(apply: MapFunction) -> Any:
+        modules = nn.ModuleList(seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))))
+        with FlopCounterMode(modules, display=False) as counter:
+            outputs = apply(list(modules), [(x,) for x in leaves(NUM_CALLS)])
+            forward = counter.get_flop_counts()
+            counted = {name: dict(counts) for name, counts in forward.items()}
+            torch.stack(outputs).sum().backward()
+        return counted, counter.get_total_flops()
+
+    assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply)
