@@ -221,19 +221,15 @@ class ModuleCall(CallResults):
 
     def _can_defer(self) -> bool:
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
-        if (
-            not self.may_defer
-            or self._is_spent
-            or self._leaves_out
-            or is_under_mode_of_torch()
-            or accelerator_in_use() is not None
-        ):
+        if not self.may_defer or self._is_spent or self._leaves_out or self._has_waiting_hooks:
+            return False
+        if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False
         return not (self._shares_graph or self._has_history or self.boxes or self.is_seen_within())
 
     def _differentiate_inputs(self, grad_outputs: Tensors, wanted: Sequence[Wanted]) -> Tensors:
         """Walk the inner graph to the inputs alone; what is left for the leaves is pending."""
-        starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
+        starts = self._starts(grad_outputs)
         num_cuts = len(self.cuts)
         ends = [i for i in range(num_cuts) if wanted[i]]
         with sleeping_hooks([edge.node for edge, _ in starts], self.ends_with_hooks), on_this_thread():
@@ -290,7 +286,7 @@ class ModuleCall(CallResults):
         with self.turn:
             if self._is_spent:
                 raise RuntimeError(BACKWARD_TWICE)
-            starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
+            starts = self._starts(grad_outputs)
             ends = [i for i, is_wanted in enumerate(wanted) if is_wanted]
             grads: list[Tensor | None] = [None] * len(wanted)
             if not ends:

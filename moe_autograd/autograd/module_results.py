@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
-from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is
+from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is, waited_for
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
 
@@ -98,6 +98,7 @@ class CallResults:
     _edges: list[GradientEdge]  # where the gradients of its results go within it
     _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
     _own_hooks: Mapping[int, Any] = types.MappingProxyType({})  # that it put on its results, by their places
+    _has_waiting_hooks = False  # one of these is of `register_multi_grad_hook`
     _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
     # the places of those that retain their gradients, as far as is known
     _retaining: frozenset[int] = frozenset()
@@ -145,6 +146,9 @@ class CallResults:
         self._inner = inner
         if any(value._backward_hooks for value in inner):
             self._own_hooks = {i: value._backward_hooks for i, value in enumerate(inner)}
+            self._has_waiting_hooks = any(
+                map(waited_for, [h for x in inner for h in (x._backward_hooks or {}).values()])
+            )
         self._detach(inner, outer_of)
 
     def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:
@@ -257,6 +261,18 @@ class CallResults:
                 self._retaining = self._retaining | {place}
                 self.see_within(place, functools.partial(RetainWithin, reference))
         return bool(self._within)
+
+    def _starts(self, grad_outputs: Sequence[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
+        """Return where its backward begins, each with the gradient there.
+
+        Where that is one place, the engine says that it will not run, and a hook of `register_multi_grad_hook` on the
+        result, which asks, waits for ever. Then there is another, which leads nowhere.
+        """
+        starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
+        if len(starts) == 1 and self._has_waiting_hooks:
+            nowhere = torch.empty(0, device="cpu", requires_grad=True)
+            starts.append((get_gradient_edge(nowhere), nowhere.detach()))
+        return starts
 
     def begun_with(self, seeds: Sequence[Tensor | None]) -> AbstractContextManager[object]:
         """Run its backward, which begins with these gradients of its results."""

@@ -20,12 +20,14 @@ from tests.support.histories import copied, leaf
 
 WATCHED: dict[
     str, Callable[..., list[Tensor]]
-] = {  # of two inputs, a parameter, a tensor of a closure, a result
-    "one input": lambda x, y, w, h, z: [x],
-    "inputs": lambda x, y, w, h, z: [x, y],
-    "an input and a parameter": lambda x, y, w, h, z: [w, x],
-    "an input and a tensor from outside": lambda x, y, w, h, z: [x, h],
-    "what it has computed": lambda x, y, w, h, z: [z],
+] = {  # of two inputs, a parameter, a tensor of a closure, one that is computed from all, a result
+    "one input": lambda x, y, w, h, z, r: [x],
+    "inputs": lambda x, y, w, h, z, r: [x, y],
+    "an input and a parameter": lambda x, y, w, h, z, r: [w, x],
+    "an input and a tensor from outside": lambda x, y, w, h, z, r: [x, h],
+    "what it has computed": lambda x, y, w, h, z, r: [z],
+    "its result": lambda x, y, w, h, z, r: [r],
+    "its result and what it was computed from": lambda x, y, w, h, z, r: [z, r],
 }
 NUM_CALLS = 3
 
@@ -41,8 +43,9 @@ def calls_that_watch(apply: MapFunction, watched: Callable[..., list[Tensor]]) -
 
     def call(index: int, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
         z = x * y * ws[index] * h
-        register_multi_grad_hook(watched(x, y, ws[index], h, z), functools.partial(note, index))
-        return z.sin()
+        result = z.sin()
+        register_multi_grad_hook(watched(x, y, ws[index], h, z, result), functools.partial(note, index))
+        return result
 
     results = apply([functools.partial(call, i, h) for i in range(NUM_CALLS)], inputs)
     results[0].sum().backward(retain_graph=True)
@@ -101,7 +104,7 @@ def test_a_hook_on_an_input_and_on_what_the_call_computed_from_it_is_refused() -
     with pytest.raises(
         RuntimeError, match=r"expected inputs of the call .* got inputs together with"
     ) as caught:
-        calls_that_watch(parallel_apply, lambda x, y, w, h, z: [x, z])
+        calls_that_watch(parallel_apply, lambda x, y, w, h, z, r: [x, z])
     assert "raised by call 0" in str(caught.value.__notes__)
 
 
