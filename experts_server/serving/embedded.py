@@ -34,7 +34,8 @@ class ExpertsServer:
             or when a client's backwards amount to `samples_per_update` rows (`on_samples`).
         samples_per_update: of `on_samples`.
         latency_ms: added to every message of calls, for demonstrations; that of `config` by default.
-        config: everything else; what is given above wins.
+        config: everything else, by the keys of a server's file (docs/server.md) that are not about single experts, such
+            as `{"checkpoint_dir": "checkpoints", "memory": {"recompute": True}}`. What is given above wins.
 
     Raises:
         ConfigError: an option or a name is not allowed; on entry, if the address is in use, or an expert uses a weight
@@ -59,11 +60,11 @@ class ExpertsServer:
         update: UpdateMode = "on_step",
         samples_per_update: int | None = None,
         latency_ms: float | None = None,
-        config: ServingConfig | None = None,
+        config: ServingConfig | Mapping[str, Any] | None = None,
     ) -> None:
         _check_update(update, samples_per_update)
         own = {"listen": listen, "latency_ms": latency_ms}
-        given = {"listen": "127.0.0.1:0"} | (config or ServingConfig()).model_dump(exclude_unset=True)
+        given = {"listen": "127.0.0.1:0"} | _settings_of(config)
         self._config = check_serving(given | {key: value for key, value in own.items() if value is not None})
         mistake = memory_mistake(self._config.memory, update, self._config.offload)
         if mistake is not None:
@@ -146,6 +147,17 @@ def check_serving(settings: dict[str, Any]) -> ServingConfig:
     except ValidationError as error:
         mistakes = mistakes_in(error, ServingConfig)
         raise ConfigError("\n".join(f"server, {mistake.sentence}" for mistake in mistakes)) from error
+
+
+def _settings_of(config: ServingConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(config, ServingConfig):
+        return config.model_dump(exclude_unset=True)
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    raise TypeError(
+        f"ExpertsServer: expected config to be a mapping of keys to values, got {type(config).__name__}. "
+        'Pass one such as {"checkpoint_dir": "checkpoints"}; `experts-server serve --config` reads files.'
+    )
 
 
 def _check_types(experts: Any, optimizer: Any) -> None:

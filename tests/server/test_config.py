@@ -225,6 +225,23 @@ def test_an_embedded_server_listens_where_its_config_says_unless_it_is_told_othe
             ExpertsServer({}, **wrong)
 
 
+def test_an_embedded_server_takes_the_keys_of_a_file_as_well() -> None:
+    config = {"listen": "127.0.0.1:7", "memory": {"recompute": True}}
+    assert ExpertsServer({}, config=config).address == "127.0.0.1:7"
+    assert ExpertsServer({}, config=config, listen="127.0.0.1:9").address == "127.0.0.1:9"
+    for wrong, mistake in (
+        (
+            {"checkpoint_dri": "a"},
+            r"key 'checkpoint_dri': expected one of .* Did you mean 'checkpoint_dir'\?$",
+        ),
+        ({"memory": {"recompute": "if it helps"}}, "key 'memory.recompute': expected true or false, got .*"),
+    ):
+        with pytest.raises(ConfigError, match=f"^server, {mistake}"):
+            ExpertsServer({}, config=wrong)
+    with pytest.raises(TypeError, match="expected config to be a mapping of keys to values, got PosixPath"):
+        ExpertsServer({}, config=Path("server.toml"))  # type: ignore[arg-type]
+
+
 # ---- what is allowed
 
 
