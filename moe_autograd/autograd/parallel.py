@@ -270,7 +270,7 @@ def _apply(
 ) -> list[Any]:
     modules = list(modules)
     how = as_recompute(recompute)
-    args, kwargs = _checked_arguments(modules, inputs, kwargs_tup)
+    args, kwargs = _checked_arguments(modules, inputs, kwargs_tup, names)
     check_max_concurrency("parallel_apply", max_concurrency)
     refuse_transforms(_tensors_in(args, kwargs))
     if not modules:
@@ -293,7 +293,10 @@ def _apply(
 
 
 def _checked_arguments(
-    modules: Sequence[Any], inputs: Sequence[Any], kwargs_tup: Sequence[dict[str, Any]] | None
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None,
+    names: Sequence[str] | None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     args = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
     kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(k) for k in kwargs_tup]
@@ -301,6 +304,11 @@ def _checked_arguments(
         raise ValueError(
             f"parallel_apply: expected as many inputs and kwargs as modules, got {len(modules)} modules, "
             f"{len(args)} inputs and {len(kwargs)} kwargs. Pass one of each for every call."
+        )
+    if names is not None and len(names) != len(modules):
+        raise ValueError(
+            f"parallel_apply: expected as many names as modules, {len(modules)}, got {len(names)}. "
+            "Pass one for each call, or None."
         )
     return args, kwargs
 

@@ -201,6 +201,15 @@ def test_lists_of_different_lengths_are_refused(num_inputs: int, num_kwargs: int
         parallel_apply([torch.sin] * 2, [(torch.ones(2),)] * num_inputs, [{}] * num_kwargs)
 
 
+@pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c"]])
+def test_names_have_to_be_as_many_as_the_calls(names: list[str]) -> None:
+    for module in (torch.sin, nn.Linear(2, 2)):
+        with pytest.raises(
+            ValueError, match=f"parallel_apply: expected as many names as modules, 2, got {len(names)}"
+        ):
+            parallel_apply([module] * 2, [(torch.ones(2),)] * 2, names=names)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_taken_where_pytorchs_functions_take_them_and_else_refused_by_name() -> None:
     def program(apply: MapFunction, layout: torch.layout) -> Any:

@@ -48,6 +48,11 @@ def test_experts_have_no_parameters_and_a_generator_is_taken_one_by_one() -> Non
 
 
 def test_bad_arguments() -> None:
+    weights = nn.Linear(2, 2).parameters()
+    with pytest.raises(
+        TypeError, match=r"expected optimizer to make one from an expert's parameters, got SGD[.] Pass"
+    ):
+        OffloadedExperts([nn.Linear(2, 2)], torch.optim.SGD(weights), max_resident_bytes=1000)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected at least one expert, got none"):
         OffloadedExperts([], sgd, max_resident_bytes=100)
     with pytest.raises(

@@ -16,9 +16,18 @@ from moe_autograd.autograd.offload.parts import Part
 
 
 def check_choices(
-    num_microbatches: int | None, update: str, max_resident_bytes: int | None, beside: object | None
+    optimizer: object | None,
+    num_microbatches: int | None,
+    update: str,
+    max_resident_bytes: int | None,
+    beside: object | None,
 ) -> None:
-    """Raise `ValueError` for options that make no sense."""
+    """Raise `TypeError` or `ValueError` for options that make no sense."""
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(
+            "OffloadedExperts: expected optimizer to make one from an expert's parameters, got "
+            f"{type(optimizer).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
+        )
     if num_microbatches is not None and num_microbatches < 1:
         raise ValueError(
             f"OffloadedExperts: expected num_microbatches of at least 1 or None, got {num_microbatches}."

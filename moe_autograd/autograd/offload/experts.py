@@ -103,8 +103,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         device: move the experts there; `None` leaves them on theirs.
 
     Raises:
-        ValueError: an expert's weights and gradients exceed the limit (its state: at the first step), or a weight has
-            hooks that wait for `.grad`.
+        ValueError: an expert exceeds the limit (its state: at the first step), or a weight has hooks that wait for `.grad`.
+        TypeError: `optimizer` is no function, but an optimizer, for one.
         RuntimeError: other experts use the folder, in this process or another.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
@@ -140,7 +140,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         update: Literal["on_step", "on_backward"] = "on_step",
         device: torch.device | str | None = None,
     ) -> None:
-        check_choices(num_microbatches, update, max_resident_bytes, beside)
+        check_choices(optimizer, num_microbatches, update, max_resident_bytes, beside)
         self._num_microbatches = num_microbatches
         self._anchor = torch.empty(0, requires_grad=True, device="cpu") if optimizer else None
         modules = (module if device is None else module.to(device) for module in experts)
