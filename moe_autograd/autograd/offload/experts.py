@@ -103,7 +103,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         device: move the experts there; `None` leaves them on theirs.
 
     Raises:
-        ValueError: an expert exceeds the limit (its state: at the first step), or a weight has hooks that wait for `.grad`.
+        ValueError: an expert exceeds the limit (its state: at the first step), or hooks of a weight wait for `.grad`.
         TypeError: `optimizer` is no function, but an optimizer, for one.
         RuntimeError: other experts use the folder, in this process or another.
 
