@@ -165,6 +165,10 @@ class Placement:
         """Tell whether a server has failed and not answered since."""
         return address in self._rests
 
+    def has_left(self, name: str, address: str) -> bool:
+        """Tell whether a server is lost, or hosts an expert no longer."""
+        return self.is_lost(address) or address not in self.hosts_of(name)
+
     def hosts_of(self, name: str) -> tuple[str, ...]:
         """Return the servers that host an expert, in the order in which this client would ask them."""
         found = None if self._rests else self._found.get(name)

@@ -6,6 +6,9 @@
     step                    ──  send            ──▶  A: Step(ffn.3, of these)             once, under its number
     A is gone, ffn.3 at B   ──  send            ──▶  B: the same number: B knows whether it has them
 
+An expert that has moved between two backwards of one step may have the gradients of both: they are counted at one place
+before the step is sent.
+
 A server that counts fewer backwards, or more, or has others, has been restarted in between from an older
 checkpoint: it changes nothing and says so.
 
@@ -17,6 +20,7 @@ Threads: any number of operations at once.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,6 +130,8 @@ class Updates:
             if hindrance is None:
                 once = partial(self._send_once, rpc, sequence, settled_below)
                 gathered_at = self._gathered_at(rpc, names)
+                if rpc == "Step" and len(gathered_at) > 1 and self._join_moved(gathered_at, operation):
+                    gathered_at = self._gathered_at(rpc, names)
                 self._delivery.at_each(
                     gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
                 )
@@ -184,6 +190,21 @@ class Updates:
                     if rpc == "ZeroGrad" or not gathered.is_stale:
                         found.setdefault(address, {})[name] = gathered
         return found
+
+    def _join_moved(self, gathered_at: Mapping[str, dict[str, _Gathered]], operation: Operation) -> bool:
+        """Count at one place what experts have gathered before and after they moved; return whether any may have."""
+        finding = self._delivery.finding
+        places = Counter(name for own in gathered_at.values() for name in own)
+
+        def has_left(name: str, address: str) -> bool:
+            return places[name] > 1 and finding.placement.has_left(name, address)
+
+        if not any(has_left(name, address) for address, own in gathered_at.items() for name in own):
+            return False
+        finding.look_briefly(operation)
+        for address, own in gathered_at.items():
+            self._move_gathered(address, {name: own[name] for name in own if has_left(name, address)})
+        return True
 
     def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
         """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""

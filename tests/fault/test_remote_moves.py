@@ -15,7 +15,7 @@ from experts_server import ExpertsServer
 from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ExpertNotFoundError, GradientsLostError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
-from tests.support.hosting import make_modules, sgd
+from tests.support.hosting import LR, make_modules, sgd
 from tests.support.servers import wait_until
 
 PATIENT = RetryPolicy(patience_s=100.0)
@@ -301,3 +301,24 @@ class TestReplicasThatChangePlaces:
             assert x.grad is None
             experts["ffn.0"](x).sum().backward()
             assert torch.equal(x.grad, replicas.weight(1 - which).sum(dim=0, keepdim=True))
+
+
+class TestGatheredAtTwoPlaces:
+    """An expert moves, with its checkpoint, between two backwards of one step: it has the gradients of both."""
+
+    @pytest.fixture
+    def replicas(self, tmp_path) -> Iterator[Replicas]:
+        replicas = Replicas(tmp_path)
+        replicas.restart([0, None])
+        yield replicas
+        replicas.stop()
+
+    def test_one_step_is_of_both(self, replicas):
+        with connect(replicas.addresses, timeout_s=200.0, retry=PATIENT, allow_missing=True) as experts:
+            optimizer = RemoteOptimizer(experts)
+            experts["ffn.0"](X).sum().backward()
+            replicas.restart([None, 0])
+            experts["ffn.0"](2 * X).sum().backward()
+            optimizer.step()
+            assert replicas.num_updates(0) == 1
+            assert torch.equal(experts.state_dict()["ffn.0.weight"], replicas.weight(0) - 3 * LR)
