@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from experts_server.command import console
 from experts_server.command.daemon import run
-from experts_server.command.logs import start_logging
+from experts_server.command.logs import flush_log, start_logging
 from experts_server.command.stdout import to_stdout
 from experts_server.command.top import watch
 from experts_server.configuration.config import OptimizerConfig, ServerConfig
@@ -168,7 +168,11 @@ def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> N
     """
     config = load_config(file, _settings_of(flags))
     start_logging(log_level, as_json=log_format == "json")
-    sys.exit(asyncio.run(run(config)))
+    try:
+        status = asyncio.run(run(config))
+    finally:
+        flush_log()
+    sys.exit(status)
 
 
 @main.command()

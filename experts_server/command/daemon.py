@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from experts_server.command.logs import flush_log
 from experts_server.command.stdout import forget_stdout
 from experts_server.configuration.config import ServerConfig
 from experts_server.configuration.names import counted
@@ -59,7 +60,7 @@ async def run(config: ServerConfig) -> int:
         status = 1
     if server.pool.has_threads:  # an expert hangs; the interpreter would wait for it, or crash in it
         sys.stdout.flush()
-        sys.stderr.flush()
+        flush_log()
         os._exit(status)
     return status
 
@@ -71,6 +72,7 @@ def _stop_at(numbers: Sequence[signal.Signals]) -> asyncio.Event:
     def take(number: signal.Signals) -> None:
         # The end of a terminal is told twice, by the system and by its shell: that is no second wish.
         if stopping.is_set() and number is not signal.SIGHUP:
+            flush_log()
             os._exit(128 + number)
         stopping.set()
 

@@ -1,11 +1,25 @@
-"""The server's log: one line an event, for people or for programs, on stderr. It holds no token and no tensor."""
+"""The server's log: one line an event, for people or for programs, on stderr. It holds no token and no tensor.
+
+A thread of its own writes it. A pager that is suspended, a terminal after Ctrl-S and a disk that hangs take no line for
+as long as they like, and whoever logs would wait for them: the event loop, and so all clients.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
+import select
 import sys
+import threading
 from datetime import UTC, datetime
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 10_000  # lines
+FLUSH_S = 2.0
+STDERR = 2
 
 
 class JsonFormatter(logging.Formatter):
@@ -24,10 +38,82 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(event)
 
 
+class LineWriter(logging.Handler):
+    """Writes lines in their order, and lets nobody wait for them.
+
+    It writes past `sys.stderr`: that has a lock, which a thread that waits for a reader would hold while Python ends.
+
+    Args:
+        descriptor: where to.
+
+    Threads: any. In a forked child, which has no such thread, lines are written at once.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._process = os.getpid()
+        # not `queue.Queue`: a warning of an object that is collected may come within `put`
+        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._num_lost = 0
+        threading.Thread(target=self._write_all, name="experts-server-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Let a line wait for its turn; where too many do, it is lost, and counted."""
+        try:
+            line = f"{self.format(record)}\n"
+        except Exception:
+            self.handleError(record)
+            return
+        if os.getpid() != self._process:
+            self._write(line)
+        elif self._waiting.qsize() < MAX_WAITING:
+            self._waiting.put(line)
+        else:
+            self._num_lost += 1
+
+    def flush(self) -> None:
+        """Wait until all lines so far are written, or nobody has read any for so long."""
+        if os.getpid() == self._process:
+            is_written = threading.Event()
+            self._waiting.put(is_written)
+            is_written.wait(FLUSH_S)
+
+    def _write_all(self) -> None:
+        while True:
+            line = self._waiting.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            self._write(line)
+            if self._num_lost and self._waiting.empty():
+                num_lost, self._num_lost = self._num_lost, 0
+                logger.error("%d lines found no room: nobody read the log", num_lost)
+
+    def _write(self, line: str) -> None:
+        rest = line.encode(errors="backslashreplace")
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+            except OSError:  # the reader has gone, or the disk is full, and there is nowhere to say so
+                return
+
+
 def start_logging(level: str, *, as_json: bool) -> None:
     """Send the log of this process to stderr, and warnings with it."""
-    handler = logging.StreamHandler(sys.stderr)
+    if sys.stderr is None:  # closed, and its number may be another file's
+        handler: logging.Handler = logging.NullHandler()
+    else:
+        handler = LineWriter(STDERR)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
+
+
+def flush_log() -> None:
+    """Let what has been logged come out before what follows: the end of the process, or what is said of it."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()

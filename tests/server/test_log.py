@@ -1,0 +1,103 @@
+"""The log of a server whose reader stops reading: a pager that is suspended, a terminal after Ctrl-S, a slow disk."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from tests.support.servers import ROOT, START_S, WireClient, tokens
+
+FLAGS = ("--expert", "ffn", "--d-model", "4", "--listen", "127.0.0.1:0")
+
+
+@contextmanager
+def full_pipe() -> Iterator[tuple[int, int, int]]:
+    """Yield a pipe that takes nothing more, and how much is in it."""
+    reading, writing = os.pipe()
+    size = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"." * size)
+    try:
+        yield reading, writing, size
+    finally:
+        with suppress(OSError):  # closed by the test
+            os.close(writing)
+        os.close(reading)
+
+
+@contextmanager
+def serving(stderr: int, *more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a server that logs to `stderr`, and its address."""
+    command = [sys.executable, "-m", "experts_server", "serve", *FLAGS, *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT) as process:
+        watchdog = threading.Timer(30, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip().rpartition(" ")[-1]
+        finally:
+            watchdog.cancel()
+            process.kill()
+
+
+def test_a_server_serves_and_stops_while_nobody_reads_its_log() -> None:
+    with full_pipe() as (_, writing, _), serving(writing) as (process, address):
+        assert address, "it waited for its log"
+        with WireClient(address) as client:
+            assert client.forward("ffn.0", tokens(2, 4)).code == "OK"
+        process.terminate()
+        assert process.wait(START_S) == 0
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_what_waited_for_a_reader_comes_in_order_once_he_reads(is_blocking: bool) -> None:
+    with full_pipe() as (reading, writing, size):
+        os.set_blocking(writing, is_blocking)  # whoever shares a terminal may have set it
+        with serving(writing) as (process, address):
+            assert address, "it waited for its log"
+            os.close(writing)
+            assert os.read(reading, size) == b"." * size
+            process.terminate()
+            with open(reading, closefd=False) as log:
+                lines = log.read().splitlines()
+            assert process.wait(START_S) == 0
+    told = [line.split("server: ")[-1] for line in lines if "serving.server: " in line]
+    assert told[0].startswith("ready: 1 expert at ")
+    assert told[1:] == ["draining: at most 30 s", "stopped"]
+
+
+def test_lines_that_find_no_room_are_counted() -> None:
+    command = (
+        "import logging, os, sys; from experts_server.command import logs; logs.MAX_WAITING = 2;"
+        "logs.start_logging('info', as_json=False); log = logging.getLogger('a');"
+        "[log.info('%d', n) for n in range(10)]; print(flush=True); sys.stdin.readline(); logging.shutdown();"
+        "log.info('on'); logging.shutdown()"
+    )
+    with (
+        full_pipe() as (reading, writing, size),
+        subprocess.Popen(
+            [sys.executable, "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=writing,
+            cwd=ROOT,
+        ) as process,
+    ):
+        os.close(writing)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        assert os.read(reading, size) == b"." * size
+        process.communicate(b"\n", timeout=START_S)
+        with open(reading, closefd=False) as log:
+            lines = [line.split("INFO ")[-1].split("ERROR ")[-1] for line in log.read().splitlines()]
+    numbers = [line for line in lines if line.startswith("a: ")]
+    assert numbers[:2] == ["a: 0", "a: 1"]
+    assert numbers[-1] == "a: on"
+    num_lost = 10 - len(numbers) + 1
+    assert f"experts_server.command.logs: {num_lost} lines found no room: nobody read the log" in lines
