@@ -15,8 +15,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from moe_autograd import parallel_apply
-from moe_autograd.autograd.split_backward import split_backward
+from moe_autograd import parallel_apply, split_backward
 
 D_MODEL, NUM_TOKENS = 512, 512
 
