@@ -10,8 +10,8 @@ What holds in torch 2.13 with OpenMP on the CPU:
    each keep 64 idle OpenMP threads per extra member, 130 MB and more. A team of one makes none.
 4. A second team in a process makes all of them slow: libgomp lets members spin between operators only as long as those
    of all teams, resting ones too, are no more than the cores, and else wakes them by the kernel for every operator. On
-   two cores the Adam steps of 16 small experts took 13 ms with a team of two on the only thread that ever had one, 28 on
-   a second thread, and 25 without a team.
+   two cores the Adam steps of 16 small experts took 13 ms with a team of two on the only thread that ever had one, 28
+   on a second thread, and 25 without a team.
 
 So workers set their team through OpenMP (rule 2), to one where calls run side by side (rules 3 and 4). Where torch was
 built without OpenMP the team stays as it is.
