@@ -21,7 +21,7 @@ from experts_server.command.top import watch
 from experts_server.configuration.config import OptimizerConfig, ServerConfig
 from experts_server.configuration.names import counted
 from experts_server.configuration.settings import load_config
-from experts_server.serving.security import server_credentials
+from experts_server.serving.certificates import check_credentials
 from experts_server.serving.server import check_buildable
 from moe_autograd.errors import ConfigError, MoeAutogradError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
@@ -231,7 +231,7 @@ def check(file: Path) -> None:
     """
     config = load_config(file)
     check_buildable(config)
-    server_credentials(config.security)
+    check_credentials(config.security)
     with to_stdout():
         click.echo(f"{file}: {counted(len(config.experts))}, no mistakes")
 

@@ -9,7 +9,7 @@ import grpc
 
 from experts_server.configuration.addresses import joined_address, split_address
 from experts_server.configuration.config import ServingConfig
-from experts_server.serving.security import server_credentials
+from experts_server.serving.certificates import server_credentials
 from moe_autograd.errors import ConfigError
 
 

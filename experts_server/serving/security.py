@@ -1,4 +1,4 @@
-"""Who may call: bearer tokens from a file, and TLS.
+"""Who may call: bearer tokens from a file.
 
 A tokens file has one line for each token, a permission and the token; `#` at the beginning of a word starts a comment::
 
@@ -16,15 +16,12 @@ import hashlib
 import hmac
 import logging
 import re
-import ssl
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import grpc
-
-from experts_server.configuration.config import SecurityConfig
+from experts_server.serving.certificates import read_file
 from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.wire.tokens import check_token
 
@@ -111,7 +108,7 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
     """Return the tokens of a file, as digests."""
     tokens: dict[bytes, Permission] = {}
     for number, line in enumerate(
-        _read(file, "tokens_file").decode("utf-8-sig", "replace").splitlines(), start=1
+        read_file(file, "tokens_file").decode("utf-8-sig", "replace").splitlines(), start=1
     ):
         words = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].split()
         if not words:
@@ -132,86 +129,6 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
     if not tokens:
         raise ConfigError(f"config, key 'security.tokens_file': expected tokens in {str(file)!r}, got none.")
     return tokens
-
-
-def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
-    """Return the TLS credentials of `config`, or `None` for none; they follow the files.
-
-    Raises:
-        ConfigError: a file cannot be read, or is not what it should be.
-    """
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    certificates = _Certificates(config.tls_cert, config.tls_key, config.client_ca)
-    first = certificates.check(certificates.read())
-    renewed: Any = certificates.renewed  # grpc's stubs do not know of None
-    return grpc.dynamic_ssl_server_credentials(first, renewed, config.client_ca is not None)
-
-
-_Contents = tuple[bytes, bytes, bytes | None]  # of key, certificate and client_ca
-
-
-class _Certificates:
-    """What is in the certificates' files, which are replaced before it expires.
-
-    grpc asks for each new connection, on threads of its own, whether there is something new. What does not belong
-    together (the new certificate and still the old key) is passed over: clients see what they saw before.
-    """
-
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._seen: _Contents | None = None
-
-    def read(self) -> _Contents:
-        """Return what is in the files now; raises `ConfigError`."""
-        client_ca = None if self._client_ca is None else _read(self._client_ca, "client_ca")
-        return _read(self._key, "tls_key"), _read(self._cert, "tls_cert"), client_ca
-
-    def check(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
-        """Return what was read in grpc's form; raises `ConfigError`."""
-        self._seen = now
-        _check_certificates(self._cert, self._key, self._client_ca)
-        key, cert, client_ca = now
-        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
-
-    def renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return what clients get to see from now on, or None for no change."""
-        try:
-            now = self.read()
-            return None if now == self._seen else self.check(now)
-        except ConfigError as error:
-            logger.warning("certificates stay as they were: %s", error)
-            return None
-
-
-def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:
-    """Let OpenSSL look at the files: what grpc says of one that is none is that it cannot bind its port."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key, password="")
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"config, key 'security.tls_cert': expected a certificate and its key, unencrypted, as PEM, got "
-            f"{str(cert)!r} and {str(key)!r} ({error.reason or error})."
-        ) from error
-    try:
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"config, key 'security.client_ca': expected certificates as PEM, got {str(client_ca)!r} "
-            f"({error.reason or error})."
-        ) from error
-
-
-def _read(file: Path, key: str) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"config, key 'security.{key}': expected a readable file, got {str(file)!r} ({error.strerror}). "
-            "Check the path and its permissions."
-        ) from error
 
 
 def _stamp(file: Path | None) -> tuple[int, ...] | None:

@@ -300,6 +300,23 @@ def test_certificates_that_are_none_are_refused_by_the_check_and_by_the_server(
     assert (checked.exit_code, text in checked.output) == (1, True), checked.output
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("expired", "expired.pem' (certificate has expired). Renew"), ("client", "no mistakes")],
+)
+def test_a_certificate_that_has_expired_is_found_by_the_check_and_told_by_the_server(
+    certificates: Path, name: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = {"tls_cert": certificates / f"{name}.pem", "tls_key": certificates / f"{name}.key"}
+    lines = [f'{key} = "{path}"\n' for key, path in paths.items()]
+    (tmp_path / "s.toml").write_text(f'[experts.e]\nclass = "identity"\n[security]\n{"".join(lines)}')
+    checked = CliRunner().invoke(main, ["config", "--check", str(tmp_path / "s.toml")])
+    assert (checked.exit_code, text in checked.output) == (int(name == "expired"), True), checked.output
+    config = ServingConfig(security=SecurityConfig(**paths))
+    with ExpertsServer({"e": FeedForwardExpert(D)}, config=config):
+        assert ("certificate has expired" in caplog.text) == (name == "expired")
+
+
 # ---- the commands
 
 

@@ -1,0 +1,139 @@
+"""The files of TLS: read, looked at before grpc sees them, and again whenever they are renewed."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from experts_server.configuration.config import SecurityConfig
+from moe_autograd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
+    """Return the TLS credentials of `config`, or `None` for none; they follow the files.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not what it should be.
+    """
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    certificates = _Certificates(config.tls_cert, config.tls_key, config.client_ca)
+    first = certificates.check(certificates.read())
+    renewed: Any = certificates.renewed  # grpc's stubs do not know of None
+    return grpc.dynamic_ssl_server_credentials(first, renewed, config.client_ca is not None)
+
+
+def check_credentials(config: SecurityConfig) -> None:
+    """Check the files of TLS, and that there may be clients that trust them; a server serves all the same.
+
+    Raises:
+        ConfigError: a file cannot be read, is not what it should be, or not now.
+    """
+    if config.tls_cert is None or config.tls_key is None:
+        return
+    _Certificates(config.tls_cert, config.tls_key, config.client_ca).read()
+    _check_certificates(config.tls_cert, config.tls_key, config.client_ca)
+    if (reason := _why_no_client_trusts(config.tls_cert, config.tls_key)) is not None:
+        raise ConfigError(f"config, {_untrusted(config.tls_cert, reason)}")
+
+
+_Contents = tuple[bytes, bytes, bytes | None]  # of key, certificate and client_ca
+
+
+class _Certificates:
+    """What is in the certificates' files, which are replaced before it expires.
+
+    grpc asks for each new connection, on threads of its own, whether there is something new. What does not belong
+    together (the new certificate and still the old key) is passed over: clients see what they saw before.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._seen: _Contents | None = None
+
+    def read(self) -> _Contents:
+        """Return what is in the files now; raises `ConfigError`."""
+        client_ca = None if self._client_ca is None else read_file(self._client_ca, "client_ca")
+        return read_file(self._key, "tls_key"), read_file(self._cert, "tls_cert"), client_ca
+
+    def check(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
+        """Return what was read in grpc's form; raises `ConfigError`."""
+        self._seen = now
+        _check_certificates(self._cert, self._key, self._client_ca)
+        if (reason := _why_no_client_trusts(self._cert, self._key)) is not None:
+            logger.error("%s", _untrusted(self._cert, reason))
+        key, cert, client_ca = now
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
+
+    def renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return what clients get to see from now on, or None for no change."""
+        try:
+            now = self.read()
+            return None if now == self._seen else self.check(now)
+        except ConfigError as error:
+            logger.warning("certificates stay as they were: %s", error)
+            return None
+
+
+def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:
+    """Let OpenSSL look at the files: what grpc says of one that is none is that it cannot bind its port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"config, key 'security.tls_cert': expected a certificate and its key, unencrypted, as PEM, got "
+            f"{str(cert)!r} and {str(key)!r} ({error.reason or error})."
+        ) from error
+    try:
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"config, key 'security.client_ca': expected certificates as PEM, got {str(client_ca)!r} "
+            f"({error.reason or error})."
+        ) from error
+
+
+def _why_no_client_trusts(cert: Path, key: Path) -> str | None:
+    """Return what OpenSSL says of a certificate to a client that trusts whoever signed it, if it is not good then."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server.load_cert_chain(cert, key, password="")
+    client.load_verify_locations(cert)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.check_hostname = False
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    for _ in range(2):  # hello, and what is said of the answer
+        for side in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError as error:
+                return getattr(error, "verify_message", None) or error.reason or str(error)
+    return None
+
+
+def _untrusted(cert: Path, reason: str) -> str:
+    return (
+        f"key 'security.tls_cert': expected a certificate that clients can trust, got {str(cert)!r} ({reason}). "
+        "Renew it."
+    )
+
+
+def read_file(file: Path, key: str) -> bytes:
+    """Return what is in a file that a key of `[security]` names; raises `ConfigError`."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"config, key 'security.{key}': expected a readable file, got {str(file)!r} ({error.strerror}). "
+            "Check the path and its permissions."
+        ) from error
