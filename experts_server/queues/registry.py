@@ -106,7 +106,7 @@ class Registry(Mapping[str, ExpertQueue]):
     ) -> list[Any]:
         """Put one call to each of the named experts; return results and exceptions in their order.
 
-        What has not come after `timeout_s` is a `TimeoutError`, and is not begun any more.
+        What has not come when nothing has for `timeout_s` is a `TimeoutError`, and is not begun any more.
         """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in names]
@@ -117,8 +117,7 @@ class Registry(Mapping[str, ExpertQueue]):
             calls.append((name, call))
         self.submit(calls)
         try:
-            if futures:
-                await asyncio.wait(futures, timeout=timeout_s)
+            await _all_or_none_for(timeout_s, futures)
             return [future.result() if future.done() else TimeoutError() for future in futures]
         finally:
             for _, call in calls:
@@ -134,3 +133,21 @@ class Registry(Mapping[str, ExpertQueue]):
         names = list(self._queues)
         more = "" if len(names) <= MAX_NAMES_IN_ERROR else ", ..."
         return ", ".join(names[:MAX_NAMES_IN_ERROR]) + more
+
+
+async def _all_or_none_for(timeout_s: float | None, futures: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait for all of them, or until none has come for so long: many take their time where one hangs."""
+    latest = time.monotonic()
+
+    def note(_: asyncio.Future[Any]) -> None:
+        nonlocal latest
+        latest = time.monotonic()
+
+    for future in futures:
+        future.add_done_callback(note)
+    waiting = set(futures)
+    while waiting:
+        rest_s = None if timeout_s is None else latest + timeout_s - time.monotonic()
+        if rest_s is not None and rest_s <= 0:
+            return
+        _, waiting = await asyncio.wait(waiting, timeout=rest_s)

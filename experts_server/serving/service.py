@@ -212,7 +212,8 @@ class Service:
                 f"forget: expected a call of each of {len(request.experts)} experts, got {len(request.call_ids)}."
             )
         for name, call_id in zip(request.experts, request.call_ids, strict=True):
-            self.registry[name].hosted.kept.let_go(request.client_id, call_id)
+            if name in self.registry:  # else it has moved away
+                self.registry[name].hosted.kept.let_go(request.client_id, call_id)
         return pb.ForgetReply()
 
     async def _save_now(self, _: pb.SaveRequest) -> pb.SaveReply:

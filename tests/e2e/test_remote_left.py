@@ -70,6 +70,16 @@ def refused(expert: RemoteExpert) -> None:
         y.sum().backward()
 
 
+def test_a_server_forgets_what_it_has_of_calls_some_of_whose_experts_have_moved_away(
+    server: ExpertsServer,
+) -> None:
+    with WireClient(server.address) as client:
+        for name in ("a", "b"):
+            client.forward(name, tokens(2, D))
+        client.forget(a=1, gone=1, b=1)
+    assert num_kept(server) == 0
+
+
 @pytest.mark.parametrize("program", [checkpointed(True), checkpointed(False), looked_at, retained, refused])
 def test_what_has_no_backward_any_more_is_forgotten(
     server: ExpertsServer, expert: RemoteExpert, program: Callable[[RemoteExpert], None]

@@ -270,6 +270,28 @@ def test_an_expert_that_hangs_keeps_no_other_from_being_saved(
     assert "expert 'hanging' still computes" in caplog.text
 
 
+class OnASlowDisk(nn.Linear):
+    """Its state takes a while, and one reads at a time."""
+
+    disk = threading.Lock()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self.disk:
+            threading.Event().wait(0.5)
+        return super().state_dict(*args, **kwargs)
+
+
+def test_a_save_may_take_long_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sixty seconds were those of all experts together: a large server could never be saved."""
+    experts = {f"e.{n}": OnASlowDisk(D, D) for n in range(8)}
+    with (
+        ExpertsServer(experts, config=ServingConfig(checkpoint_dir=tmp_path)) as server,
+        WireClient(server.address) as client,
+    ):
+        monkeypatch.setattr(saving_module, "SNAPSHOT_TIMEOUT_S", 2.5)
+        assert client.save() == "generation-00000002"
+
+
 def _until_cut_off(client: WireClient) -> None:
     with pytest.raises(grpc.RpcError):
         client.forward("hanging", tokens(1, D))
