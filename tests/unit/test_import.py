@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -74,6 +75,8 @@ def test_every_public_name_is_there_documented_and_listed() -> None:
         "TopKRouter",
     } <= documentation.keys()
     assert [name for name, text in documentation.items() if not text] == []
+    map_of_names = fresh_interpreter("import moe_autograd; print(moe_autograd.__doc__)")
+    assert documentation.keys() - set(re.findall(r"\w+", map_of_names)) == set()
 
 
 def test_a_server_saves_and_exports_with_nothing_installed_but_what_its_extra_names(tmp_path: Path) -> None:
