@@ -1,0 +1,187 @@
+"""docs/limits.md, point by point: what it says is what happens. A limit that has gone leaves the page as well."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
+
+from experts_server import ExpertsServer
+from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.errors import InvalidCallError, UnsupportedTransformError
+from moe_autograd.remote import RemoteExperts, connect
+
+PAGE = " ".join((Path(__file__).parents[2] / "docs/limits.md").read_text(encoding="utf-8").split())
+
+
+def of(text: str) -> Callable[[Any], Any]:
+    """Say which point of the page a test is about."""
+    assert text in PAGE
+    return lambda test: test
+
+
+def leaf() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def in_call(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Return what one of two calls returns."""
+    return parallel_apply([function] * 2, [(x,), (leaf(),)])[0]
+
+
+@of("inside `torch.func` transforms, forward-mode differentiation, `torch.jit.trace` or `torch.export`")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+def test_transforms() -> None:
+    def total(x: Tensor) -> Tensor:
+        return in_call(torch.sin, x).sum()
+
+    for transform in (torch.func.grad, torch.func.vmap, lambda f: lambda x: torch.jit.trace(f, x)):
+        with pytest.raises(UnsupportedTransformError):
+            transform(total)(torch.ones(2))
+    assert in_call(torch.func.grad(lambda x: x.sin().sum()), torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+@of("must be taken by nobody else")
+def test_changes_in_place() -> None:
+    shared = leaf() * 1
+    with pytest.raises(RuntimeError, match="expected nobody to take what a call changes in place"):
+        parallel_apply([lambda x: x.add_(1), lambda x: x * 2], [(shared,), (shared,)])
+
+
+@of(
+    "not a leaf, without a `.grad`, and no longer a `Parameter`. A list or dict that holds one is a copy there."
+)
+def test_inputs_are_other_tensors() -> None:
+    inputs = [nn.Parameter(torch.ones(2))]
+    (returned,) = parallel_apply(
+        [lambda xs: (xs[0] * 1, xs[0].is_leaf, type(xs[0]), xs is inputs)], [(inputs,)]
+    )
+    assert returned[1:] == (False, Tensor, False)
+
+
+@of("(`unsqueeze_`, `t_`) **or other memory** (`.data = `) raises")
+def test_other_shapes_and_other_memory() -> None:
+    def sets_data(x: Tensor) -> Tensor:
+        x.data = torch.zeros(3)
+        return x * 2
+
+    for change in (lambda x: x.unsqueeze_(0) * 2, sets_data):
+        with pytest.raises(RuntimeError, match="parallel_apply: expected calls to leave the"):
+            in_call(change, leaf())
+
+
+@of("**Nested tensors** of layout `torch.strided` are refused")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 2)], layout=torch.strided, requires_grad=True)
+    with pytest.raises(TypeError, match=r"layout=torch.jagged"):
+        in_call(torch.sin, nested)
+
+
+@of("**A tensor with history that leaves a call otherwise than as its result**")
+def test_tensors_that_leave() -> None:
+    kept: list[Tensor] = []
+    in_call(lambda x: kept.append(x * 2), leaf())
+    with pytest.raises(RuntimeError, match="to leave a call as its result"):
+        kept[0].sum().backward()
+
+
+@of("**Two backwards, each through some results of one map**")
+def test_two_backwards() -> None:
+    for retain_graph in (True, False):
+        a, b = map_with_parallel_backward(Doubles, (leaf(),), (leaf(),))
+        assert a.grad_fn is b.grad_fn
+        a.sum().backward(retain_graph=retain_graph)
+    with pytest.raises(RuntimeError, match="a second time"):
+        b.sum().backward()
+
+
+@of("**Results of one call that were computed from each other** do not lead to each other outside of it")
+def test_results_of_each_other() -> None:
+    a, b = in_call(lambda x: (y := x * 2, y * 3), leaf())
+    assert torch.autograd.grad(b.sum(), a, allow_unused=True) == (None,)
+
+
+@of("**A backward that a call starts itself** ends at the call's inputs")
+def test_backwards_within() -> None:
+    weight = leaf()
+    assert in_call(lambda x: torch.autograd.grad(x.sum(), weight, allow_unused=True)[0], weight * 2) is None
+
+
+@of("inputs together with what was computed from them raise")
+def test_hooks_on_several() -> None:
+    def hooks(x: Tensor) -> Tensor:
+        y = x * 2
+        register_multi_grad_hook((x, y), lambda grads: None, mode="all")
+        return y
+
+    with pytest.raises(RuntimeError, match="Register one hook on the inputs and another on the rest"):
+        in_call(hooks, leaf())
+
+
+@of("**`torch.utils.checkpoint(use_reentrant=True)` inside a call of `parallel_apply`** raises")
+def test_reentrant_checkpoints() -> None:
+    output = in_call(lambda x: checkpoint(torch.sin, x, use_reentrant=True), leaf())
+    with pytest.raises(RuntimeError, match="you can either set use_reentrant=False"):
+        output.sum().backward()
+
+
+@pytest.fixture(scope="module")
+def experts() -> Iterator[RemoteExperts]:
+    with ExpertsServer({"e": nn.Linear(2, 2)}) as server, connect(server.address) as experts:
+        yield experts
+
+
+@of("**Inputs** are positional, dense tensors with finite values")
+def test_remote_inputs(experts: RemoteExperts) -> None:
+    with pytest.raises(InvalidCallError, match="expected finite values"):
+        experts["e"](torch.full((1, 2), -torch.inf))
+    with pytest.raises(TypeError, match="expected a dense tensor"):
+        experts["e"](torch.ones(1, 2).to_sparse())
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        experts["e"](input=torch.ones(1, 2))
+
+
+@of("**A second derivative** raises")
+def test_remote_second_derivatives(experts: RemoteExperts) -> None:
+    x = torch.ones(1, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(experts["e"](x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="expected to be differentiated once"):
+        grad.sum().backward()
+
+
+@of("**`torch.save(model)`**, or any other pickling of remote experts, raises")
+def test_remote_pickling(experts: RemoteExperts) -> None:
+    model = nn.Sequential(experts["e"])
+    with pytest.raises(TypeError, match=re.escape("`experts.state_dict()` has the weights")):
+        torch.save(model, io.BytesIO())
+    assert copy.deepcopy(model)[0].hosted.name == "e"
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+@of("**Weights** are not in `layer.parameters()` or `layer.state_dict()`")
+def test_offloaded_weights() -> None:
+    modules = (nn.Linear(2, 2) for _ in range(2))
+    with OffloadedExperts(modules, torch.optim.SGD, max_resident_bytes=1000) as experts:
+        layer = MixtureOfExperts(TopKRouter(2, 2, top_k=1), list(experts))
+        assert [name for name, _ in layer.named_parameters()] == list(layer.state_dict()) == ["router.weight"]
