@@ -112,7 +112,7 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="A TOML file; flags win over it.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="A TOML file; variables and flags win.")
 @click.option(
     "--listen", metavar="HOST:PORT", help="Port 0 takes a free one." + _default(ServerConfig, "listen")
 )
@@ -165,6 +165,9 @@ def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> N
 
     Once it serves, it prints one line to stdout: "experts-server: serving N experts at HOST:PORT". The first
     signal drains, saves and exits 0 (1 if it could not save); the second one exits at once.
+
+    What to host stands in a file, in variables EXPERTS_SERVER_<KEY> or in flags; later ones win. Flags are the most
+    used keys; docs/server.md has all.
     """
     config = load_config(file, _settings_of(flags))
     start_logging(log_level, as_json=log_format == "json")
