@@ -1,4 +1,4 @@
-"""The code on the pages about memory runs as it stands there."""
+"""The code on the pages about memory, and about moving a model, runs as it stands there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["split-backward", "recompute", "offload", "prefetch"])
+@pytest.mark.parametrize("page", ["split-backward", "recompute", "offload", "porting", "prefetch"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
