@@ -52,8 +52,6 @@ def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
             parts += [held for held in around if isinstance(held, torch.nn.Module) and held not in parts]
-        if buffers or NOT_MADE_YET in attributes:
-            of_all.owners.append(part)
         if isinstance(part, talking) or are_spread(parameters.values()):
             of_all.talkers.append(part)
         if is_compiled(part):

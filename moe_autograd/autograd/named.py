@@ -3,8 +3,8 @@
 Among it are two things that can be done for one thread at a time only:
 
 1. Changes of a module for as long as it runs: `torch.func.functional_call` puts other weights into it, others switch it
-   to `eval`, its adapters off (as `peft` does), or put a hook on it. Another call that runs the module meanwhile would
-   compute with the change: calls that share it take turns (`statistics`).
+   to `eval`, its adapters off (as `peft` does), freeze it, or put a hook on it. Another call that runs the module
+   meanwhile would compute with the change: calls that share it take turns (`statistics`).
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached` and forward-mode
    differentiation (`torch.func.jvp` and its like) are of the whole process. Side by side, calls would have each
    other's, and might leave it behind: a map with such a call makes one after the other.
@@ -14,23 +14,37 @@ from __future__ import annotations
 
 import builtins
 import dis
+import itertools
 import sys
 import types
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch.autograd.function import Function
 from torch.nn.utils import parametrize
 
 # nor will they be
 _NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_BOUND = (staticmethod, classmethod, types.MethodType)
 _TORCHS = "torch."  # how the names of its files begin
+# what is called so otherwise than as a method, such as `config.train`, is something else
+_METHODS = frozenset(
+    [
+        *("eval", "train", "requires_grad_", "load_state_dict", "update_parameters"),
+        *("disable_adapter", "disable_adapters", "disable_adapter_layers", "set_adapter", "set_adapters"),
+        *("enable_adapters", "enable_adapter_layers", "merge_adapter", "unmerge_adapter"),
+    ]
+)
+_SET = frozenset(["training", "requires_grad", "forward"])  # and these are mostly read
+_UNSURE = _METHODS | _SET
 # rule 1: how torch's ways to do so are named, by their callers and by themselves, and others' by their callers
 CHANGING = frozenset(
     [
-        *("functional_call", "_functional_call", "_reparametrize_module", "_swap_state"),
-        *("eval", "train", "register_forward_hook", "register_forward_pre_hook"),
-        *("disable_adapter", "set_adapter", "merge_adapter"),
+        *("functional_call", "_functional_call", "_reparametrize_module", "_swap_state", "adapter_names"),
+        *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
+        *("register_full_backward_pre_hook", "register_parametrization", "remove_parametrizations"),
+        *_UNSURE,
     ]
 )
 _CACHED = "parametrize.cached"  # found in another way: others may call something so, too
@@ -42,8 +56,8 @@ SETTING = frozenset(  # rule 2
     ]
 )
 _TELLING = CHANGING | SETTING
-# what is called so otherwise than as a method, such as `config.train`, is something else
-_METHODS = frozenset(["eval", "train"])
+_WAYS = ("forward", "setup_context", "backward", "vjp")  # of an autograd function
+_SURE = _TELLING - _UNSURE
 
 # a global of the file of a function, which may hold the class
 _Place = tuple["weakref.ref[types.FunctionType]", str]
@@ -53,7 +67,7 @@ _places: dict[int, Places] = {}  # of the globals that modules name, by the `id`
 
 
 class Places(NamedTuple):
-    """What the `forward` of a class names.
+    """What the `forward` of a class names, and the backward of an autograd function.
 
     Args:
         of: the class.
@@ -82,23 +96,66 @@ def is_torchs(namespace: dict[str, Any]) -> bool:
     return str(namespace.get("__name__")).startswith(_TORCHS)
 
 
-def is_function_of(namespace: dict[str, Any], value: object) -> bool:
-    """Whether something is a function of the file that has these globals."""
-    return isinstance(value, types.FunctionType) and value.__globals__ is namespace
+def functions_in(namespace: dict[str, Any], value: object) -> list[types.FunctionType]:
+    """Return a function of the file that has these globals, or those of an autograd function there."""
+    if isinstance(value, types.FunctionType):
+        return [value] if any(one.__globals__ is namespace for one in (value, *_functions_of(value))) else []
+    return [one for one in _functions_of(value) if one.__globals__ is namespace]
+
+
+def unwrapped(value: object) -> object:
+    """Return the function that decorators such as `contextmanager` and `torch.no_grad` have wrapped."""
+    while isinstance(value, types.FunctionType) and "__wrapped__" in value.__dict__:
+        value = value.__dict__["__wrapped__"]
+    return value
 
 
 def telling_names(function: types.FunctionType) -> frozenset[str]:
     """Return those of `CHANGING` and `SETTING` that a function names, or another that it names."""
     names = names_of(function.__code__)
     named = [function.__globals__.get(name) for name in names.of_globals]
-    codes = [one.__code__ for one in named if isinstance(one, types.FunctionType)]
+    functions = [own for one in named for own in _functions_of(one)]
+    # imported under another name, perhaps
+    own = [one.__name__ for one in (function, *functions) if str(one.__module__).startswith(_TORCHS)]
     cached = [_CACHED] if _names_cached(names, named) else []
-    return names.telling.union(cached, *[_told_by(code) for code in codes])
+    told = [_told_by(one.__code__) for one in functions]
+    return names.telling.union(_SURE.intersection(own), cached, *told)
+
+
+def _functions_of(value: object) -> list[types.FunctionType]:
+    """Return a function, or those that an autograd function consists of."""
+    if isinstance(value, type) and issubclass(value, Function):
+        values = [function_in(getattr(value, way, None)) for way in _WAYS]
+    else:
+        values = [unwrapped(value)]
+    return [one for one in values if isinstance(one, types.FunctionType)]
 
 
 def _told_by(code: types.CodeType) -> frozenset[str]:
     told = _TELLING.intersection(code.co_names)
-    return told & names_of(code).telling if told & _METHODS else told
+    return told & names_of(code).telling if told & _UNSURE else told
+
+
+def _done_in(code: types.CodeType) -> set[str]:
+    """Return which of `_UNSURE` code calls as a method, or sets other than to `True`, which mostly ends a change."""
+    done, constant = set[str](), None
+    for step, following in itertools.pairwise(dis.get_instructions(code)):
+        if step.opname == "LOAD_CONST":
+            constant = step.argval
+        elif step.starts_line:
+            constant = None
+        if step.opname == "STORE_ATTR":
+            done.update(_SET.intersection([step.argval] if constant is not True else []))
+        elif _is_method(step) and not (step.argval == "requires_grad_" and _is_true(following)):
+            done.update(_METHODS.intersection([step.argval]))
+    return done
+
+
+def _is_true(argument: dis.Instruction) -> bool:
+    """Whether a method is called without an argument, or with `True`."""
+    if argument.opname == "LOAD_CONST":
+        return argument.argval is True
+    return argument.opname in ("PRECALL", "CALL") and argument.arg == 0
 
 
 def _is_method(step: dis.Instruction) -> bool:
@@ -116,7 +173,7 @@ def _names_cached(names: Names, named: Sequence[object]) -> bool:
 
 
 def globals_of(kind: type, forward: Any) -> Places:
-    """Return the globals that the `forward` of a class names; every call of a module asks."""
+    """Return the globals that the `forward` of a class names; every call of a module asks, and every map."""
     key, code = id(kind), getattr(forward, "__code__", None)
     known = _places.get(key)
     if known is None or known.forward is not code or known.of() is not kind:
@@ -127,29 +184,29 @@ def globals_of(kind: type, forward: Any) -> Places:
 
 def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], frozenset[str]]:
     """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
-    functions = [forward] if isinstance(forward, types.FunctionType) else []
+    functions = _functions_of(kind if issubclass(kind, Function) else forward)
     owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(_TORCHS)]
     places = {}
     for function in functions:  # grows
         namespace, names = function.__globals__, names_of(function.__code__)
         called = [
-            _function_in(owner.get(name)) for name in ("forward", *names.of_attributes) for owner in owners
+            function_in(owner.get(name)) for name in ("forward", *names.of_attributes) for owner in owners
         ]
         for name in () if is_torchs(namespace) else names.of_globals:
             value = namespace.get(name)
-            if is_function_of(namespace, value):
-                called.append(value)
+            if own := functions_in(namespace, value):
+                called += map(unwrapped, own)
             elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
                 places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
     return tuple(places.values()), frozenset[str]().union(*map(telling_names, functions))
 
 
-def _function_in(value: object) -> object:
+def function_in(value: object) -> object:
     """Return the function that a class runs for a property, or a static or class method."""
     if isinstance(value, property):
-        return value.fget
-    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        value = value.fget
+    return unwrapped(value.__func__ if isinstance(value, _BOUND) else value)
 
 
 def names_of(code: types.CodeType) -> Names:
@@ -158,7 +215,7 @@ def names_of(code: types.CodeType) -> Names:
     names = _names.get(key)
     if names is None or names.code() is not code:
         told = weakref.ref(code, lambda _: _names.pop(key, None))
-        of_globals, of_attributes, methods = dict[str, None](), dict[str, None](), set[str]()
+        of_globals, of_attributes, telling = dict[str, None](), dict[str, None](), set[str]()
         for one in (codes := [code]):  # grows
             codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
             for step in dis.get_instructions(one):
@@ -166,9 +223,13 @@ def names_of(code: types.CodeType) -> Names:
                     of_globals[step.argval] = None
                 elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                     of_attributes[step.argval] = None
-                    if _is_method(step):
-                        methods.add(step.argval)
-        telling = frozenset[str]().union(*[_TELLING.intersection(one.co_names) for one in codes])
-        telling -= _METHODS - methods
-        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), telling)
+            telling |= _SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one)))
+            telling |= _done_in(one) if _UNSURE.intersection(one.co_names) else set()
+        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), frozenset(telling))
     return names
+
+
+def _texts_in(code: types.CodeType) -> list[str]:
+    """Return the texts in tuples among the constants of code, as the names of keyword arguments are."""
+    held = [one for one in code.co_consts if isinstance(one, tuple)]
+    return [text for own in held for text in own if isinstance(text, str)]

@@ -38,7 +38,7 @@ from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.ranks import are_spread
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.autograd.runs import run_calls
-from moe_autograd.autograd.units import run_units
+from moe_autograd.autograd.units import must_be_in_turn, run_units
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
@@ -79,7 +79,9 @@ def map_with_parallel_backward(
         A backward through some results runs their calls alone, and no autograd function that only other calls' inputs
         were computed with. For another backward later, through another result, it takes `retain_graph=True`.
 
-    Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once.
+    Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once. Calls
+        of a function that sets something for the whole process (`sdpa_kernel`), or changes a module that calls share
+        while it runs (`functional_call`), are made one after the other where it is seen to (`named`).
 
     Source: the idea is hivemind's (`map_with_parallel_backward`, 2020); this is written anew.
 
@@ -115,7 +117,7 @@ def _map(
     title = f"map_with_parallel_backward({func.__name__})"
     if len(args_per_call) == 1 and not _is_observed():
         return (apply_alone(func, args_per_call[0], title),)
-    if are_spread(itertools.chain.from_iterable(args_per_call)):
+    if are_spread(itertools.chain.from_iterable(args_per_call)) or must_be_in_turn(func, args_per_call):
         max_concurrency = 1
     if not applies_as_usual(func):
         return tuple(
@@ -225,8 +227,8 @@ def parallel_apply(
         TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do. A
             call holds a module that `fully_shard` has wrapped. Another `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
-        RuntimeError: calls that share a module have changed its buffers side by side (`statistics`); a call has changed
-            in place what another takes, or it takes by another way (`changes`).
+        RuntimeError: calls that share a module have changed it side by side (`statistics`, `watched`); a call has
+            changed in place what another takes, or it takes by another way (`changes`).
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call.
 
     Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
@@ -240,10 +242,11 @@ def parallel_apply(
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as
         a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
         the forward (`statistics`). So do calls that share a module which one of them changes while it runs, as
-        `functional_call` does (`named`). Modules that would rather be called together have a `call_group`
-        (`grouping`): all modules of one group are one call. Calls that talk with other ranks, such as those with
-        `DTensor`s (`ranks`), or set something for the whole process (`sdpa_kernel`, forward-mode differentiation:
-        `named`), are made one after the other; where the map cannot find out, pass `max_concurrency=1`.
+        `functional_call` does (`named`); where nothing tells that, a call that meets the change raises (`watched`).
+        Modules that would rather be called together have a `call_group` (`grouping`): all of one group are one call.
+        Calls that talk with other ranks, as those with `DTensor`s do (`ranks`), or set something for the whole process
+        (`sdpa_kernel`, forward-mode differentiation: `named`), are made one after the other; where the map cannot find
+        out, pass `max_concurrency=1`.
 
     Example:
         >>> import torch

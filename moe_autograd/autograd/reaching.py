@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from moe_autograd.autograd.named import CHANGING, SETTING, is_function_of, is_torchs, names_of, telling_names
+from moe_autograd.autograd.named import CHANGING, SETTING, functions_in, is_torchs, names_of, telling_names
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
 CONTAINERS = frozenset([list, tuple, dict])
@@ -29,7 +29,6 @@ class Held(NamedTuple):
 
     Args:
         cuts: the tensors with history (Rule 3 of `module_calls`).
-        owners: the modules that have buffers themselves.
         talkers: the modules that run collectives, by themselves or for their weights, and such tensors (`ranks`).
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
         changing: what changes a module for as long as it runs (`named`, rule 1).
@@ -38,7 +37,6 @@ class Held(NamedTuple):
     """
 
     cuts: list[Cut]
-    owners: list[torch.nn.Module]
     talkers: list[object]
     compiled: list[object]
     changing: list[object]
@@ -48,7 +46,7 @@ class Held(NamedTuple):
 
 def holds_nothing() -> Held:
     """Return lists to be filled."""
-    return Held([], [], [], [], [], [], [])
+    return Held([], [], [], [], [], [])
 
 
 def has_history(tensor: Tensor) -> bool:
@@ -103,8 +101,10 @@ def around_function(function: types.FunctionType) -> list[Any]:
     for name in () if is_torchs(namespace) else names_of(function.__code__).of_globals:
         value = namespace.get(name)
         # Functions and objects of other files would lead through whole libraries.
-        if isinstance(value, _FOLLOWED_BY_NAME) or is_function_of(namespace, value):
+        if isinstance(value, _FOLLOWED_BY_NAME):
             values.append(value)
+        else:
+            values += functions_in(namespace, value)
     return values
 
 

@@ -9,20 +9,22 @@ one first, as in a loop.
 
 Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
 its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
-`False`, and its buffers are its author's business.
+`False`, and what it changes of itself is its author's business.
 
 Threads: calls of a map begin in the order of their turns (`_workers`), so whoever is waited for has begun. What they
 cannot do is wait for each other in the forward; as nobody can tell that from a long computation, it gives a warning.
 
-So do calls that share a module which one of them changes while it runs (`named`), as `functional_call` does.
+So do calls that share a module which one of them changes while it runs (`named`), as `functional_call` does. The others
+look whether what they share is as it was (`watched`).
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,8 +35,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.reaching import Held
+from moe_autograd.autograd.watched import State, Watched
 
 WARN_AFTER_S = 60.0
+_Embeddings = nn.Embedding | nn.EmbeddingBag
 
 
 class Turn:
@@ -74,25 +78,26 @@ class Turns:
     Args:
         held: for each call what it reaches.
         names: of the calls.
+        side_by_side: whether they may run so; else nobody looks whether one changes what others share (`watched`).
     """
 
-    def __init__(self, held: Sequence[Held], names: Sequence[str]) -> None:
-        shared = _shared([own.owners for own in held])
-        self._keepers = [[id(module) for module in own if _keeps_statistics(module)] for own in shared]
-        changing = [own.parts for own in held if own.changing]
-        changed = {id(part) for parts in changing for part in parts if part._parameters or part._buffers}
-        if changed:
-            for keys, parts in zip(self._keepers, _shared([own.parts for own in held]), strict=True):
-                keys += [id(part) for part in parts if id(part) in changed]
+    def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool = True) -> None:
+        shared = shared_modules([own.parts for own in held])
+        changed = {id(part): may_be_changed(part) for own in held if own.changing for part in own.parts}
+        modules = {id(part): part for own in shared for part in own}
+        takers = {key for key, part in modules.items() if changed.get(key) or _keeps_statistics(part)}
+        self._keepers = [[id(part) for part in own if id(part) in takers] for own in shared]
         self._names = names
+        first_of = {id(part): i for i, own in reversed([*enumerate(shared)]) for part in own}
         self._watched = [
-            (names[i], module, name, buffer, 0 if buffer.is_inference() else buffer._version)
-            for i, own in enumerate(shared)
-            for module in own
-            if not _is_settled(module)
+            (names[first_of[key]], module, name, buffer, 0 if buffer.is_inference() else buffer._version)
+            for key, module in modules.items()
+            if module._buffers and key not in takers and not _is_settled(module)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        known = takers | changed.keys()
+        self._calls_watched = _watched(shared, names, known) if side_by_side else {}
 
     def of(self, calls: Iterable[int]) -> dict[int, Turn]:
         """Return the turns of those among `calls`, which begin in this order, that have to take one, for one pass."""
@@ -106,12 +111,15 @@ class Turns:
         return turns
 
     def wrap(self, called: Sequence[Callable[..., Any]], calls: Sequence[int]) -> list[Callable[..., Any]]:
-        """Return `called`, where those that have to take turns do."""
+        """Return `called`, where those that have to take turns do, and others look at what they share."""
         turns = self.of(calls)
-        return [
-            around(_in_turn, turns[i], call) if i in turns else call
-            for i, call in zip(calls, called, strict=True)
-        ]
+        wrapped = list(called)
+        for place, i in enumerate(calls):
+            if (watched := self._calls_watched.get(i)) is not None:
+                wrapped[place] = around(Watched.run, watched, wrapped[place])
+            if i in turns:
+                wrapped[place] = around(_in_turn, turns[i], wrapped[place])
+        return wrapped
 
     def __enter__(self) -> None:
         """Enter this around calls that run side by side."""
@@ -143,9 +151,29 @@ class Turns:
         return None
 
 
-def _shared(modules: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    num_calls = collections.Counter(id(module) for own in modules for module in set(own))
-    return [[module for module in own if num_calls[id(module)] > 1] for own in modules]
+def shared_modules(modules: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+    """Return for each call those of its modules that another one has as well."""
+    everyone = list(itertools.chain(*modules))
+    if len({*map(id, everyone)}) == len(everyone):  # mostly
+        return [[] for _ in modules]
+    unique = [{id(module): module for module in own} for own in modules]
+    num_calls = collections.Counter(itertools.chain(*unique))
+    return [[module for key, module in own.items() if num_calls[key] > 1] for own in unique]
+
+
+def may_be_changed(module: nn.Module) -> bool:
+    """Whether a module computes otherwise with other weights, or in another mode."""
+    code = getattr(type(module).forward, "__code__", None)
+    return bool(module._parameters or module._buffers) or "training" in getattr(code, "co_names", ())
+
+
+def _watched(
+    shared: Sequence[Sequence[nn.Module]], names: Sequence[str], known: Collection[int]
+) -> dict[int, Watched]:
+    """Return what calls look at: the modules they share that are not `known` to be changed, and cared for."""
+    states: dict[tuple[int, ...], State] = {}
+    free = [[part for part in own if id(part) not in known and _is_watched(part)] for own in shared]
+    return {i: Watched(names[i], own, states) for i, own in enumerate(free) if own}
 
 
 def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -153,9 +181,21 @@ def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any)
         return call(*args, **kwargs)
 
 
+def _said_by(module: nn.Module) -> bool | None:
+    """Return what a module says by `keeps_statistics`; `getattr` takes long where it says nothing."""
+    said: bool | None = module.__dict__.get(
+        "keeps_statistics", getattr(type(module), "keeps_statistics", None)
+    )
+    return said
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return _said_by(module) is not False and "training" in module.__dict__  # not so of a script
+
+
 def _is_settled(module: nn.Module) -> bool:
     is_known = isinstance(module, _NormBase) or _normalizes_spectrum(module)
-    return is_known or getattr(module, "keeps_statistics", None) is not None
+    return is_known or _said_by(module) is not None
 
 
 def _normalizes_spectrum(module: nn.Module) -> bool:
@@ -167,9 +207,11 @@ def _normalizes_spectrum(module: nn.Module) -> bool:
 def _keeps_statistics(module: nn.Module) -> bool:
     if NOT_MADE_YET in module.__dict__:
         return True
-    said = getattr(module, "keeps_statistics", None)
+    said = _said_by(module)
     if said is not None:
         return bool(said)
     if isinstance(module, _NormBase):
         return module.training and module.running_mean is not None
+    if isinstance(module, _Embeddings):  # the forward makes rows shorter, in place
+        return module.max_norm is not None
     return module.training and _normalizes_spectrum(module)

@@ -1,12 +1,14 @@
-"""The units of a `parallel_apply`, single calls and groups: how they draw, what they hold, and what they share."""
+"""The calls of a map, of single modules, groups or functions: how they draw, what they hold, and what they share."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.autograd.function import Function
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._random import running
@@ -14,10 +16,12 @@ from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import look_into
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.grouping import Unit, around
+from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
+from moe_autograd.autograd.named import CHANGING, SETTING, function_in, globals_of
 from moe_autograd.autograd.reaching import Held, holds_nothing
 from moe_autograd.autograd.recompute import Recompute
-from moe_autograd.autograd.statistics import Turns
+from moe_autograd.autograd.statistics import Turns, may_be_changed, shared_modules
 
 
 def run_units(
@@ -39,7 +43,7 @@ def run_units(
     held = [_held_by(unit, modules) for unit in units]
     if any(own.talkers or own.setting for own in held):
         max_concurrency, defer_weight_grads = 1, False
-    turns = Turns(held, [unit.name for unit in units])
+    turns = Turns(held, [unit.name for unit in units], side_by_side=max_concurrency != 1)
     defers = defer_weight_grads and how is None and may_defer()
     with contextlib.nullcontext() if max_concurrency == 1 else turns:
         returned = run_module_calls(
@@ -78,7 +82,24 @@ def _in_place(position: int, call: Callable[..., Any], /, *args: Any, **kwargs: 
 
 def _held_by(unit: Unit, modules: Sequence[Any]) -> Held:
     if not unit.is_group:
-        return look_into(unit.call, (*unit.args, *unit.kwargs.values()))
+        held = look_into(unit.call, (*unit.args, *unit.kwargs.values()))
+        held.changing.extend([unit.call] if CHANGING.intersection(unit.kwargs) else [])
+        return held
     # Of a group the modules with buffers that it calls here; what else it holds is its own business.
     members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
-    return holds_nothing()._replace(owners=[owner for one in members for owner in look_into(one).owners])
+    parts = [part for one in members for part in look_into(one).parts]
+    return holds_nothing()._replace(
+        parts=[part for part in parts if part._buffers or NOT_MADE_YET in vars(part)]
+    )
+
+
+def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]) -> bool:
+    """Whether calls of an autograd function change what they share, or what is there once for all (`named`)."""
+    telling = globals_of(func, func.forward).telling
+    if not telling:  # mostly
+        return False
+    own = [
+        function_in(held) for kind in func.__mro__[: -len(Function.__mro__)] for held in vars(kind).values()
+    ]
+    shared = shared_modules([look_into(own, args).parts for args in args_per_call])
+    return bool(telling & SETTING) or any(map(may_be_changed, itertools.chain(*shared)))

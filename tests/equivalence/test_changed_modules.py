@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.func import functional_call
 
-from moe_autograd import parallel_apply
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from tests.support.comparing_modules import assert_same_without_error
-from tests.support.comparison import MapFunction, one_after_another
+from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import finish, leaves, parameters, seeded
 from tests.support.swapping import run_with, run_with_from_elsewhere
@@ -216,8 +217,62 @@ def with_features(template: nn.Module, x: Tensor) -> Any:
         handle.remove()
 
 
+def frozen(template: nn.Module, x: Tensor) -> Any:
+    template.requires_grad_(False)
+    try:
+        return template(x)
+    finally:
+        template.requires_grad_()
+
+
+def frozen_one_by_one(template: nn.Module, x: Tensor) -> Any:
+    for p in template.parameters():
+        p.requires_grad = False
+    try:
+        return template(x)
+    finally:
+        for p in template.parameters():
+            p.requires_grad = True
+
+
+def with_a_mode_that_is_set(template: nn.Module, x: Tensor) -> Any:
+    switched = template.get_submodule("2")
+    switched.training = False
+    try:
+        return template(x)
+    finally:
+        switched.training = True
+
+
+@contextlib.contextmanager
+def evaluating(template: nn.Module) -> Iterator[None]:
+    template.eval()
+    try:
+        yield
+    finally:
+        template.train()
+
+
+def in_a_context(template: nn.Module, x: Tensor) -> Any:
+    with evaluating(template):
+        return template(x)
+
+
+@torch.no_grad()
+def without_gradients(template: nn.Module, x: Tensor) -> Any:
+    return in_eval_mode(template, x)
+
+
+def as_a_teacher(template: nn.Module, x: Tensor) -> Any:
+    return template(x) - without_gradients(template, x)
+
+
+CHANGES = [in_eval_mode, without_adapter, with_features, frozen, frozen_one_by_one, with_a_mode_that_is_set]
+CHANGES += [in_a_context, as_a_teacher]
+
+
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
-@pytest.mark.parametrize("change", [in_eval_mode, without_adapter, with_features])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_for_one_call_is_for_that_call(
     change: Callable[[nn.Module, Tensor], Any], options: dict[str, bool]
 ) -> None:
@@ -280,3 +335,66 @@ def test_calls_that_read_such_a_name_and_do_not_call_it_can_wait_for_each_other(
     xs = [torch.ones(2, 4)] * NUM_CALLS
     assert len(parallel_apply([module] * NUM_CALLS, xs)) == NUM_CALLS
     assert len(parallel_apply([lambda x: module(x)] * NUM_CALLS, xs)) == NUM_CALLS
+
+
+class HasMode(nn.Module):
+    """As a dropout has, but for the random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (5 if self.training else 7)
+
+
+def test_calls_whose_modules_have_a_mode_alone_are_in_their_own() -> None:
+    def program(apply: MapFunction) -> Any:
+        waits, xs = Waits(apply), leaves(4)
+        template = nn.Sequential(waits, HasMode())
+        calls = [template, lambda x: in_eval_mode(template, x)] * 2
+        return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
+
+    assert_same_without_error(program)
+
+
+class WithTemplate(Function):
+    """Computes with other weights, as a template of the arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, template: nn.Module, weights: Weights) -> Any:
+        return functional_call(template, weights, (x,))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
+def test_functions_that_share_a_template_compute_with_their_own_weights() -> None:
+    def program(apply: MapFunction) -> Any:
+        template, _, own = template_and_weights(one_after_another)
+        xs = leaves(NUM_CALLS)
+        template[1] = Meanders()
+        return finish(
+            list(apply(WithTemplate, *[(x, template, w) for x, w in zip(xs, own, strict=True)])), *xs
+        )
+
+    assert not isinstance(assert_same_program(program), Raised)
+
+
+def test_functions_with_templates_of_their_own_are_called_side_by_side() -> None:
+    barrier, xs, templates = threading.Barrier(4), leaves(), seeded(lambda: nn.Linear(4, 4))
+
+    class MeetsWith(WithTemplate):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, template: nn.Module, weights: Weights) -> Any:
+            barrier.wait(PATIENCE_S)
+            return functional_call(template, weights, (x,))
+
+    args = [(x, m, dict(m.named_parameters())) for x, m in zip(xs, templates, strict=True)]
+    finish(list(map_with_parallel_backward(MeetsWith, *args)), *xs)
+
+
+class Meanders(nn.Module):
+    """Computes long enough for other calls to come."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(200):
+            x = (x + x.sin()) / 2
+        return x

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention import sdpa_kernel as choosing
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import parametrize
 
 from tests.support.comparing_modules import assert_same_without_error
-from tests.support.comparison import MapFunction
+from tests.support.comparison import MapFunction, Raised, assert_same_program
 from tests.support.module_programs import finish, leaves, parameters, seeded
 
 pytestmark = pytest.mark.filterwarnings(
@@ -121,5 +123,60 @@ def test_what_calls_set_for_the_whole_process_is_theirs_alone(
         modules, xs = seeded(lambda: nn.Linear(4, 4), NUM_CALLS), leaves(NUM_CALLS)
         outputs = apply([lambda x, m=m: call(m, x) for m in modules], [(x,) for x in xs])
         return torch.get_default_dtype(), finish(outputs, *xs, *parameters(modules))
+
+    assert_same_without_error(program)
+
+
+def choose(backend: SDPBackend, x: Tensor) -> Any:
+    with choosing(backend):
+        compute(x.detach())
+        return attend(x, x, x), torch.tensor([int(one) for one in _cur_sdpa_kernel_backends()])
+
+
+class ChoosesForward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backend: SDPBackend) -> Any:
+        return choose(backend, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        return grad.sin(), None
+
+
+class ChoosesBackward(Function):
+    @classmethod
+    def forward(cls, x: Tensor, backend: SDPBackend) -> Any:
+        return x * 2
+
+    @classmethod
+    def setup_context(cls, ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.x, ctx.backend = inputs
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: Tensor) -> Any:
+        return choose(ctx.backend, ctx.x.detach())[1].sum() * grad, None
+
+
+class ChoosesWithin(ChoosesForward):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return super().apply(*args)
+
+
+@pytest.mark.parametrize("func", [ChoosesForward, ChoosesBackward, ChoosesWithin])
+def test_kernels_that_autograd_functions_choose_are_theirs_alone(func: type[Function]) -> None:
+    def program(apply: MapFunction) -> Any:
+        xs = leaves(NUM_CALLS, 1, 2, 16, 4)
+        outputs = apply(func, *zip(xs, BACKENDS, strict=True))
+        return finish(list(outputs), *xs), [one.name for one in _cur_sdpa_kernel_backends()]
+
+    assert not isinstance(assert_same_program(program), Raised)
+
+
+def test_kernels_that_functions_within_calls_choose_are_theirs_alone() -> None:
+    def program(apply: MapFunction) -> Any:
+        xs = leaves(NUM_CALLS, 1, 2, 16, 4)
+        outputs = apply([lambda x, b=b: ChoosesForward.apply(x, b) for b in BACKENDS], [(x,) for x in xs])
+        return finish(outputs, *xs), [one.name for one in _cur_sdpa_kernel_backends()]
 
     assert_same_without_error(program)

@@ -1,0 +1,111 @@
+"""A call that changes a shared module otherwise than by what it names is alone with it, or the map raises."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd import parallel_apply
+from tests.equivalence.test_statistics import Gate
+from tests.support.comparing_modules import assert_same_without_error
+from tests.support.comparison import MapFunction
+from tests.support.functions_waiting import PATIENCE_S
+from tests.support.module_programs import finish, leaves, seeded
+
+
+class Adapted(nn.Linear):
+    """Chooses by a hook for as long as a call runs, as `peft` does for `adapter_names`, in another file."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(4, 4)
+        self.gate, self.chosen = gate, ["none"]
+
+    def forward(self, x: Tensor, adapter_names: list[str] | None = None) -> Tensor:
+        before, self.__dict__["chosen"] = self.chosen, adapter_names or self.chosen
+        x = self.gate.pass_first(x) if self.chosen == ["first"] else self.gate.open(x)
+        y = super().forward(x) * len(self.chosen[0])
+        self.__dict__["chosen"] = before
+        return y
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_calls_with_names_of_adapters_take_turns(is_within: bool) -> None:
+    def program(apply: MapFunction) -> Any:
+        gate, xs = Gate(apply), leaves(3)
+        (module,) = seeded(lambda: Adapted(gate), 1)
+        names = [["first"], ["the second"], None]
+        if is_within:
+            calls = [lambda x, own=own: module(x, adapter_names=own) for own in names]
+            outputs = apply([*calls, gate.open], [(x,) for x in [*xs, xs[0]]])
+        else:
+            calls, kwargs = [module] * 3, [{"adapter_names": own} for own in names]
+            outputs = apply([*calls, gate.open], [(x,) for x in [*xs, xs[0]]], [*kwargs, {}])
+        return finish(outputs, *xs, *module.parameters())
+
+    assert_same_without_error(program)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("training", False),
+        ("forward", torch.sin),
+        ("_forward_hooks", {1: lambda module, args, y: y * 2}),
+        ("_modules", {}),
+        ("_parameters", {}),
+    ],
+)
+def test_a_change_that_nobody_looked_for_raises_in_a_call_that_meets_it(name: str, value: object) -> None:
+    (template,), xs = seeded(lambda: nn.Sequential(nn.Linear(4, 4)), 1), leaves(2)
+    template.bias = nn.Parameter(torch.zeros(4))
+    has_begun, has_changed = threading.Event(), threading.Event()
+
+    def meets(x: Tensor) -> Any:
+        has_begun.set()
+        assert has_changed.wait(PATIENCE_S)
+        return template(x)
+
+    def change(x: Tensor) -> Any:
+        assert has_begun.wait(PATIENCE_S)
+        setattr(template, name, value)
+        has_changed.set()
+        return template(x)
+
+    with pytest.raises(
+        RuntimeError, match=r"what call 0 .* shares .*\(Sequential, Linear\).* Pass max_concurrency=1"
+    ):
+        parallel_apply([meets, change], [(x,) for x in xs])
+
+
+def test_weights_that_calls_change_in_place_raise() -> None:
+    """As one that keeps an average of them does, without gradients."""
+    (template,), xs = seeded(lambda: nn.Linear(4, 4), 1), leaves(2)
+    barrier = threading.Barrier(2)
+
+    def average(x: Tensor) -> Any:
+        barrier.wait(PATIENCE_S)
+        with torch.no_grad():
+            for p in template.parameters():
+                p.lerp_(torch.ones_like(p), 0.1)
+            return template(x) + x
+
+    with pytest.raises(RuntimeError, match=r"parameters of a module changed meanwhile"):
+        parallel_apply([average] * 2, [(x,) for x in xs])
+
+
+def test_a_module_may_say_that_changes_are_its_own_business() -> None:
+    class Counts(nn.Linear):
+        keeps_statistics = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.bias += 1
+            return x * 2
+
+    module, xs = Counts(4, 4), leaves(2)
+    barrier = threading.Barrier(2)
+    parallel_apply([lambda x: (barrier.wait(PATIENCE_S), module(x))] * 2, [(x,) for x in xs])
