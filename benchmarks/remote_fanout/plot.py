@@ -58,7 +58,7 @@ def _draw_panel(axis: Axes, costs: Sequence[Cost], names: Sequence[str], what: s
     axis.plot(counts, linear, linestyle=":", color=MUTED, label="linear in experts")
     axis.set_xscale("log", base=2)
     axis.set_yscale("symlog", linthresh=1)  # what grew by less than a megabyte may not have grown at all
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.6 * last)
     axis.set_xticks(counts, [str(count) for count in counts])
     axis.set_xlabel("experts", color=MUTED, fontsize=9)
     axis.set_ylabel(what, color=MUTED, fontsize=9)
