@@ -8,19 +8,22 @@ What holds in torch 2.13 with OpenMP on the CPU:
    its default; MKL and oneDNN follow it. One call costs about 0.1 us.
 3. A team is made when the first parallel operator needs it and stays with its thread: 64 workers with a full team
    each keep 64 idle OpenMP threads per extra member, 130 MB and more. A team of one makes none.
-4. A second team in a process makes all of them slow: libgomp lets members spin between operators only as long as those
-   of all teams, resting ones too, are no more than the cores, and else wakes them by the kernel for every operator. On
-   two cores the Adam steps of 16 small experts took 13 ms with a team of two on the only thread that ever had one, 28
-   on a second thread, and 25 without a team.
+4. libgomp lets the members of a team spin between operators only as long as all teams of the process, resting ones
+   too, have no more members than there are cores, and else wakes them by the kernel for every operator. On two cores
+   the Adam steps of 16 small experts took 13 ms with a team of two on the only thread that ever had one, 28 on a second
+   thread, and 25 without a team; those on the first thread went from 18 to 32. `omp_pause_resource` ends the calling
+   thread's team, and no other.
 
-So workers set their team through OpenMP (rule 2), to one where calls run side by side (rules 3 and 4). Where torch was
-built without OpenMP the team stays as it is.
+So workers set their team through OpenMP (rule 2), to one where calls run side by side (rule 3), and keep none while
+they rest (rule 4): the caller's own operators would be slower for it. Where torch was built without OpenMP the team
+stays as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -28,21 +31,34 @@ from collections.abc import Callable, Iterator
 import torch
 from threadpoolctl import ThreadpoolController
 
+_SOFT = 1  # a kind of pause, in OpenMP's words: what was set stays
 
-def _find_setter() -> Callable[[int], object] | None:
-    torch_folder = os.path.dirname(torch.__file__)
-    openmp = ThreadpoolController().select(user_api="openmp").lib_controllers
-    for library in sorted(openmp, key=lambda library: not library.filepath.startswith(torch_folder)):
+
+class _OpenMP:
+    """What is asked of torch's OpenMP; without one, nothing is done."""
+
+    def __init__(self) -> None:
+        torch_folder = os.path.dirname(torch.__file__)
+        found = ThreadpoolController().select(user_api="openmp").lib_controllers
+        paths = sorted((one.filepath for one in found), key=lambda path: not path.startswith(torch_folder))
+        self.set_num_threads: Callable[[int], object] | None = None
+        self.end_team: Callable[[], object] | None = None
+        if not paths:
+            return
         # PyDLL keeps the interpreter lock: the call is shorter than giving the lock up and taking it back.
-        setter = ctypes.PyDLL(library.filepath).omp_set_num_threads
-        setter.argtypes, setter.restype = [ctypes.c_int], None
-        return setter
-    return None
+        self.set_num_threads = ctypes.PyDLL(paths[0]).omp_set_num_threads
+        self.set_num_threads.argtypes, self.set_num_threads.restype = [ctypes.c_int], None
+        library = ctypes.CDLL(paths[0])  # gives up the interpreter lock: members are waited for
+        if "libgomp" in os.path.basename(paths[0]) and hasattr(library, "omp_pause_resource"):
+            # Other libraries pause all threads' teams.
+            self.end_team = functools.partial(
+                library.omp_pause_resource, _SOFT, library.omp_get_initial_device()
+            )
 
 
 # Found on import: the search holds the loader's lock, which a process forked meanwhile would never get back.
-_omp_set_num_threads = _find_setter()
-_has_taken_default = threading.local()
+_openmp = _OpenMP()
+_own = threading.local()  # `may_have_team`, from the first size on that was set
 
 
 def num_cores() -> int:
@@ -57,12 +73,21 @@ def get_team_size() -> int:
 
 def set_team_size(num_threads: int) -> None:
     """Let the operators of the calling thread, and of no other, use `num_threads` threads."""
-    if _omp_set_num_threads is None:
+    if _openmp.set_num_threads is None:
         return
-    if not hasattr(_has_taken_default, "done"):
+    if not hasattr(_own, "may_have_team"):
         torch.get_num_threads()  # takes the default now, so that it cannot replace what is set below (rule 2)
-        _has_taken_default.done = True
-    _omp_set_num_threads(num_threads)
+        _own.may_have_team = False
+    if num_threads > 1:
+        _own.may_have_team = True
+    _openmp.set_num_threads(num_threads)
+
+
+def end_team() -> None:
+    """End the team of the calling thread, which is about to rest (rule 4); its next parallel operator makes another."""
+    if _openmp.end_team is not None and getattr(_own, "may_have_team", True):
+        _openmp.end_team()
+        _own.may_have_team = False
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from moe_autograd._intraop import end_team
+
 IDLE_S = 5.0  # how long a thread waits for the next job before it leaves
 EXIT_GRACE_S = 1.0
 
@@ -44,6 +46,7 @@ class _Worker:
                 self._job = None
                 job()
                 del job  # an idle thread keeps nothing alive
+                end_team()
                 _idle.append(self)
                 if not self._wake.acquire(timeout=IDLE_S) and not self._was_chosen():
                     return
