@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -100,14 +101,16 @@ def _check_store(value: Any) -> Any:
     return _check_path(value)
 
 
-WrittenPath = Annotated[Path, BeforeValidator(_check_path)]
+# Whole from the start: the file of an expert may change the folder that this process is in.
+_WholePath = Annotated[Path, AfterValidator(Path.absolute)]
+WrittenPath = Annotated[_WholePath, BeforeValidator(_check_path)]
 
 
 class OffloadConfig(_Frozen):
     """What the offloaded experts of a server share: memory, and the place for what does not fit."""
 
     max_resident_bytes: ByteCount
-    store: Annotated[Literal["ram"] | Path, BeforeValidator(_check_store)] = "ram"
+    store: Annotated[Literal["ram"] | _WholePath, BeforeValidator(_check_store)] = "ram"
 
 
 class ExpertConfig(_Frozen):

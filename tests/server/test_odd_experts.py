@@ -181,6 +181,22 @@ def test_what_a_file_leaves_on_changes_no_other_expert(what: str, tmp_path: Path
         assert [update.num_updates for update in client.step().updates] == [1, 1, 1]
 
 
+def test_a_file_that_goes_to_another_folder_takes_no_checkpoint_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server would begin anew, elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "goes.py").write_text(
+        "import os, torch\nos.chdir('elsewhere')\nclass Goes(torch.nn.Identity): pass\n"
+    )
+    flags = ("--expert", "goes:Goes", "--checkpoint-dir", "saved")
+    monkeypatch.chdir(tmp_path)
+    with ServerProcess(*flags, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"}) as server:
+        assert server.stop() == 0
+    assert (tmp_path / "saved").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_refusal_that_names_many_long_keys_arrives_as_what_it_is(client: WireClient) -> None:
     """grpc takes 8 KiB of details, and would make another error of more."""
     wrong = {"good": {f"{n}." + "of.another.module." * 8: torch.zeros(1) for n in range(60)}}
