@@ -126,6 +126,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     (groups, schedule), (built_groups, built_schedule) = trainer.training.settings(), trainer.built_with
     return tensors, {
         "num_updates": trainer.num_updates,
+        "update": trainer.training.update,
         "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
         "gathered_digests": {client: entry.digest for client, entry in gathered.items()},
         "schedule": _changed(f"{place}.schedule", schedule, built_schedule) if schedule else None,
@@ -178,7 +179,12 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device
         client, place = name.split(".")
         grads[client][int(place)] = grad.to(device)
     digests = snapshot.plain.get("gathered_digests", {})  # those of before have none
+    update = trainer.training.update
+    is_for_others = snapshot.plain.get("update", update) != update  # those of steps may be applied already
     for client, (num_backwards, num_samples) in snapshot.plain["gathered"].items():
+        if is_for_others:
+            trainer.gathered.note_lost(bytes.fromhex(client))
+            continue
         gathered = Gathered(grads[client], num_backwards, num_samples, digests.get(client, 0))
         trainer.gathered.put_back(bytes.fromhex(client), gathered)
 

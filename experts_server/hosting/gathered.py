@@ -100,7 +100,7 @@ class GatheredGradients:
         try:
             self.put(client_id, gathered)
         except ServerBusyError:
-            self._note_lost(client_id)
+            self.note_lost(client_id)
 
     def forget(self, client_id: bytes) -> None:
         """Let go of a client's gradients, as it wished or because they are applied."""
@@ -131,9 +131,10 @@ class GatheredGradients:
         """Let go of the gradients of clients that have been away for too long."""
         for client_id in self.stale(is_crowded=is_crowded):
             self.forget(client_id)
-            self._note_lost(client_id)
+            self.note_lost(client_id)
 
-    def _note_lost(self, client_id: bytes) -> None:
+    def note_lost(self, client_id: bytes) -> None:
+        """Remember to tell a client that its gradients are gone."""
         self._lost[client_id] = None
         if len(self._lost) > MAX_LOST:
             self._lost.popitem(last=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from experts_server.checkpoints.snapshot import take
 from experts_server.configuration.config import OptimizerConfig
 from experts_server.hosting.training import Training
-from moe_autograd.errors import CheckpointError
+from moe_autograd.errors import CheckpointError, GradientsLostError
 from tests.server.test_training import Client, D, hosted, restarted, sgd
 from tests.support.servers import tokens
 
@@ -109,6 +109,28 @@ def test_after_a_restart_rates_go_on_from_where_they_were_as_they_are_configured
     assert rates(2) == pytest.approx([0.005, 0.005])
     client.expert = restarted(client.expert, sgd(args={"momentum": 0.2}), tmp_path)
     assert rates(2) == [0.1, 0.1], "without a schedule, the rate is the one that is configured"
+
+
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_gradients_gathered_for_steps_are_in_no_update_over_samples(
+    has_stepped: bool, tmp_path: Path
+) -> None:
+    """They stay until `zero_grad`: those of the last step were applied once more after a switch to `on_samples`."""
+    client = Client(hosted(sgd()))
+    client.backward(tokens(4, D), tokens(4, D, seed=9))
+    if has_stepped:
+        client.update("step")
+    client.expert = restarted(client.expert, sgd(), tmp_path, "on_samples", 4)
+    before = {key: weight.clone() for key, weight in client.expert.module.state_dict().items()}
+    client.backward(tokens(3, D), tokens(3, D, seed=9))
+    torch.testing.assert_close(client.expert.module.state_dict(), before, rtol=0, atol=0)
+    assert client.expert.trainer is not None
+    assert len(client.expert.trainer.gathered) == 1
+    client.expert = restarted(client.expert, sgd(), tmp_path)
+    with pytest.raises(GradientsLostError):
+        client.update("step")
+    client.update("step")
+    torch.testing.assert_close(client.expert.module.state_dict(), before, rtol=0, atol=0)
 
 
 class Counting(torch.optim.SGD):

@@ -196,9 +196,10 @@ def test_a_schedule_that_ends_changes_nothing_more_and_no_update_counts_twice() 
 
 
 def test_an_optimizer_that_cannot_step_is_told_as_the_experts_failure_and_is_no_update() -> None:
-    client = Client(
-        hosted(OptimizerConfig(name="adam", args={"capturable": True}))
-    )  # for a GPU's graphs only
+    def for_graphs_of_a_gpu(module: nn.Module) -> Training:
+        return Training(torch.optim.Adam(module.parameters(), capturable=True))
+
+    client = Client(hosted(for_graphs_of_a_gpu))
     client.backward(tokens(4, D), tokens(4, D, seed=9))
     with pytest.raises(
         ExpertFailedError, match=r"expert 'e': expected its optimizer to step, got AssertionError"
