@@ -112,7 +112,9 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="A TOML file; variables and flags win.")
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help="A TOML file; variables and flags win."
+)
 @click.option(
     "--listen", metavar="HOST:PORT", help="Port 0 takes a free one." + _default(ServerConfig, "listen")
 )
