@@ -129,6 +129,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         "update": trainer.training.update,
         "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
         "gathered_digests": {client: entry.digest for client, entry in gathered.items()},
+        "schedule_class": _schedule_class(trainer),
         "schedule": _changed(f"{place}.schedule", schedule, built_schedule) if schedule else None,
         "groups": [
             _changed(f"{place}, group", group, built)
@@ -136,6 +137,11 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         ],
         "optimizer_scalars": scalars,
     }
+
+
+def _schedule_class(trainer: Trainer) -> str | None:
+    schedule = trainer.training.schedule
+    return None if schedule is None else type(schedule).__name__
 
 
 def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
@@ -149,7 +155,9 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _add_state_of_new_settings(optimizer)
-    if (schedule is None) == (plain["schedule"] is None):  # otherwise rates begin as configured now
+    is_same = (schedule is None) == (plain["schedule"] is None)
+    mine = _schedule_class(trainer)
+    if is_same and plain.get("schedule_class", mine) == mine:  # otherwise rates begin as configured now
         if schedule is not None:
             schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
         for group, changed in zip(optimizer.param_groups, plain["groups"], strict=True):

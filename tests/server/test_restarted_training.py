@@ -111,6 +111,25 @@ def test_after_a_restart_rates_go_on_from_where_they_were_as_they_are_configured
     assert rates(2) == [0.1, 0.1], "without a schedule, the rate is the one that is configured"
 
 
+def test_a_schedule_of_another_class_begins_with_what_is_configured(tmp_path: Path) -> None:
+    """It went on with the rates and betas that the one before had come to."""
+
+    def config(name: str, **args: Any) -> OptimizerConfig:
+        return OptimizerConfig(name="adam", lr=0.1, schedule={"name": name, "args": args})
+
+    client = Client(hosted(config("OneCycleLR", max_lr=1.0, total_steps=9)))
+    for _ in range(4):
+        client.backward(tokens(4, D), tokens(4, D, seed=9))
+        client.update("step")
+    client.expert = restarted(client.expert, config("ExponentialLR", gamma=0.5), tmp_path)
+    assert client.expert.training is not None
+    (group,) = client.expert.training.optimizer.param_groups
+    assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
+    client.backward(tokens(4, D), tokens(4, D, seed=9))
+    client.update("step")
+    assert group["lr"] == 0.05
+
+
 @pytest.mark.parametrize("has_stepped", [True, False])
 def test_gradients_gathered_for_steps_are_in_no_update_over_samples(
     has_stepped: bool, tmp_path: Path
