@@ -17,7 +17,7 @@ random numbers `_random`'s, the node is `join`'s.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -224,8 +224,9 @@ def parallel_apply(
 
     Raises:
         ValueError: lists of different lengths; `max_concurrency` less than 1.
-        TypeError: a call takes or returns a nested tensor of layout `torch.strided`; `torch.jagged` will do. A
-            call holds a module that `fully_shard` has wrapped. Another `recompute`.
+        TypeError: one module instead of several; keyword arguments that are no dict. A call takes or returns a nested
+            tensor of layout `torch.strided`; `torch.jagged` will do. A call holds a module that `fully_shard` has
+            wrapped. Another `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
         RuntimeError: calls that share a module have changed it side by side (`statistics`, `watched`); a call has
             changed in place what another takes, or it takes by another way (`changes`).
@@ -271,6 +272,10 @@ def _apply(
     defer_weight_grads: bool,
     names: Sequence[str] | None,
 ) -> list[Any]:
+    if not isinstance(modules, Iterable):
+        raise TypeError(
+            f"parallel_apply: expected several modules, got one {type(modules).__name__}. Write [module] * len(inputs)."
+        )
     modules = list(modules)
     how = as_recompute(recompute)
     args, kwargs = _checked_arguments(modules, inputs, kwargs_tup, names)
@@ -302,7 +307,7 @@ def _checked_arguments(
     names: Sequence[str] | None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     args = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
-    kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(k) for k in kwargs_tup]
+    kwargs = [{} for _ in modules] if kwargs_tup is None else [_as_dict(own) for own in kwargs_tup]
     if not len(modules) == len(args) == len(kwargs):
         raise ValueError(
             f"parallel_apply: expected as many inputs and kwargs as modules, got {len(modules)} modules, "
@@ -314,6 +319,14 @@ def _checked_arguments(
             "Pass one for each call, or None."
         )
     return args, kwargs
+
+
+def _as_dict(kwargs: Any) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"parallel_apply: expected a dict of keyword arguments for each call, got {type(kwargs).__name__}. Pass {{}}."
+        )
+    return dict(kwargs)
 
 
 _apply_uncompiled = torch._disable_dynamo(_apply)

@@ -210,6 +210,16 @@ def test_names_have_to_be_as_many_as_the_calls(names: list[str]) -> None:
             parallel_apply([module] * 2, [(torch.ones(2),)] * 2, names=names)
 
 
+def test_one_module_and_keyword_arguments_that_are_no_dict_are_refused_by_name() -> None:
+    module, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with pytest.raises(
+        TypeError, match=r"expected several modules, got one Linear\. Write \[module\] \* len"
+    ):
+        parallel_apply(module, [x, x])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a dict of keyword arguments for each call, got NoneType"):
+        parallel_apply([module], [x], [None])  # type: ignore[list-item]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_taken_where_pytorchs_functions_take_them_and_else_refused_by_name() -> None:
     def program(apply: MapFunction, layout: torch.layout) -> Any:
