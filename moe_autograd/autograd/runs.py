@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from moe_autograd._random import CallSeeds, own_streams, running
@@ -136,8 +137,11 @@ def is_under_mode_of_torch() -> bool:
     """Whether a dispatch mode of torch's own, or one derived from it, is active: its state belongs to one thread.
 
     Those of the compiler, and those that count on the order of operators: a selective checkpoint (which would hand out
-    other calls' results in its second run), `FlopCounterMode`, `CommDebugMode`.
+    other calls' results in its second run), `FlopCounterMode`, `CommDebugMode`. So do torch's hooks on all modules
+    (`ModuleTracker`), which tell a mode of a user's whose operators it sees.
     """
+    if any(getattr(hook, "__module__", "").startswith("torch.") for hook in _global_forward_hooks.values()):
+        return True
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     bases = {base for mode in _get_current_dispatch_mode_stack() for base in type(mode).__mro__}

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from moe_autograd import parallel_apply
 from moe_autograd.autograd.runs import is_under_mode_of_torch
@@ -104,6 +105,11 @@ def test_modes_derived_from_those_of_torch_are_known_and_those_of_users_let_be()
         assert is_under_mode_of_torch()
     with CountOperators():
         assert not is_under_mode_of_torch()
+    with ModuleTracker():
+        assert is_under_mode_of_torch()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not is_under_mode_of_torch()
+    handle.remove()
 
 
 def test_operations_are_counted_for_each_module_as_in_a_loop() -> None:
