@@ -216,7 +216,7 @@ def test_one_module_and_keyword_arguments_that_are_no_dict_are_refused_by_name()
         TypeError, match=r"expected several modules, got one Linear\. Write \[module\] \* len"
     ):
         parallel_apply(module, [x, x])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a dict of keyword arguments for each call, got NoneType"):
+    with pytest.raises(TypeError, match="expected a dict of keywords for each call, got NoneType"):
         parallel_apply([module], [x], [None])  # type: ignore[list-item]
 
 
