@@ -324,7 +324,7 @@ def _checked_arguments(
 def _as_dict(kwargs: Any) -> dict[str, Any]:
     if not isinstance(kwargs, Mapping):
         raise TypeError(
-            f"parallel_apply: expected a dict of keywords for each call, got {type(kwargs).__name__}. Pass {{}} for none."
+            f"parallel_apply: expected a dict of keywords for each call, got {type(kwargs).__name__}. Pass {{}}."
         )
     return dict(kwargs)
 
