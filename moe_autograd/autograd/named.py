@@ -34,9 +34,10 @@ _METHODS = frozenset(
         *("eval", "train", "requires_grad_", "load_state_dict", "update_parameters"),
         *("disable_adapter", "disable_adapters", "disable_adapter_layers", "set_adapter", "set_adapters"),
         *("enable_adapters", "enable_adapter_layers", "merge_adapter", "unmerge_adapter"),
+        *("average_parameters", "apply_shadow"),  # those of an average
     ]
 )
-_SET = frozenset(["training", "requires_grad", "forward"])  # and these are mostly read
+_SET = frozenset(["training", "requires_grad", "forward", "data"])  # and these are mostly read
 _UNSURE = _METHODS | _SET
 # rule 1: how torch's ways to do so are named, by their callers and by themselves, and others' by their callers
 CHANGING = frozenset(
@@ -199,7 +200,8 @@ def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], frozen
             elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
                 places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
-    return tuple(places.values()), frozenset[str]().union(*map(telling_names, functions))
+    told = frozenset[str]().union(*map(telling_names, functions))
+    return tuple(places.values()), told - {"data"}  # of methods that are named, some never run
 
 
 def function_in(value: object) -> object:

@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 State = tuple[list[object], list[object]]  # what modules consist of, and facts about their parameters
@@ -64,7 +63,8 @@ class Watched:
         return (
             f"parallel_apply: expected what {self._name} shares with others ({kinds}) to be as it was when the map "
             "began, got a mode, a `forward`, hooks, parts or parameters of a module changed meanwhile. What calls "
-            "compute depends on who came first. Pass max_concurrency=1, or give each call a module of its own."
+            "compute depends on who came first. Pass max_concurrency=1, or give each call a module of its own; where a "
+            "lock of yours guards the change, set keeps_statistics = False on the module."
         )
 
 
@@ -80,7 +80,8 @@ def _state_of(modules: Iterable[nn.Module]) -> State:
             for hooks in (before, after, backward_before, backward):
                 parts += (len(hooks), *hooks.values())
         for one in parameters:
-            if one is not None:
-                is_plain = type(one) is nn.Parameter and one.layout is torch.strided
-                facts += (one.requires_grad, one.is_inference() or one._version, is_plain and one.data_ptr())
+            if (
+                one is not None
+            ):  # their memory is not looked at: to cast a bias once, or to flatten a GRU, harms nobody
+                facts += (one.requires_grad, one.is_inference() or one._version)
     return parts, facts

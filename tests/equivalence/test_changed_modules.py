@@ -244,6 +244,15 @@ def with_a_mode_that_is_set(template: nn.Module, x: Tensor) -> Any:
         switched.training = True
 
 
+def with_other_data(template: nn.Module, x: Tensor) -> Any:
+    weight = template.get_parameter("0.weight")
+    before, weight.data = weight.data, weight.data * 2
+    try:
+        return template(x).detach() + x
+    finally:
+        weight.data = before
+
+
 @contextlib.contextmanager
 def evaluating(template: nn.Module) -> Iterator[None]:
     template.eval()
@@ -268,7 +277,7 @@ def as_a_teacher(template: nn.Module, x: Tensor) -> Any:
 
 
 CHANGES = [in_eval_mode, without_adapter, with_features, frozen, frozen_one_by_one, with_a_mode_that_is_set]
-CHANGES += [in_a_context, as_a_teacher]
+CHANGES += [in_a_context, as_a_teacher, with_other_data]
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
@@ -312,29 +321,6 @@ def test_statistics_of_a_module_among_the_arguments_are_those_of_a_loop() -> Non
         return finish(outputs, *xs, *norm.parameters()), list(norm.buffers())
 
     assert_same_without_error(program)
-
-
-class Config:
-    train, eval = True, False
-
-
-class Meets(nn.Linear):
-    """Reads what is called as the methods that change a module, and computes once all calls have come."""
-
-    def __init__(self, num_calls: int) -> None:
-        super().__init__(4, 4)
-        self.config, self.barrier = Config(), threading.Barrier(num_calls)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.barrier.wait(PATIENCE_S)
-        return super().forward(x) * self.config.train + eval("0") + self.config.eval
-
-
-def test_calls_that_read_such_a_name_and_do_not_call_it_can_wait_for_each_other() -> None:
-    module = Meets(NUM_CALLS)
-    xs = [torch.ones(2, 4)] * NUM_CALLS
-    assert len(parallel_apply([module] * NUM_CALLS, xs)) == NUM_CALLS
-    assert len(parallel_apply([lambda x: module(x)] * NUM_CALLS, xs)) == NUM_CALLS
 
 
 class HasMode(nn.Module):

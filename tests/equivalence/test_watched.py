@@ -109,3 +109,26 @@ def test_a_module_may_say_that_changes_are_its_own_business() -> None:
     module, xs = Counts(4, 4), leaves(2)
     barrier = threading.Barrier(2)
     parallel_apply([lambda x: (barrier.wait(PATIENCE_S), module(x))] * 2, [(x,) for x in xs])
+
+
+class Config:
+    train, eval = True, False
+
+
+class Meets(nn.Linear):
+    """Reads what is called as the methods that change a module, and computes once all calls have come."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__(4, 4)
+        self.config, self.barrier = Config(), threading.Barrier(num_calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.barrier.wait(PATIENCE_S)
+        return super().forward(x) * self.config.train + eval("0") + self.config.eval
+
+
+def test_calls_that_read_such_a_name_and_do_not_call_it_can_wait_for_each_other() -> None:
+    module = Meets(3)
+    xs = [torch.ones(2, 4)] * 3
+    assert len(parallel_apply([module] * 3, xs)) == 3
+    assert len(parallel_apply([lambda x: module(x)] * 3, xs)) == 3
