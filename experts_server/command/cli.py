@@ -22,7 +22,7 @@ from experts_server.configuration.config import OptimizerConfig, ServerConfig
 from experts_server.configuration.names import counted
 from experts_server.configuration.settings import load_config
 from experts_server.serving.certificates import check_credentials
-from experts_server.serving.server import check_buildable
+from experts_server.serving.configured import check_buildable
 from moe_autograd.errors import ConfigError, MoeAutogradError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.addresses import is_host_and_port

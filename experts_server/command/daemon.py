@@ -15,7 +15,8 @@ from experts_server.command.logs import flush_log
 from experts_server.command.stdout import forget_stdout
 from experts_server.configuration.config import ServerConfig
 from experts_server.configuration.names import counted
-from experts_server.serving.server import ExpertServer, from_config
+from experts_server.serving.configured import from_config
+from experts_server.serving.server import ExpertServer
 from moe_autograd.autograd.offload.freed_memory import limit_heaps
 from moe_autograd.errors import CheckpointError
 

@@ -2,7 +2,7 @@
 
 Begin with `server`, its life. The first line of each file says what it is for::
 
-    the server              server, embedded, loop_thread, ports, certificates
+    the server              server, configured, embedded, loop_thread, ports, certificates
     what it is asked        service, streams, doorway, security
     by others than clients  health, metrics, open_inference
 """

@@ -28,11 +28,9 @@ from experts_server.configuration.config import (
     SAVING_NOTHING,
     MemoryConfig,
     OffloadConfig,
-    ServerConfig,
     ServingConfig,
 )
 from experts_server.configuration.names import check_name, counted
-from experts_server.hosting.building import build_module, build_training
 from experts_server.hosting.calls import InspectCall
 from experts_server.hosting.failing import FailureLog
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
@@ -48,7 +46,6 @@ from experts_server.serving.open_inference import OpenInference
 from experts_server.serving.ports import open_port
 from experts_server.serving.security import Gate
 from experts_server.serving.service import Service
-from moe_autograd._ambient import contained
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire.options import SERVER_OPTIONS
 from moe_autograd.wire.tensors import TensorLimits
@@ -330,28 +327,3 @@ def _open_offload_memory(config: OffloadConfig | None) -> OffloadMemory | None:
 def _forget_stale(hosted: HostedExpert, *, is_crowded: bool) -> None:
     if hosted.trainer is not None:
         hosted.trainer.gathered.forget_stale(is_crowded=is_crowded)
-
-
-def check_buildable(config: ServerConfig) -> None:
-    """Build all that `config` names, and let go of it; no file is written, also where a server runs with it.
-
-    Raises:
-        ConfigError: something cannot be built.
-    """
-    if config.offload is not None:
-        in_memory = config.offload.model_copy(update={"store": "ram"})
-        config = config.model_copy(update={"offload": in_memory})
-    from_config(config).close()
-
-
-def from_config(config: ServerConfig) -> ExpertServer:
-    """Build the modules and optimizers of `config`, and the server that hosts them."""
-    experts: dict[str, Hosting] = {}
-    with contained():  # the files of experts run, on the thread that serves later
-        for name, expert in config.experts.items():
-            module = build_module(name, expert, config.seed)
-            update, samples = config.update_of(expert)
-            training = build_training(name, module, config.optimizer_of(expert), update, samples)
-            saving = config.memory_of(expert)
-            experts[name] = Hosting(module, training, expert.can_join, expert.eval_only, saving)
-    return ExpertServer(experts, config)

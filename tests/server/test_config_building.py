@@ -11,7 +11,7 @@ import torch
 from experts_server.configuration.config import ServerConfig
 from experts_server.configuration.settings import load_config
 from experts_server.hosting.building import build_module, build_training
-from experts_server.serving.server import from_config
+from experts_server.serving.configured import from_config
 from moe_autograd.errors import ConfigError
 
 FFN = {"class": "ffn", "args": {"d_model": 8}}

@@ -22,7 +22,7 @@ from experts_server.hosting.calls import BackwardCall, UpdateCall
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.hosting.training import Training
-from experts_server.serving.server import from_config
+from experts_server.serving.configured import from_config
 from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import WireClient, tokens
