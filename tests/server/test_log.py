@@ -36,7 +36,7 @@ def serving(stderr: int, *more: str) -> Iterator[tuple[subprocess.Popen[str], st
     """Yield a server that logs to `stderr`, and its address."""
     command = [sys.executable, "-m", "experts_server", "serve", *FLAGS, *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT) as process:
-        watchdog = threading.Timer(30, process.kill)
+        watchdog = threading.Timer(START_S, process.kill)
         watchdog.start()
         try:
             assert process.stdout is not None
