@@ -13,14 +13,17 @@ Among it are two things that can be done for one thread at a time only:
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
+import inspect
 import itertools
 import sys
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.autograd.function import Function
 from torch.nn.utils import parametrize
 
@@ -90,6 +93,7 @@ class Names(NamedTuple):
     of_globals: tuple[str, ...]
     of_attributes: tuple[str, ...]
     telling: frozenset[str]
+    asked: Sequence[tuple[str, str]]  # methods among them, and of what they are called (`_done_in`)
 
 
 def is_torchs(namespace: dict[str, Any]) -> bool:
@@ -120,7 +124,8 @@ def telling_names(function: types.FunctionType) -> frozenset[str]:
     own = [one.__name__ for one in (function, *functions) if str(one.__module__).startswith(_TORCHS)]
     cached = [_CACHED] if _names_cached(names, named) else []
     told = [_told_by(one.__code__) for one in functions]
-    return names.telling.union(_SURE.intersection(own), cached, *told)
+    telling = names.telling - _harmless(function, names.asked) if names.asked else names.telling
+    return telling.union(_SURE.intersection(own), cached, *told)
 
 
 def _functions_of(value: object) -> list[types.FunctionType]:
@@ -137,9 +142,36 @@ def _told_by(code: types.CodeType) -> frozenset[str]:
     return told & names_of(code).telling if told & _UNSURE else told
 
 
-def _done_in(code: types.CodeType) -> set[str]:
-    """Return which of `_UNSURE` code calls as a method, or sets other than to `True`, which mostly ends a change."""
-    done, constant = set[str](), None
+def _harmless(function: types.FunctionType, asked: Iterable[tuple[str, str]]) -> set[str]:
+    """Return those methods that are called only of objects that are no modules, and whose own they are."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    methods = {method for method, _ in asked}
+    for method, name in asked:
+        value = function.__globals__.get(name)
+        with contextlib.suppress(ValueError):  # nothing is in the cell yet
+            value = cells[name].cell_contents if name in cells else value
+        if not _is_of_its_own(value, method):
+            methods.discard(method)
+    return methods
+
+
+def _is_of_its_own(value: object, method: str) -> bool:
+    """Whether a method is one of a user's class that is no module, holds none, and does nothing telling there."""
+    own = inspect.getattr_static(type(value), method, None)
+    if not isinstance(own, types.FunctionType) or names_of(own.__code__).telling:
+        return False
+    with contextlib.suppress(AttributeError):  # what has slots is not looked into
+        held = object.__getattribute__(value, "__dict__").values()  # nothing that its class defines is to run
+        return not any(isinstance(one, nn.Module) for one in (value, *held))
+    return False
+
+
+def _done_in(code: types.CodeType) -> tuple[set[str], list[tuple[str, str]]]:
+    """Return which of `_UNSURE` code calls as a method, or sets other than to `True`, which mostly ends a change.
+
+    And for each method the global or variable of a closure of which it is called; "" where it is something else.
+    """
+    done, asked, constant, name = set[str](), list[tuple[str, str]](), None, ""
     for step, following in itertools.pairwise(dis.get_instructions(code)):
         if step.opname == "LOAD_CONST":
             constant = step.argval
@@ -148,8 +180,11 @@ def _done_in(code: types.CodeType) -> set[str]:
         if step.opname == "STORE_ATTR":
             done.update(_SET.intersection([step.argval] if constant is not True else []))
         elif _is_method(step) and not (step.argval == "requires_grad_" and _is_true(following)):
-            done.update(_METHODS.intersection([step.argval]))
-    return done
+            done.update(called := _METHODS.intersection([step.argval]))
+            asked += [(method, name) for method in called]
+        is_outside = step.opname == "LOAD_GLOBAL" or step.argval in code.co_freevars
+        name = step.argval if is_outside and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else ""
+    return done, asked
 
 
 def _is_true(argument: dis.Instruction) -> bool:
@@ -218,6 +253,7 @@ def names_of(code: types.CodeType) -> Names:
     if names is None or names.code() is not code:
         told = weakref.ref(code, lambda _: _names.pop(key, None))
         of_globals, of_attributes, telling = dict[str, None](), dict[str, None](), set[str]()
+        asked = list[tuple[str, str]]()
         for one in (codes := [code]):  # grows
             codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
             for step in dis.get_instructions(one):
@@ -226,8 +262,11 @@ def names_of(code: types.CodeType) -> Names:
                 elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                     of_attributes[step.argval] = None
             telling |= _SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one)))
-            telling |= _done_in(one) if _UNSURE.intersection(one.co_names) else set()
-        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), frozenset(telling))
+            if _UNSURE.intersection(one.co_names):
+                done, asked_there = _done_in(one)
+                telling |= done
+                asked += asked_there if one is code else [(method, "") for method, _ in asked_there]
+        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), frozenset(telling), asked)
     return names
 
 

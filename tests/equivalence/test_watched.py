@@ -132,3 +132,54 @@ def test_calls_that_read_such_a_name_and_do_not_call_it_can_wait_for_each_other(
     xs = [torch.ones(2, 4)] * 3
     assert len(parallel_apply([module] * 3, xs)) == 3
     assert len(parallel_apply([lambda x: module(x)] * 3, xs)) == 3
+
+
+class Expression:
+    """Has methods that are called as those which change a module."""
+
+    def eval(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def train(self, x: Tensor) -> None:
+        pass
+
+
+class Agent:
+    """Has them as well, and they do change one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def eval(self, x: Tensor) -> Tensor:
+        self.module.eval()
+        return x
+
+
+EXPRESSION = Expression()
+
+
+def test_calls_of_what_is_no_module_and_has_such_a_method_of_its_own_can_wait_for_each_other() -> None:
+    module, expression, barrier = nn.Linear(4, 4), Expression(), threading.Barrier(3)
+
+    def call(x: Tensor) -> Tensor:
+        EXPRESSION.train(x)
+        barrier.wait(PATIENCE_S)
+        return expression.eval(x) + module(x) + EXPRESSION.eval(x)
+
+    assert len(parallel_apply([call] * 3, [torch.ones(2, 4)] * 3)) == 3
+
+
+def test_calls_of_what_is_no_module_and_changes_one_take_turns() -> None:
+    module, running = nn.Linear(4, 4).double(), threading.Lock()
+    agent, xs = Agent(module), leaves(3)
+
+    def call(x: Tensor) -> Any:
+        assert running.acquire(blocking=False)
+        was_training, _ = module.training, agent.eval(x)
+        y = module(x)
+        module.training = True
+        running.release()
+        return y, was_training
+
+    outputs = parallel_apply([call] * 3, [(x,) for x in xs])
+    assert [was_training for _, was_training in outputs] == [True] * 3
