@@ -92,6 +92,13 @@ class Replicas:
         return server.num_updates["ffn.0"]
 
 
+def is_lost(experts: RemoteExperts, address: str) -> bool:
+    """Ask all servers; tell whether one does not answer."""
+    with contextlib.suppress(ServerUnavailableError):
+        experts.info()
+    return experts.connection._finding.placement.is_lost(address)
+
+
 @contextlib.contextmanager
 def connected(servers: Servers) -> Iterator[RemoteExperts]:
     with connect(servers.addresses, timeout_s=200.0, retry=PATIENT) as experts:
@@ -160,16 +167,19 @@ class TestOnce:
         optimizer.step()
         assert experts.info()["ffn.0"].num_updates == 0
 
-    @pytest.mark.parametrize("was_noticed", [False, True], ids=["unnoticed", "noticed"])
+    @pytest.mark.parametrize("noticed", ["nothing", "gone", "gone and back"])
     def test_an_optimizer_that_goes_on_without_servers_goes_on_where_it_is(
-        self, servers, modules, experts, move, was_noticed
+        self, servers, modules, experts, move, noticed
     ):
         optimizer = RemoteOptimizer(experts, on_failure="drop")
         experts["ffn.0"](X).sum().backward()
-        if was_noticed:
+        if noticed != "nothing":
             servers.restart(None, None)
             optimizer.zero_grad()
             assert [type(failure) for failure in optimizer.failures] == [ServerUnavailableError]
+        if noticed == "gone and back":
+            servers.restart(modules, None)
+            wait_until(lambda: not is_lost(experts, servers.addresses[0]))
         move()
         before = modules["ffn.0"].weight.clone()
 
