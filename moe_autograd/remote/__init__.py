@@ -17,7 +17,7 @@ results come up again::
     one connection          connection, operations, deadline, numbering, closing, awaiting, checking, config
     which server            finding, placement, servers, addresses
     getting there           delivery, requests, jobs, fanout, retry, hedging
-    one server              calls, streaming, channel, compression, security, forking, interrupts
+    one server              calls, asking, streaming, channel, compression, security, forking, interrupts
 """
 
 try:

@@ -6,9 +6,10 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from moe_autograd.errors import ServerUnavailableError
-from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.operations import Operation
 from moe_autograd.wire.addresses import host_of, is_host_and_port
 
 
@@ -32,26 +33,37 @@ def check_addresses(addresses: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(addresses))
 
 
-def resolve(addresses: Sequence[str], deadline: Deadline) -> Mapping[str, list[str] | ServerUnavailableError]:
+def resolve(
+    addresses: Sequence[str], operation: Operation
+) -> Mapping[str, list[str] | ServerUnavailableError]:
     """Return for each address with a name all addresses with numbers that it stands for, or why there are none.
 
     The resolver of the system has no deadline and cannot be stopped. So it is asked on threads of our own; one that
     hangs is left behind, and ends when the resolver does.
     """
-    answers: queue.SimpleQueue[tuple[str, list[str] | ServerUnavailableError]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[str, list[str] | ServerUnavailableError] | None] = queue.SimpleQueue()
     for address in addresses:
         ask = threading.Thread(
             target=lambda address=address: answers.put((address, _ask_resolver(address))), daemon=True
         )
         ask.start()
     found: dict[str, list[str] | ServerUnavailableError] = {}
-    while len(found) < len(addresses):
-        try:
-            address, answer = answers.get(timeout=deadline.remaining_s)
-        except queue.Empty:
-            break
-        found[address] = answer
-    late = f"expected its addresses, got no answer of the resolver in time, {deadline}. Is the name server there?"
+    wake = partial(answers.put, None)
+    operation.cancellation.add(wake)
+    try:
+        while len(found) < len(addresses):
+            answer = answers.get(timeout=operation.deadline.remaining_s)
+            if answer is None:
+                break
+            found.update([answer])
+    except queue.Empty:
+        pass
+    finally:
+        operation.cancellation.remove(wake)
+    late = (
+        f"expected its addresses, got no answer of the resolver in time, {operation.deadline}. Is the name server "
+        "there?"
+    )
     return {
         address: found.get(address) or ServerUnavailableError(f"server at {address}: {late}")
         for address in addresses

@@ -30,6 +30,7 @@ from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteE
 from moe_autograd.remote.closing import closed
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.remote.security import Certificates, Token
 from moe_autograd.wire.framing import seal, unseal
@@ -168,34 +169,11 @@ class Channel:
             self._ping_timeout_ms = ping_timeout_ms
             self._stubs = self._connect()
 
-    def unary(
-        self,
-        rpc: str,
-        request: Message,
-        reply_class: type[ReplyT],
-        deadline: Deadline,
-        attempt_s: float = math.inf,
-    ) -> ReplyT:
-        """Send one message and return the answer.
-
-        Args:
-            rpc: its name.
-            request: the message.
-            reply_class: of the answer.
-            deadline: of the operation that this is part of.
-            attempt_s: how long this attempt may take.
-
-        Raises:
-            RemoteError: one of its subclasses, with the address and how long it took.
-        """
-        stubs = self._stubs_now()
-        with self._our_errors(rpc, deadline):
-            began_s, timeout_s = time.perf_counter(), min(deadline.remaining_s, attempt_s)
-            reply = stubs.unary[rpc](seal(request), timeout=timeout_s, metadata=self.token.metadata)
-            if self._has_answered:
-                self.round_trip_s = min(self.round_trip_s, time.perf_counter() - began_s)
-            self._has_answered = True
-            return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
+    def note_round_trip(self, taken_s: float) -> None:
+        """Learn how long an RPC took that is one message each way."""
+        if self._has_answered:
+            self.round_trip_s = min(self.round_trip_s, taken_s)
+        self._has_answered = True
 
     @property
     def wants_round_trip(self) -> bool:
@@ -220,22 +198,32 @@ class Channel:
             passage.carry(call, has_thread=True)
 
     def upload(
-        self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], deadline: Deadline
+        self,
+        rpc: str,
+        messages: Iterator[bytes],
+        reply_class: type[ReplyT],
+        deadline: Deadline,
+        cancellation: Cancellation,
     ) -> ReplyT:
-        """Send a stream of messages and return the one answer; raises as `unary` does.
+        """Send a stream of messages and return the one answer; raises as `asking.ask` does.
 
         grpc's own blocking call would first wait for the message that is on its way, also past the deadline.
         """
         self._check_thread(rpc)
         begin = self._stubs_now().request_stream[rpc].future
-        with self._our_errors(rpc, deadline) as passage:
+        with self.our_errors(rpc, deadline) as passage:
             call = begin(messages, timeout=deadline.remaining_s, metadata=self.token.metadata)
             passage.carry(call, has_thread=True)
+            cancellation.add(call.cancel)
             try:
                 reply = call.result()
+            except grpc.FutureCancelledError as cancelled:
+                raise call from cancelled  # which is its own error, as those of streams are
             except BaseException:
                 call.cancel()
                 raise
+            finally:
+                cancellation.remove(call.cancel)
             return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
 
     def stream(
@@ -301,7 +289,8 @@ class Channel:
         return f"Channel({self.address!r})"
 
     @contextlib.contextmanager
-    def _our_errors(self, rpc: str, deadline: Deadline) -> Iterator[Passage]:
+    def our_errors(self, rpc: str, deadline: Deadline) -> Iterator[Passage]:
+        """Make an RPC in this block; what it raises is raised as one of ours."""
         try:
             with GATE.passage() as passage, self._beginning():
                 yield passage
@@ -324,7 +313,7 @@ class _Stubs:
         self.both_stream = {rpc: begin.stream_stream(path(rpc)) for rpc in BOTH_STREAM}
         # To the server a stream of one message is the same, whichever way the client began it; this way costs
         # no thread that feeds the stream.
-        self.reply_stream = {rpc: begin.unary_stream(path(rpc)) for rpc in REPLY_STREAM + BOTH_STREAM}
+        self.reply_stream = {rpc: begin.unary_stream(path(rpc)) for rpc in UNARY + REPLY_STREAM + BOTH_STREAM}
 
 
 def end(stream: Any) -> None:

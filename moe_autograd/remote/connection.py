@@ -300,7 +300,7 @@ class Connection:
             )
 
             def once(channel: Channel, own: Mapping[str, Mapping[str, Tensor]], operation: Operation) -> None:
-                reply = send_states(channel, own, update, operation.deadline)
+                reply = send_states(channel, own, update, operation.deadline, operation.cancellation)
                 check_updates("SetState", channel, reply, operation)
 
             with self._delivery.operations.begin() as operation:

@@ -20,8 +20,8 @@ from moe_autograd.errors import (
     PermissionDeniedError,
     ServerUnavailableError,
 )
+from moe_autograd.remote.asking import ask
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Fanout
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert, Placement
@@ -100,16 +100,21 @@ class Finding:
     def _ask_all(self, operation: Operation, timeout_s: float, *, may_miss: bool) -> dict[str, Exception]:
         """Return for each server that did not answer, and for each name that stands for none, why."""
         resolving_s = min(timeout_s, self.servers.resolver_patience_s(may_miss=may_miss))
-        errors: dict[str, Exception] = {**self.servers.resolve(operation.deadline.part(resolving_s))}
+        resolving = Operation(operation.deadline.part(resolving_s), operation.cancellation)
+        errors: dict[str, Exception] = {**self.servers.resolve(resolving)}
 
         def info(address: str, _: None) -> pb.InfoReply:
             patience_s = self.servers.patience_s(address, may_miss=may_miss)
             deadline = operation.deadline.part(min(timeout_s, patience_s))
-            return _ask_patiently(self.servers.channel(address), deadline, operation)
+            part = Operation(deadline, operation.cancellation)
+            return _ask_patiently(self.servers.channel(address), part, operation.deadline.started_at)
 
         asked = dict.fromkeys(self.servers.addresses)
         replies: dict[str, pb.InfoReply] = {}
-        for address, result in self._looking.at_each(asked, info, operation.cancellation).items():
+        results = self._looking.at_each(asked, info, operation.cancellation)
+        if operation.cancellation.wait(0.0):  # nobody was given the time
+            return errors | {address: r for address, r in results.items() if isinstance(r, Exception)}
+        for address, result in results.items():
             if isinstance(result, Exception):
                 errors[address] = result
                 if _is_no_answer(result) and operation.deadline.remaining_s:  # else nobody was given the time
@@ -134,24 +139,24 @@ class Finding:
         return f"Finding({self.servers!r}, {self.placement!r})"
 
 
-def _ask_patiently(channel: Channel, deadline: Deadline, operation: Operation) -> pb.InfoReply:
+def _ask_patiently(channel: Channel, operation: Operation, began_at: float) -> pb.InfoReply:
     for pause_s in _PAUSES_S:
         try:
-            return _ask(channel, deadline)
+            return _ask(channel, operation)
         except ServerUnavailableError:
             # one that broke, which grpc may not have noticed at the second attempt
-            if deadline.remaining_s < _LEAST_ATTEMPT_S or operation.cancellation.wait(pause_s):
+            if operation.deadline.remaining_s < _LEAST_ATTEMPT_S or operation.cancellation.wait(pause_s):
                 raise
         except PermissionDeniedError:
-            if not channel.token.is_renewed_since(operation.deadline.started_at):
+            if not channel.token.is_renewed_since(began_at):
                 raise
-    return _ask(channel, deadline)
+    return _ask(channel, operation)
 
 
-def _ask(channel: Channel, deadline: Deadline) -> pb.InfoReply:
-    reply = channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+def _ask(channel: Channel, operation: Operation) -> pb.InfoReply:
+    reply = ask(channel, "Info", pb.InfoRequest(), pb.InfoReply, operation)
     for _ in range(_ROUND_TRIPS if channel.wants_round_trip else 0):
-        reply = channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline)
+        reply = ask(channel, "Info", pb.InfoRequest(), pb.InfoReply, operation)
     return reply
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError, UntrustedServerError
 from moe_autograd.remote.addresses import resolve
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.addresses import is_name
 
@@ -87,12 +87,12 @@ class Servers:
         """Return the channel to a server that is or was known."""
         return self._channels[address]
 
-    def resolve(self, deadline: Deadline) -> dict[str, ServerUnavailableError]:
+    def resolve(self, operation: Operation) -> dict[str, ServerUnavailableError]:
         """Resolve all names anew (rule 2); return why those that could not be keep what they had."""
         if not self._names:
             return {}
         errors: dict[str, ServerUnavailableError] = {}
-        for name, found in resolve(self._names, deadline).items():
+        for name, found in resolve(self._names, operation).items():
             if isinstance(found, ServerUnavailableError):
                 errors[name] = found
             else:

@@ -144,7 +144,11 @@ class _Arrivals:
 
 
 def send_states(
-    channel: Channel, states: Mapping[str, Mapping[str, Tensor]], update: pb.StateUpdate, deadline: Deadline
+    channel: Channel,
+    states: Mapping[str, Mapping[str, Tensor]],
+    update: pb.StateUpdate,
+    deadline: Deadline,
+    cancellation: Cancellation,
 ) -> pb.UpdateReply:
     """Set the `state_dict` of each of these experts of one server: all of them, or, where one does not fit, none.
 
@@ -153,6 +157,7 @@ def send_states(
         states: by name, complete.
         update: who asks, and the sequence number.
         deadline: of all of it.
+        cancellation: of the operation.
     """
     for name, state in states.items():
         for key, tensor in state.items():
@@ -168,7 +173,8 @@ def send_states(
     for name, state in states.items():
         for key, tensor in state.items():
             writer.add(pb.StateEntry(expert=name, key=key), [tensor])
-    return channel.upload("SetState", iter(writer.next_message, None), pb.UpdateReply, deadline)
+    messages = iter(writer.next_message, None)
+    return channel.upload("SetState", messages, pb.UpdateReply, deadline, cancellation)
 
 
 def places_of(keys: Iterable[str]) -> SimpleNamespace:

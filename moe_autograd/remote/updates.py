@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from moe_autograd.errors import CorruptDataError, RemoteError
+from moe_autograd.remote.asking import ask
 from moe_autograd.remote.calls import without_name
 from moe_autograd.remote.channel import PHASES, Channel
 from moe_autograd.remote.delivery import Delivery
@@ -160,7 +161,7 @@ class Updates:
             kind=pb.STEP if rpc == "Step" else pb.ZERO_GRAD,
         )
         attempt_s = self._delivery.settings.retry.update_attempt_s
-        reply = channel.unary(rpc, request, pb.UpdateReply, operation.deadline, attempt_s)
+        reply = ask(channel, rpc, request, pb.UpdateReply, operation, attempt_s)
         if (answered := [update.expert for update in reply.updates]) != list(own):
             raise CorruptDataError(
                 f"server at {channel.address}, {PHASES[rpc]}: expected answers for {list(own)}, "

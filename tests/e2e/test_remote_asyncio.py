@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.errors import InvalidCallError
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect, in_thread
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
 from tests.support.held import Held
 from tests.support.hosting import make_modules, sgd
 from tests.support.servers import wait_until_inside
@@ -129,6 +131,76 @@ def test_cancelling_a_task_reaches_the_server_which_does_not_begin_what_waits_th
         assert holding.experts["held"](X).shape == (1, 4)  # the connection goes on
         assert holding.held.num_begun == (2 if phase == "forward" else 1)
         assert holding.server.num_updates == {"held": 1}
+
+
+@pytest.mark.parametrize("what", ["step", "zero_grad", "load_state_dict", "state_dict"])
+def test_cancelling_what_is_no_pass_reaches_the_server(what):
+    """It would wait for its deadline otherwise, and `asyncio.run` for it."""
+
+    async def main(call: Callable[[], object], server: ExpertsServer) -> None:
+        task = asyncio.ensure_future(in_thread(call))
+        await asyncio.to_thread(wait_until_inside, server, 2)  # beside the one that is held
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    held, endless = Held("forward"), RetryPolicy(update_attempt_s=1000.0)
+    held.may_go.set()
+    with (
+        ExpertsServer({"held": held}, optimizer=sgd) as server,
+        connect(server.address) as others,
+        connect(server.address, timeout_s=1000.0, retry=endless) as experts,
+    ):
+        experts["held"](X).sum().backward()
+        optimizer, state = RemoteOptimizer(experts), experts.state_dict()
+        load = partial(experts.load_state_dict, state)
+        calls = {"step": optimizer.step, "zero_grad": optimizer.zero_grad, "load_state_dict": load}
+        held.may_go.clear()
+        held.begun.clear()
+        busy = threading.Thread(target=others["held"], args=(X,))
+        busy.start()
+        assert held.begun.wait(60)
+        asyncio.run(main(calls.get(what, experts.state_dict), server))
+        held.may_go.set()
+        busy.join(60)
+        assert not experts.connection._finding.placement.is_lost(server.address)
+        optimizer.zero_grad()
+        optimizer.step()
+        assert server.num_updates == {"held": 0}
+
+
+def test_cancelling_a_connect_ends_it():
+    async def main(listener: socket.socket) -> None:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        task = asyncio.ensure_future(in_thread(connect, address, timeout_s=1000.0))
+        silent, _ = await asyncio.to_thread(listener.accept)
+        with silent:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(main(listener))
+
+
+def test_cancelling_a_connect_leaves_a_resolver_that_hangs(monkeypatch):
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def getaddrinfo(*arguments: object, **options: object) -> list[object]:
+        asked.set()
+        assert may_answer.wait(60)
+        return []
+
+    async def main() -> None:
+        task = asyncio.ensure_future(in_thread(connect, "experts.test:1", timeout_s=1000.0))
+        await asyncio.to_thread(asked.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    asyncio.run(main())
+    may_answer.set()
 
 
 def test_what_is_begun_after_the_cancelling_ends_at_once():

@@ -16,9 +16,12 @@ from experts_server import ExpertsServer
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote.asking import ask
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import Passage
+from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb
 from tests.support.hosting import sgd
 from tests.support.servers import wait_until
@@ -100,17 +103,19 @@ class ClosedInBetween(Channel):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda channel, deadline: channel.unary("Info", pb.InfoRequest(), pb.InfoReply, deadline),
-        lambda channel, deadline: channel.upload("SetState", iter([b""]), pb.UpdateReply, deadline),
-        lambda channel, deadline: channel.stream("GetState", b"", None, deadline, PASSAGE),
-        lambda channel, deadline: channel.stream("Forward", b"", iter([b""]), deadline, PASSAGE),
+        lambda channel, op: ask(channel, "Info", pb.InfoRequest(), pb.InfoReply, op),
+        lambda channel, op: channel.upload(
+            "SetState", iter([b""]), pb.UpdateReply, op.deadline, op.cancellation
+        ),
+        lambda channel, op: channel.stream("GetState", b"", None, op.deadline, PASSAGE),
+        lambda channel, op: channel.stream("Forward", b"", iter([b""]), op.deadline, PASSAGE),
     ],
-    ids=["unary", "upload", "stream", "stream both ways"],
+    ids=["one message", "upload", "stream", "stream both ways"],
 )
 def test_a_channel_that_is_closed_in_between_says_so(addresses, call):
     channel = ClosedInBetween(addresses[0])
     with pytest.raises(ServerUnavailableError, match="expected an open connection, got a closed one"):
-        call(channel, Deadline(60.0))
+        call(channel, Operation(Deadline(60.0), Cancellation()))
 
 
 def test_what_nothing_depends_on_is_not_told_to_a_channel_that_is_closed_in_between(addresses):

@@ -193,8 +193,7 @@ def test_calls_and_updates_that_come_to_the_wrong_rpc_are_made_again(monkeypatch
         strayed.extend([rpc] if is_damaged else [])
         return other[rpc] if is_damaged else rpc
 
-    stream, unary = Channel.stream, Channel.unary
+    stream = Channel.stream
     monkeypatch.setattr(Channel, "stream", lambda self, rpc, *rest: stream(self, damaged(rpc), *rest))
-    monkeypatch.setattr(Channel, "unary", lambda self, rpc, *rest: unary(self, damaged(rpc), *rest))
     train_beside_a_twin({}, num_steps=3)
     assert set(strayed) == set(other)
