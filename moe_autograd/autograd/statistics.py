@@ -87,17 +87,22 @@ class Turns:
         modules = {id(part): part for own in shared for part in own}
         takers = {key for key, part in modules.items() if changed.get(key) or _keeps_statistics(part)}
         self._keepers = [[id(part) for part in own if id(part) in takers] for own in shared]
+        in_turn = _in_turn_anyway(shared, takers)
         self._names = names
         first_of = {id(part): i for i, own in reversed([*enumerate(shared)]) for part in own}
         self._watched = [
             (names[first_of[key]], module, name, buffer, 0 if buffer.is_inference() else buffer._version)
             for key, module in modules.items()
-            if module._buffers and key not in takers and not _is_settled(module)
+            if module._buffers and key not in in_turn and not _is_settled(module)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        known = takers | changed.keys()
-        self._calls_watched = _watched(shared, names, known) if side_by_side else {}
+        free = {
+            key
+            for key, part in modules.items()
+            if key not in in_turn and key not in changed and _is_watched(part)
+        }
+        self._calls_watched = _watched(shared, names, free) if side_by_side else {}
 
     def of(self, calls: Iterable[int]) -> dict[int, Turn]:
         """Return the turns of those among `calls`, which begin in this order, that have to take one, for one pass."""
@@ -167,13 +172,25 @@ def may_be_changed(module: nn.Module) -> bool:
     return bool(module._parameters or module._buffers) or "training" in getattr(code, "co_names", ())
 
 
+def _in_turn_anyway(shared: Sequence[Sequence[nn.Module]], takers: Collection[int]) -> set[int]:
+    """Return the `id`s of modules whose calls all share one of the `takers`: no two of these calls meet."""
+    calls = collections.defaultdict[int, set[int]](set)
+    for i, own in enumerate(shared) if takers else ():
+        for part in own:
+            calls[id(part)].add(i)
+    rows = {frozenset(calls[key]) for key in takers}
+    kinds = {frozenset(own) for own in calls.values()}
+    alone = {own for own in kinds if any(own <= row for row in rows)}
+    return {key for key, own in calls.items() if frozenset(own) in alone}
+
+
 def _watched(
-    shared: Sequence[Sequence[nn.Module]], names: Sequence[str], known: Collection[int]
+    shared: Sequence[Sequence[nn.Module]], names: Sequence[str], free: Collection[int]
 ) -> dict[int, Watched]:
-    """Return what calls look at: the modules they share that are not `known` to be changed, and cared for."""
+    """Return what calls look at: the modules they share that are `free`, by their `id`s."""
     states: dict[tuple[int, ...], State] = {}
-    free = [[part for part in own if id(part) not in known and _is_watched(part)] for own in shared]
-    return {i: Watched(names[i], own, states) for i, own in enumerate(free) if own}
+    watched = [[part for part in own if id(part) in free] for own in shared]
+    return {i: Watched(names[i], own, states) for i, own in enumerate(watched) if own}
 
 
 def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

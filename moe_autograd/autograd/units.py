@@ -21,6 +21,7 @@ from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.named import CHANGING, SETTING, function_in, globals_of
 from moe_autograd.autograd.reaching import Held, holds_nothing
 from moe_autograd.autograd.recompute import Recompute
+from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.statistics import Turns, may_be_changed, shared_modules
 
 
@@ -43,9 +44,10 @@ def run_units(
     held = [_held_by(unit, modules) for unit in units]
     if any(own.talkers or own.setting for own in held):
         max_concurrency, defer_weight_grads = 1, False
-    turns = Turns(held, [unit.name for unit in units], side_by_side=max_concurrency != 1)
+    side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
+    turns = Turns(held, [unit.name for unit in units], side_by_side=side_by_side)
     defers = defer_weight_grads and how is None and may_defer()
-    with contextlib.nullcontext() if max_concurrency == 1 else turns:
+    with turns if side_by_side else contextlib.nullcontext():
         returned = run_module_calls(
             turns.wrap(_callables(units, len(modules), how), range(len(units))),
             [unit.args for unit in units],

@@ -6,18 +6,82 @@ other's changes. So each call that shares a module looks at it when it begins an
 it? A change that lies within another call as a whole, and is undone there, is not seen; but calls of a map are mostly
 alike, and one of many begins or ends within another.
 
+Calls that take turns with each other, or are made one after the other, change what they share as in a loop: they do
+not look.
+
 Threads: any; what is looked at are single dictionaries, each in one operation that the interpreter makes atomic.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-State = tuple[list[object], list[object]]  # what modules consist of, and facts about their parameters
+AT_ONCE_S = 1e-4  # after a look, mostly at the end of the call before it, a call begins without another
+
+_CONTENTS = operator.itemgetter(
+    *(
+        "_modules",
+        "_parameters",
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_backward_pre_hooks",
+        "_backward_hooks",
+    )
+)
+_MODE, _PARAMETERS = operator.itemgetter("training"), operator.itemgetter("_parameters")
+_VALUES = operator.methodcaller("values")
+_FACTS = operator.attrgetter("requires_grad", "_version")
+
+
+class State:
+    """What modules consist of, as it is now; each call looks at all of them, so without loops in Python.
+
+    Args:
+        modules: those.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._owns = [module.__dict__ for module in modules]
+        self._parts = self._parts_now()
+        parameters = [one for one in _all_in(map(_PARAMETERS, self._owns)) if one is not None]
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # modes, and classes that refuse what they are asked, see nothing of it
+            self._counting = [one for one in parameters if not one.is_inference()]
+            self._placed = [
+                one for one in parameters if type(one) is nn.Parameter and one.layout is torch.strided
+            ]
+        self._facts = self._facts_now()
+        self.looked_s = time.perf_counter()
+
+    def is_as_before(self) -> bool:
+        """Whether all of it is still so."""
+        parts = self._parts_now()
+        is_same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        is_same = is_same and self._facts_now() == self._facts
+        if is_same:
+            self.looked_s = time.perf_counter()
+        return is_same
+
+    def _parts_now(self) -> list[object]:
+        forwards = [own.get("forward") for own in self._owns]
+        contents = itertools.chain.from_iterable(map(_CONTENTS, self._owns))
+        return [*map(_MODE, self._owns), *forwards, *_all_in(contents)]
+
+    def _facts_now(self) -> tuple[list[object], list[int]]:
+        with torch._C.DisableTorchFunction():
+            return [*map(_FACTS, self._counting)], [*map(Tensor.data_ptr, self._placed)]
+
+
+def _all_in(contents: Iterable[Any]) -> Iterable[Any]:
+    return itertools.chain.from_iterable(map(_VALUES, filter(None, contents)))
 
 
 class Watched:
@@ -32,7 +96,7 @@ class Watched:
     def __init__(self, name: str, modules: Sequence[nn.Module], states: dict[tuple[int, ...], State]) -> None:
         self._name, self._modules = name, modules
         key = tuple(map(id, modules))
-        self._state = states.get(key) or states.setdefault(key, _state_of(modules))
+        self._state = states.get(key) or states.setdefault(key, State(modules))
 
     def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Make the call.
@@ -41,47 +105,25 @@ class Watched:
             RuntimeError: a module is not as it was, before the call or after it. An error of the call's own, which
                 that may bring about, gets the text as a note.
         """
-        if not self._is_as_before():
+        state = self._state
+        if time.perf_counter() - state.looked_s > AT_ONCE_S and not state.is_as_before():
             raise RuntimeError(self._complaint())
         try:
             returned = call(*args, **kwargs)
         except Exception as error:
-            if not self._is_as_before():
+            if not state.is_as_before():
                 error.add_note(self._complaint())
             raise
-        if not self._is_as_before():
+        if not state.is_as_before():
             raise RuntimeError(self._complaint())
         return returned
-
-    def _is_as_before(self) -> bool:
-        parts, facts = _state_of(self._modules)
-        before, facts_before = self._state
-        return len(parts) == len(before) and all(map(operator.is_, parts, before)) and facts == facts_before
 
     def _complaint(self) -> str:
         kinds = ", ".join(dict.fromkeys(type(module).__qualname__ for module in self._modules[:3]))
         return (
             f"parallel_apply: expected what {self._name} shares with others ({kinds}) to be as it was when the map "
             "began, got a mode, a `forward`, hooks, parts or parameters of a module changed meanwhile. What calls "
-            "compute depends on who came first. Pass max_concurrency=1, or give each call a module of its own; where a "
-            "lock of yours guards the change, set keeps_statistics = False on the module."
+            "compute depends on who came first. Pass max_concurrency=1, or give each call a module of its own; where "
+            "any state will do (a lock of yours guards the change, another thread trains the module), set "
+            "keeps_statistics = False on each of its parts."
         )
-
-
-def _state_of(modules: Iterable[nn.Module]) -> State:
-    parts, facts = list[object](), list[object]()
-    for module in modules:
-        own = module.__dict__
-        parameters = [*own["_parameters"].values()]
-        parts += (own["training"], own.get("forward"), *own["_modules"].values(), *parameters)
-        before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
-        backward_before, backward = own["_backward_pre_hooks"], own["_backward_hooks"]
-        if before or after or backward_before or backward:
-            for hooks in (before, after, backward_before, backward):
-                parts += (len(hooks), *hooks.values())
-        for one in parameters:
-            if (
-                one is not None
-            ):  # their memory is not looked at: to cast a bias once, or to flatten a GRU, harms nobody
-                facts += (one.requires_grad, one.is_inference() or one._version)
-    return parts, facts
