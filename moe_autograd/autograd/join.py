@@ -15,7 +15,7 @@ Rule 1. What a call saves is saved by the node. Saved-tensor hooks, the check fo
         the graph and the complaint about a second backward are then PyTorch's own.
 Rule 2. A call's saved tensors go when that call is done: the node lets go of all of them first
         (`maybe_clear_saved_tensors`, which does nothing under `retain_graph`), then each call of its own. So do the
-        gradients that it gets.
+        gradients that it gets. Calls that a backward does not reach keep theirs (`left`).
 Rule 3. A call none of whose results got a gradient does not run, as in plain PyTorch.
 Rule 4. A result of a call that takes nothing which requires a gradient requires none, though the node does.
 Rule 5. The node is not part of a cycle: a call forgets its results once they are tied.
@@ -57,6 +57,7 @@ from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, split
+from moe_autograd.autograd.left import reached_calls, take_saved
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
@@ -135,20 +136,13 @@ def _uncompiled(run: _Run) -> _Run:
 @_uncompiled
 def _run(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
     joined: Joined = ctx.joined
-    saved = _take_saved(ctx)
     nodes = [node for node, _ in ctx.next_functions]
     wanted = _ask(joined, nodes, grad_outputs)
+    saved = take_saved(ctx, joined, reached_calls(joined, grad_outputs, wanted))
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     grads = joined.backward(saved, grad_outputs, wanted, keep_graph)
     use_here(grads)
     return (None, *joined.hand_out(grads))
-
-
-def _take_saved(ctx: Any) -> list[Sequence[Tensor | None]]:
-    """Return for each call what it saved."""
-    saved = split([*ctx.saved_tensors], ctx.joined.num_saved)  # lists, which a call may empty
-    ctx.maybe_clear_saved_tensors()  # Rule 2
-    return saved
 
 
 def _ask(
@@ -267,7 +261,8 @@ def _arrive(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
     departure: Any = ctx.next_functions[0][0].next_functions[0][0]
     nodes = [node for node, _ in departure.next_functions]
     wanted = _ask(part.joined, nodes, grad_outputs)
-    _arrivals_of(part.whole).add(part, _take_saved(ctx), grad_outputs, wanted)
+    saved = take_saved(ctx, part.joined, reached_calls(part.joined, grad_outputs, wanted))
+    _arrivals_of(part.whole).add(part, saved, grad_outputs, wanted)
     return (None,) * len(ctx.needs_input_grad)
 
 

@@ -205,6 +205,8 @@ class ModuleCall(CallResults):
         self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> Tensors:
         """See `joined.Call`."""
+        if wanted and not any(wanted):  # a node of its own would not run
+            return [None] * len(wanted)
         try:
             of_leaves = wanted[len(self.cuts) :]
             if not keep_graph and of_leaves and all(of_leaves) and self._can_defer():

@@ -1,0 +1,113 @@
+"""What calls have saved that no backward has reached, kept for the one that will.
+
+After a backward without `retain_graph` a node forgets what it has saved. In a loop every call is a node of its own, and
+one that the backward does not come to forgets nothing: `for loss in losses: loss.backward()` takes one call after the
+other. The node of a map stands for all of its calls. So what it is about to forget of those that a backward has not
+reached stays with it in another way, until a backward comes to them or the graph goes.
+
+Rule 1. A call is reached if it gets a gradient, and this backward wants one of its inputs'.
+Rule 2. A tensor that was changed in place since is refused, in PyTorch's words; so is a call that was reached before.
+Rule 3. A result of the node itself is kept without its history, which would lead back here. Only a backward with
+        `create_graph=True` would need it, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_autograd.autograd.accumulating import Wanted, is_compiled
+from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.joined import Joined, has_any, split
+
+
+class _Kept(NamedTuple):
+    """A saved tensor.
+
+    Args:
+        tensor: as it was unpacked, or without its history (Rule 3).
+        version: that it had.
+        is_own: whether it is a result of the node.
+    """
+
+    tensor: Tensor
+    version: int
+    is_own: bool
+
+
+def reached_calls(
+    joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
+) -> Collection[int]:
+    """Return which calls a backward comes to (Rule 1).
+
+    Args:
+        joined: all of them.
+        grad_outputs: one for each result of all calls.
+        wanted: one for each input of all calls; empty if all are.
+    """
+    if not wanted and all(grad is not None for grad in grad_outputs):  # mostly
+        return range(len(joined.calls))
+    grads_of = split(grad_outputs, joined.num_results)
+    if not wanted:
+        return {i for i, own in enumerate(grads_of) if has_any(own)}
+    wanted_of = split(wanted, joined.num_inputs)
+    return {i for i, own in enumerate(grads_of) if has_any(own) and any(wanted_of[i])}
+
+
+def take_saved(node: Any, joined: Joined, reached: Collection[int]) -> list[Sequence[Tensor | None]]:
+    """Return what the reached calls saved, for each in a list that it may empty; let the node forget it.
+
+    Raises:
+        RuntimeError: in PyTorch's words: one of them was reached before; or what it saved was changed in place.
+    """
+    left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
+    if left is not None:
+        return [_taken(left, i, count) if i in reached else [] for i, count in enumerate(joined.num_saved)]
+    if not any(joined.num_saved):
+        return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
+    saved = split([*node.saved_tensors], joined.num_saved)
+    node.maybe_clear_saved_tensors()  # not under `retain_graph`
+    if len(reached) < len(saved) and not _keeps_graph() and not is_compiled():
+        node.left = {i: _keep(own, node) for i, own in enumerate(saved) if i not in reached}
+    return saved
+
+
+def _keeps_graph() -> bool:
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _keep(saved: Iterable[Tensor | None], node: Any) -> list[_Kept | None]:
+    return [None if tensor is None else _kept(tensor, tensor.grad_fn is node) for tensor in saved]
+
+
+def _kept(tensor: Tensor, is_own: bool) -> _Kept:
+    return _Kept(tensor.detach() if is_own else tensor, tensor._version, is_own)
+
+
+def _taken(left: dict[int, list[_Kept | None]], call: int, num_saved: int) -> list[Tensor | None]:
+    if call not in left:
+        if num_saved:
+            raise RuntimeError(BACKWARD_TWICE)
+        return []
+    kept = left[call] if _keeps_graph() else left.pop(call)
+    return [None if one is None else _checked(one) for one in kept]
+
+
+def _checked(kept: _Kept) -> Tensor:
+    tensor = kept.tensor
+    if tensor._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {kept.version} "
+            "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
+    if kept.is_own and torch.is_grad_enabled():
+        raise RuntimeError(
+            "map_with_parallel_backward: expected retain_graph=True in an earlier backward through other results, for "
+            "one with create_graph=True through this one, which its call has saved; got none. Pass it there."
+        )
+    return tensor
