@@ -205,8 +205,6 @@ class ModuleCall(CallResults):
         self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
     ) -> Tensors:
         """See `joined.Call`."""
-        if wanted and not any(wanted):  # a node of its own would not run
-            return [None] * len(wanted)
         try:
             of_leaves = wanted[len(self.cuts) :]
             if not keep_graph and of_leaves and all(of_leaves) and self._can_defer():
@@ -217,7 +215,7 @@ class ModuleCall(CallResults):
                 raise
             return [None] * len(wanted)
         finally:
-            if not keep_graph:
+            if not keep_graph and any(wanted):  # else a node of its own would not run
                 self._edges, self._ends, self.cuts, self.leaves = [], [], [], []
                 self._is_spent = True
 
@@ -286,13 +284,13 @@ class ModuleCall(CallResults):
     ) -> Tensors:
         """Walk the inner graph backwards (Rule 4)."""
         with self.turn:
-            if self._is_spent:
-                raise RuntimeError(BACKWARD_TWICE)
-            starts = self._starts(grad_outputs)
             ends = [i for i, is_wanted in enumerate(wanted) if is_wanted]
             grads: list[Tensor | None] = [None] * len(wanted)
             if not ends:
                 return grads
+            if self._is_spent:
+                raise RuntimeError(BACKWARD_TWICE)
+            starts = self._starts(grad_outputs)
             nodes = [edge.node for edge, _ in starts]
             seen = self.begun_with(grad_outputs) if self.is_seen_within() else _NOBODY
             with sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends), on_this_thread(), seen:

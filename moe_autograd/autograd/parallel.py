@@ -77,7 +77,7 @@ def map_with_parallel_backward(
     Autograd: what a call saves is saved by one outer node: saved-tensor hooks see it, an in-place change before the
         backward raises, it is freed when the call's backward is done. Second order works if `func` supports it.
         A backward through some results runs their calls alone, and no autograd function that only other calls' inputs
-        were computed with. For another backward later, through another result, it takes `retain_graph=True`.
+        were computed with. Another one later, through other results, is as in a loop (`docs/limits.md`).
 
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once. Calls
         of a function that sets something for the whole process (`sdpa_kernel`), or changes a module that calls share

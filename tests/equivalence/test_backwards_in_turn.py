@@ -192,6 +192,17 @@ def test_an_ensemble_whose_members_have_losses_and_optimizers_of_their_own(way: 
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_members_whose_gradients_are_asked_for_one_after_the_other(way: str) -> None:
+    members = [Tower().double() for _ in range(NUM_CALLS)]
+    x = torch.randn(16, 64, dtype=torch.float64)
+    expected = [torch.autograd.grad(member(x).sum(), [*member.parameters()]) for member in members]
+    outputs = parallel_apply(members, [x] * NUM_CALLS, **WAYS[way])
+    for member, grads in zip(members, expected, strict=True):
+        found = torch.autograd.grad([output.sum() for output in outputs], [*member.parameters()])
+        torch.testing.assert_close(found, grads, rtol=1e-12, atol=1e-12)
+
+
 def test_a_member_that_was_reached_raises_at_its_second_backward() -> None:
     outputs = parallel_apply([Tower() for _ in range(NUM_CALLS)], [torch.randn(16, 64)] * NUM_CALLS)
     outputs[1].sum().backward()
