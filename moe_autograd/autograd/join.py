@@ -56,8 +56,8 @@ from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, split
-from moe_autograd.autograd.left import reached_calls, take_saved
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, has_missing, split
+from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
@@ -138,7 +138,7 @@ def _run(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
     joined: Joined = ctx.joined
     nodes = [node for node, _ in ctx.next_functions]
     wanted = _ask(joined, nodes, grad_outputs)
-    saved = take_saved(ctx, joined, reached_calls(joined, grad_outputs, wanted))
+    saved = take_saved(ctx, joined, grad_outputs, wanted)
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     grads = joined.backward(saved, grad_outputs, wanted, keep_graph)
     use_here(grads)
@@ -149,11 +149,9 @@ def _ask(
     joined: Joined, nodes: Sequence[Node | None], grad_outputs: Sequence[Tensor | None]
 ) -> Sequence[Wanted]:
     """Return for each input whether it is wanted. The engine answers this only here, on its own thread."""
-    for grad in grad_outputs:
-        if grad is None:  # the engine goes on to the leaves of that call all the same
-            leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
-            let_hooks_sleep(node.variable for node in leaf_nodes)
-            break
+    if has_missing(grad_outputs):  # the engine goes on to the leaves of such calls all the same
+        leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
+        let_hooks_sleep(node.variable for node in leaf_nodes)
     return joined.ask(joined.in_order(nodes))
 
 
@@ -261,7 +259,7 @@ def _arrive(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
     departure: Any = ctx.next_functions[0][0].next_functions[0][0]
     nodes = [node for node, _ in departure.next_functions]
     wanted = _ask(part.joined, nodes, grad_outputs)
-    saved = take_saved(ctx, part.joined, reached_calls(part.joined, grad_outputs, wanted))
+    saved = take_saved(ctx, part.joined, grad_outputs, wanted)
     _arrivals_of(part.whole).add(part, saved, grad_outputs, wanted)
     return (None,) * len(ctx.needs_input_grad)
 

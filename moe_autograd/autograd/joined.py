@@ -229,6 +229,11 @@ def has_any(grads: Tensors) -> bool:
     return False
 
 
+def has_missing(grads: Tensors) -> bool:
+    """Whether some gradient does not flow; asked once for each backward, of all calls in one go."""
+    return type(None) in map(type, grads)
+
+
 def split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
     """Cut `flat` into one part for each count."""
     parts, start = [], 0

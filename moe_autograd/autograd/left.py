@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_autograd.autograd.accumulating import Wanted, is_compiled
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.joined import Joined, has_any, split
+from moe_autograd.autograd.joined import Joined, has_any, has_missing, split
 
 
 class _Kept(NamedTuple):
@@ -38,41 +38,43 @@ class _Kept(NamedTuple):
     is_own: bool
 
 
-def reached_calls(
-    joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
-) -> Collection[int]:
-    """Return which calls a backward comes to (Rule 1).
+def take_saved(
+    node: Any, joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
+) -> list[Sequence[Tensor | None]]:
+    """Return what the reached calls saved, for each in a list that it may empty; let the node forget it.
 
     Args:
+        node: of the calls.
         joined: all of them.
         grad_outputs: one for each result of all calls.
         wanted: one for each input of all calls; empty if all are.
-    """
-    if not wanted and all(grad is not None for grad in grad_outputs):  # mostly
-        return range(len(joined.calls))
-    grads_of = split(grad_outputs, joined.num_results)
-    if not wanted:
-        return {i for i, own in enumerate(grads_of) if has_any(own)}
-    wanted_of = split(wanted, joined.num_inputs)
-    return {i for i, own in enumerate(grads_of) if has_any(own) and any(wanted_of[i])}
-
-
-def take_saved(node: Any, joined: Joined, reached: Collection[int]) -> list[Sequence[Tensor | None]]:
-    """Return what the reached calls saved, for each in a list that it may empty; let the node forget it.
 
     Raises:
         RuntimeError: in PyTorch's words: one of them was reached before; or what it saved was changed in place.
     """
     left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
     if left is not None:
+        reached = _reached(joined, grad_outputs, wanted)
         return [_taken(left, i, count) if i in reached else [] for i, count in enumerate(joined.num_saved)]
     if not any(joined.num_saved):
         return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
     saved = split([*node.saved_tensors], joined.num_saved)
     node.maybe_clear_saved_tensors()  # not under `retain_graph`
-    if len(reached) < len(saved) and not _keeps_graph() and not is_compiled():
-        node.left = {i: _keep(own, node) for i, own in enumerate(saved) if i not in reached}
+    is_partial = wanted or has_missing(grad_outputs)
+    if is_partial and not _keeps_graph() and not is_compiled():
+        reached = _reached(joined, grad_outputs, wanted)
+        if len(reached) < len(saved):
+            node.left = {i: _keep(own, node) for i, own in enumerate(saved) if i not in reached}
     return saved
+
+
+def _reached(
+    joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
+) -> Collection[int]:
+    """Return which calls a backward comes to (Rule 1)."""
+    wanted_of = split(wanted, joined.num_inputs) if wanted else ()
+    grads_of = split(grad_outputs, joined.num_results)
+    return {i for i, own in enumerate(grads_of) if has_any(own) and (not wanted_of or any(wanted_of[i]))}
 
 
 def _keeps_graph() -> bool:
