@@ -59,12 +59,12 @@ def take_saved(
     if not any(joined.num_saved):
         return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
     saved = split([*node.saved_tensors], joined.num_saved)
-    node.maybe_clear_saved_tensors()  # not under `retain_graph`
     is_partial = wanted or has_missing(grad_outputs)
     if is_partial and not _keeps_graph() and not is_compiled():
         reached = _reached(joined, grad_outputs, wanted)
-        if len(reached) < len(saved):
+        if len(reached) < len(saved):  # before the node forgets: another thread may come to it meanwhile
             node.left = {i: _keep(own, node) for i, own in enumerate(saved) if i not in reached}
+    node.maybe_clear_saved_tensors()  # not under `retain_graph`
     return saved
 
 
