@@ -78,7 +78,7 @@ class Turns:
     Args:
         held: for each call what it reaches.
         names: of the calls.
-        side_by_side: whether they may run so; else nobody looks whether one changes what others share (`watched`).
+        side_by_side: whether they may run so; else nobody looks whether one changes what others share.
     """
 
     def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool = True) -> None:
@@ -93,7 +93,7 @@ class Turns:
         self._watched = [
             (names[first_of[key]], module, name, buffer, 0 if buffer.is_inference() else buffer._version)
             for key, module in modules.items()
-            if module._buffers and key not in in_turn and not _is_settled(module)
+            if side_by_side and module._buffers and key not in in_turn and not _is_settled(module)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
@@ -118,10 +118,14 @@ class Turns:
     def wrap(self, called: Sequence[Callable[..., Any]], calls: Sequence[int]) -> list[Callable[..., Any]]:
         """Return `called`, where those that have to take turns do, and others look at what they share."""
         turns = self.of(calls)
+        watched, self._calls_watched = (
+            self._calls_watched,
+            {},
+        )  # a backward that asks for turns holds no modules
         wrapped = list(called)
         for place, i in enumerate(calls):
-            if (watched := self._calls_watched.get(i)) is not None:
-                wrapped[place] = around(Watched.run, watched, wrapped[place])
+            if i in watched:
+                wrapped[place] = around(Watched.run, watched[i], wrapped[place])
             if i in turns:
                 wrapped[place] = around(_in_turn, turns[i], wrapped[place])
         return wrapped
@@ -144,7 +148,8 @@ class Turns:
         error.add_note(message)
 
     def _find_changed(self) -> str | None:
-        for call, module, name, buffer, version in self._watched:
+        watched, self._watched = self._watched, []
+        for call, module, name, buffer, version in watched:
             is_same = getattr(module, name, None) is buffer
             if not is_same or (not buffer.is_inference() and buffer._version != version):
                 return (

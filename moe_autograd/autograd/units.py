@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ def run_units(
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
     turns = Turns(held, [unit.name for unit in units], side_by_side=side_by_side)
     defers = defer_weight_grads and how is None and may_defer()
-    with turns if side_by_side else contextlib.nullcontext():
+    with turns:
         returned = run_module_calls(
             turns.wrap(_callables(units, len(modules), how), range(len(units))),
             [unit.args for unit in units],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -101,3 +102,13 @@ def test_modes_and_parameters_that_cannot_be_asked_see_nothing_of_a_look() -> No
     with Counts() as mode:
         parallel_apply([lambda x: module(x)] * 3, leaves(3))
     assert "is_inference" not in mode.asked
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_backward_that_ran_its_forwards_again_leaves_no_module_alive() -> None:
+    module, xs = nn.Linear(4, 4).double(), leaves(3)
+    alive = weakref.ref(module)
+    outputs = parallel_apply([module] * 3, [(x,) for x in xs], recompute=True)
+    del module
+    torch.stack(outputs).sum().backward()
+    assert alive() is None
