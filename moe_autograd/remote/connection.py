@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import Failures
-from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, RemoteError
+from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.calls import Outcome
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
@@ -165,14 +165,7 @@ class Connection:
         encoding = self._delivery.settings.encodings.encoding("Forward")
         for call, args in zip(calls, inputs, strict=True):
             request = forward_request(self.numbering.client_id, call, args, encoding)
-            job = Job(request, "", index=call.index)
-            jobs.append(job)
-            try:
-                job.address = self._finding.hosts_of(call.expert)[0]
-            except ExpertNotFoundError as error:
-                if failures is None:
-                    raise
-                job.outcome = Outcome(error=error)
+            jobs.append(Job(request, self._finding.hosts_of(call.expert)[0], index=call.index))
         with self.left_forwards.noting_failed(jobs):
             with self._delivery.operations.begin() as operation:
                 self._delivery.deliver("Forward", jobs, operation, failures)

@@ -18,7 +18,7 @@ Threads: any number of operations at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -43,7 +43,7 @@ from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_wor
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.tensors import TensorLimits
 
-T = TypeVar("T")
+NamesT = TypeVar("NamesT", bound=Collection[str])
 R = TypeVar("R")
 
 
@@ -207,7 +207,11 @@ class Delivery:
     def _is_worth_retrying(self, job: Job, attempts: Attempts, operation: Operation) -> bool:
         outcome = job.outcome
         if isinstance(outcome.error, ExpertNotFoundError):  # it may have moved; one look tells
-            return self.finding.servers.may_change and attempts.num_retries == 0
+            return (
+                self.finding.servers.may_change
+                and attempts.num_retries == 0
+                and self.finding.is_worth_looking([job.request.expert])
+            )
         return outcome.error is not None and self._is_worth_it(
             outcome.error, job.address, operation, was_answered=outcome.was_answered
         )
@@ -239,17 +243,17 @@ class Delivery:
 
     def at_each(
         self,
-        work: Mapping[str, T],
-        once: Callable[[Channel, T, Operation], R],
+        work: Mapping[str, NamesT],
+        once: Callable[[Channel, NamesT, Operation], R],
         operation: Operation,
-        moved: Callable[[str, T], Mapping[str, T]],
+        moved: Callable[[str, NamesT], Mapping[str, NamesT]],
         failures: list[RemoteError] | None = None,
-        is_patient: Callable[[T], bool] = lambda own: True,
+        is_patient: Callable[[NamesT], bool] = lambda own: True,
     ) -> list[R]:
         """Call `once`, which is short and may be repeated, at each address until it succeeds or fails for good.
 
         Args:
-            work: for each address.
+            work: for each address; of these experts.
             once: does it.
             operation: that it is a part of.
             moved: given an address that is lost, or hosts an expert no longer, and its work, returns where parts of it
@@ -262,10 +266,10 @@ class Delivery:
             What each returned; the first failure is raised, after all have come to rest.
         """
 
-        def at_parts(parts: Mapping[str, T]) -> list[R]:
+        def at_parts(parts: Mapping[str, NamesT]) -> list[R]:
             return [result for new, part in parts.items() for result in until_done(new, part)]
 
-        def until_done(address: str, own: T) -> list[R]:
+        def until_done(address: str, own: NamesT) -> list[R]:
             attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
             lost: Mapping[str, Exception] = {}
             if self.finding.placement.is_lost(address):
@@ -279,7 +283,11 @@ class Delivery:
                     return [once(self._channel(address), own, operation)]
                 except RemoteError as error:
                     is_lost = isinstance(error, ServerUnavailableError)
-                    may_have_moved = isinstance(error, ExpertNotFoundError) and attempts.num_retries == 0
+                    may_have_moved = (
+                        isinstance(error, ExpertNotFoundError)
+                        and attempts.num_retries == 0
+                        and self.finding.is_worth_looking(own)
+                    )
                     is_gone = is_lost and (address in lost or attempts.num_retries > 0)
                     is_needed = is_patient(own) and not (is_gone and failures is not None)
                     may_pass = isinstance(error, DeadlineExceededError)  # of this attempt only

@@ -12,11 +12,11 @@ Threads: any.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 
 from moe_autograd.errors import (
     DeadlineExceededError,
-    ExpertNotFoundError,
     PermissionDeniedError,
     ServerUnavailableError,
 )
@@ -29,6 +29,7 @@ from moe_autograd.remote.servers import Servers
 from moe_autograd.wire import experts_pb2 as pb
 
 _LOOK_TIMEOUT_S = 1.0
+_LOOK_AGAIN_S = 1.0
 _LEAST_ATTEMPT_S = 0.1
 _PAUSES_S = (0.0, 0.05)  # between attempts
 _ROUND_TRIPS = 3
@@ -50,6 +51,7 @@ class Finding:
         self.placement = Placement(seed)
         self.hosted: Mapping[str, HostedExpert] = {}
         self._first_told: Mapping[str, HostedExpert] = {}
+        self._looked_at = -math.inf
         self._looking = Fanout(servers.expected_number)
 
     def look(self, operation: Operation, *, may_miss: bool = False) -> list[Exception]:
@@ -80,18 +82,17 @@ class Finding:
         return self.hosted[name].changes_since(self._first_told[name]) if name in self.hosted else ""
 
     def hosts_of(self, name: str) -> tuple[str, ...]:
-        """Return the servers of an expert, at least one.
+        """Return the servers of an expert, at least one: where nobody says that he has it, those that said so last.
 
-        Raises:
-            ExpertNotFoundError: there is none any more.
+        What is sent there fails, or is looked for first, as at any server that is lost or has dropped an expert; so it
+        is found when it is there again.
         """
-        hosts = self.placement.hosts_of(name)
-        if not hosts:
-            raise ExpertNotFoundError(
-                f"expert {name!r}: expected a server that hosts it, got none any more at "
-                f"{', '.join(self.servers.given)}. Has a server been restarted with another configuration?"
-            )
-        return hosts
+        return self.placement.hosts_of(name) or self.hosted[name].addresses
+
+    def is_worth_looking(self, names: Collection[str]) -> bool:
+        """Tell whether to look for experts that a server does not host: not all the time if nobody did just now."""
+        is_news = all(self.placement.hosts_of(name) for name in names)
+        return is_news or time.monotonic() - self._looked_at >= _LOOK_AGAIN_S
 
     def close(self) -> None:
         """Let the threads go when they are done."""
@@ -126,7 +127,9 @@ class Finding:
         return errors
 
     def _note_replies(self, replies: Mapping[str, pb.InfoReply]) -> None:
-        counted = self.servers.settle(replies)
+        told = {info.name for reply in replies.values() for info in reply.experts}
+        needed = {a for name, expert in self.hosted.items() if name not in told for a in expert.addresses}
+        counted = self.servers.settle(replies, needed)
         known = [
             address for address in self.servers.addresses if address in counted or address not in replies
         ]
@@ -134,6 +137,7 @@ class Finding:
         # What a server has dropped is still known, for a clear error.
         self.hosted = {**self.hosted, **self.placement.experts()}
         self._first_told = {**self.hosted, **self._first_told}
+        self._looked_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"Finding({self.servers!r}, {self.placement!r})"

@@ -5,7 +5,8 @@
 2. A server that is gone is waited for by those who need it, at most `patience_s`: trying costs it nothing.
 3. A server that is busy, or an answer that arrived damaged, is tried again a few times, and all such retries of
    a connection share a budget: when many calls fail, retries don't multiply the load.
-4. What the server has looked at and refused is not repeated: it would be refused again.
+4. What the server has looked at and refused is not repeated: it would be refused again. An expert that it
+   does not host is looked for once, by each operation, and where nobody hosts it, seldom (see `finding`).
 5. Pauses grow, and vary at random, so that clients don't come back in step. A server's own hint is honoured.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 from moe_autograd.errors import (
     CorruptDataError,
+    ExpertNotFoundError,
     InvalidCallError,
     RemoteError,
     ServerBusyError,
@@ -122,6 +124,7 @@ class Attempts:
                 return None
         else:
             self._gone_since = None
+        if not all(isinstance(error, ServerUnavailableError | ExpertNotFoundError) for error in errors):
             self._num_others += 1
             if self._num_others > self._policy.max_retries or not self._budget.has_taken():
                 return None

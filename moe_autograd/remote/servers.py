@@ -5,7 +5,8 @@ Rules:
 1. An address with a number stands for the server there, whether it is there or not.
 2. An address with a name stands for the servers at all addresses that the name resolves to. It is resolved anew
    whenever servers are looked for, so that one that returns elsewhere, or is added, is found.
-3. What a name no longer resolves to stays as long as it answers: some name servers tell a part at a time.
+3. What a name no longer resolves to stays as long as it answers: some name servers tell a part at a time; and as long
+   as nobody else has its experts: they may be at an address that says nothing yet, and are waited for.
 4. A server tells its identity, new at every start. Two addresses with one identity are one server, and the first
    of them counts: a machine with two networks is not two replicas.
 
@@ -100,14 +101,15 @@ class Servers:
                 self._change_behind(name, found)
         return errors
 
-    def settle(self, replies: Mapping[str, pb.InfoReply]) -> dict[str, pb.InfoReply]:
+    def settle(self, replies: Mapping[str, pb.InfoReply], needed: Collection[str]) -> dict[str, pb.InfoReply]:
         """Forget what rule 3 says, and return the replies without the doubles of rule 4.
 
         Args:
             replies: of the servers that answered when all were asked.
+            needed: addresses that had experts which none of them has.
         """
         for name in self._names:
-            keeps = self._resolved.get(name, frozenset()) | replies.keys()
+            keeps = {*self._resolved.get(name, ()), *replies, *needed}
             self._change_behind(name, (), keeps)
         first_of: dict[str, str] = {}
         for address in self.addresses:
@@ -125,11 +127,12 @@ class Servers:
         missing = []
         for given in self.given:
             behind = self._behind[given]
-            refused = [errors[address] for address in behind if isinstance(errors.get(address), _REFUSED)]
+            named = [address for address in behind if address in self._resolved.get(given, behind)]
+            refused = [errors[address] for address in named if isinstance(errors.get(address), _REFUSED)]
             if refused and not may_miss:
                 missing.append(refused[0])
             elif all(address in errors for address in behind):
-                missing.append(errors[behind[0]] if behind else errors[given])
+                missing.append(errors[named[0]] if named else errors[given])
         return missing
 
     def close(self) -> None:

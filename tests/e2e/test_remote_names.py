@@ -1,5 +1,4 @@
-"""Names that stand for several servers. The servers and their addresses are real; only the name server is not: a
-function takes the place of `socket.getaddrinfo` and knows one more name."""
+"""Names that stand for several servers."""
 
 from __future__ import annotations
 
@@ -26,25 +25,9 @@ from moe_autograd.errors import (
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect, servers
 from tests.support.certificates import make_certificates
 from tests.support.hosting import make_modules, sgd
+from tests.support.naming import NameServer, move, named, serve
 
 PATIENT = RetryPolicy(patience_s=100.0)
-
-
-class NameServer:
-    """Knows `experts.test`, and passes every other question on; the hosts can be changed at any time."""
-
-    def __init__(self) -> None:
-        self.hosts: list[str] = []
-        self.num_questions = 0
-        self._others = socket.getaddrinfo
-
-    def getaddrinfo(self, host, port, *rest, **options):
-        if host != "experts.test":
-            return self._others(host, port, *rest, **options)
-        self.num_questions += 1
-        if not self.hosts:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in self.hosts]
 
 
 @pytest.fixture
@@ -52,10 +35,6 @@ def name_server(monkeypatch):
     server = NameServer()
     monkeypatch.setattr(socket, "getaddrinfo", server.getaddrinfo)
     return server
-
-
-def serve(modules: dict[str, nn.Module], listen: str, config: ServingConfig | None = None) -> ExpertsServer:
-    return ExpertsServer(modules, optimizer=sgd, listen=listen, config=config).start()
 
 
 @pytest.fixture
@@ -82,10 +61,6 @@ def started() -> Iterator[Callable[..., list[ExpertsServer]]]:
                 return servers
 
         yield start
-
-
-def named(server: ExpertsServer) -> str:
-    return f"experts.test:{server.address.rpartition(':')[2]}"
 
 
 class TestSeveralServers:
@@ -333,26 +308,3 @@ class TestReturnsElsewhere:
             old.stop()
             with move(modules, old, name_server):
                 torch.testing.assert_close(experts.state_dict()["ffn.0.weight"], modules["ffn.0"].weight.data)
-
-
-@contextlib.contextmanager
-def move(
-    modules: dict[str, nn.Module],
-    old: ExpertsServer,
-    name_server: NameServer,
-    config: ServingConfig | None = None,
-) -> Iterator[ExpertsServer]:
-    """Start a server of these modules, on the port of one that has stopped and on an address that is free there."""
-    port = old.address.rpartition(":")[2]
-    for last in range(2, 250):
-        try:
-            new = serve(modules, f"127.0.0.{last}:{port}", config)
-        except ConfigError:
-            continue
-        name_server.hosts = [f"127.0.0.{last}"]
-        try:
-            yield new
-        finally:
-            new.stop()
-        return
-    raise AssertionError(f"port {port} is taken everywhere")
