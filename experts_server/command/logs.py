@@ -1,7 +1,8 @@
 """The server's log: one line an event, for people or for programs, on stderr. It holds no token and no tensor.
 
 A thread of its own writes it. A pager that is suspended, a terminal after Ctrl-S and a disk that hangs take no line for
-as long as they like, and whoever logs would wait for them: the event loop, and so all clients.
+as long as they like, and whoever logs would wait for them: the event loop, and so all clients. Others take a line at
+once, and are waited for: what was logged before a crash tells of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from datetime import UTC, datetime
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000  # lines
+PATIENCE_S = 0.05
 FLUSH_S = 2.0
 STDERR = 2
 
@@ -39,7 +41,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineWriter(logging.Handler):
-    """Writes lines in their order, and lets nobody wait for them.
+    """Writes lines in their order, and lets nobody wait for long.
+
+    Who logs waits until his line is out. Once one has taken too long nobody does, until all of them are out.
 
     It writes past `sys.stderr`: that has a lock, which a thread that waits for a reader would hold while Python ends.
 
@@ -56,10 +60,11 @@ class LineWriter(logging.Handler):
         # not `queue.Queue`: a warning of an object that is collected may come within `put`
         self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
         self._num_lost = 0
+        self._is_behind = False
         threading.Thread(target=self._write_all, name="experts-server-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Let a line wait for its turn; where too many do, it is lost, and counted."""
+        """Have a line written; where too many wait, it is lost, and counted."""
         try:
             line = f"{self.format(record)}\n"
         except Exception:
@@ -69,26 +74,38 @@ class LineWriter(logging.Handler):
             self._write(line)
         elif self._waiting.qsize() < MAX_WAITING:
             self._waiting.put(line)
+            if not self._is_behind:
+                self._is_behind = not self._are_out_in(PATIENCE_S)
         else:
             self._num_lost += 1
 
     def flush(self) -> None:
         """Wait until all lines so far are written, or nobody has read any for so long."""
         if os.getpid() == self._process:
-            is_written = threading.Event()
-            self._waiting.put(is_written)
-            is_written.wait(FLUSH_S)
+            self._are_out_in(FLUSH_S)
+
+    def _are_out_in(self, patience_s: float) -> bool:
+        is_written = threading.Event()
+        self._waiting.put(is_written)
+        return is_written.wait(patience_s)
 
     def _write_all(self) -> None:
         while True:
-            line = self._waiting.get()
-            if isinstance(line, threading.Event):
-                line.set()
-                continue
-            self._write(line)
-            if self._num_lost and self._waiting.empty():
-                num_lost, self._num_lost = self._num_lost, 0
-                logger.error("%d lines found no room: nobody read the log", num_lost)
+            next_one = self._waiting.get()
+            if isinstance(next_one, str):
+                self._write(next_one)
+            if self._waiting.empty():
+                self._is_behind = False
+                self._tell_of_lost()
+            if isinstance(next_one, threading.Event):
+                next_one.set()
+
+    def _tell_of_lost(self) -> None:
+        num_lost, self._num_lost = self._num_lost, 0
+        if num_lost:  # past `logger`, whose lock may be held by who waits for this thread
+            told = f"{num_lost} lines found no room: nobody read the log"
+            record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, told, (), None)
+            self._write(f"{self.format(record)}\n")
 
     def _write(self, line: str) -> None:
         rest = line.encode(errors="backslashreplace")
@@ -116,4 +133,5 @@ def start_logging(level: str, *, as_json: bool) -> None:
 def flush_log() -> None:
     """Let what has been logged come out before what follows: the end of the process, or what is said of it."""
     for handler in logging.getLogger().handlers:
-        handler.flush()
+        if isinstance(handler, LineWriter):  # others are of an expert's file, and may raise, or wait
+            handler.flush()

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.support.servers import ROOT, START_S, WireClient, tokens
+from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 
 FLAGS = ("--expert", "ffn", "--d-model", "4", "--listen", "127.0.0.1:0")
 
@@ -101,3 +101,27 @@ def test_lines_that_find_no_room_are_counted() -> None:
     assert numbers[-1] == "a: on"
     num_lost = 10 - len(numbers) + 1
     assert f"experts_server.command.logs: {num_lost} lines found no room: nobody read the log" in lines
+
+
+def test_what_was_logged_before_a_crash_is_in_the_log() -> None:
+    command = (
+        "import logging, os; from experts_server.command import logs; logs.start_logging('info', as_json=False);"
+        "log = logging.getLogger('a'); [log.info('%d', n) for n in range(10)]; os._exit(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", command], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 3
+    assert [line.split("a: ")[-1] for line in done.stderr.splitlines()] == [str(n) for n in range(10)]
+
+
+def test_a_handler_of_an_experts_file_that_cannot_be_flushed_does_not_hinder_the_end(tmp_path) -> None:
+    (tmp_path / "own_log.py").write_text(
+        "import logging, os, torch\n"
+        "with open(os.devnull, 'w') as stream:\n"
+        "    handler = logging.StreamHandler(stream)\n"
+        "handler.setLevel(logging.CRITICAL)\n"
+        "logging.getLogger().addHandler(handler)\n"
+        "Expert = torch.nn.Identity\n"
+    )
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with ServerProcess("--expert", "own_log:Expert", environment=environment) as server:
+        assert server.stop() == 0
