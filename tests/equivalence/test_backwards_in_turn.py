@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
 from tests.support.comparison import natively
+from tests.support.functions_context import SavesInput, SavesOutput
 
 NUM_CALLS = 3
 
@@ -28,33 +29,6 @@ class Doubles(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 2 * grad
-
-
-class Squares(Function):
-    """Saves its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad * ctx.saved_tensors[0]
-
-
-class Exponential(Function):
-    """Saves its result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0]
 
 
 def inputs() -> list[Tensor]:
@@ -73,7 +47,7 @@ def both(run: Callable[[Any], object]) -> tuple[tuple[str, object], tuple[str, o
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 0), (1, 1), (0, 1, 2, 1)])
-@pytest.mark.parametrize("func", [Doubles, Squares, Exponential])
+@pytest.mark.parametrize("func", [Doubles, SavesInput, SavesOutput])
 def test_one_backward_for_each_result(func: type[Function], order: Sequence[int]) -> None:
     """A call that is reached twice raises where it needs what it has saved, and nowhere else."""
 
@@ -89,7 +63,7 @@ def test_one_backward_for_each_result(func: type[Function], order: Sequence[int]
 
 
 @pytest.mark.parametrize("retained", [(True, False, False), (False, True, False), (True, True, False)])
-@pytest.mark.parametrize("func", [Squares, Exponential])
+@pytest.mark.parametrize("func", [SavesInput, SavesOutput])
 def test_graphs_that_are_retained_in_some_of_them(func: type[Function], retained: Sequence[bool]) -> None:
     def run(apply: Any) -> list[Any]:
         xs = inputs()
@@ -103,7 +77,7 @@ def test_graphs_that_are_retained_in_some_of_them(func: type[Function], retained
     assert found == expected
 
 
-@pytest.mark.parametrize("func", [Doubles, Squares])
+@pytest.mark.parametrize("func", [Doubles, SavesInput])
 def test_backwards_that_ask_for_some_inputs(func: type[Function]) -> None:
     def run(apply: Any) -> list[Any]:
         xs = inputs()
@@ -117,7 +91,7 @@ def test_backwards_that_ask_for_some_inputs(func: type[Function]) -> None:
 def test_a_change_in_place_between_them_raises_as_in_a_loop() -> None:
     def run(apply: Any) -> None:
         xs = inputs()
-        ys = apply(Squares, *[(x,) for x in xs])
+        ys = apply(SavesInput, *[(x,) for x in xs])
         ys[0].sum().backward()
         with torch.no_grad():
             xs[1].mul_(2)
@@ -132,7 +106,7 @@ def test_a_change_in_place_between_them_raises_as_in_a_loop() -> None:
 def test_second_derivatives_in_the_later_one() -> None:
     def run(apply: Any) -> list[float]:
         xs = inputs()
-        ys = apply(Squares, *[(x,) for x in xs])
+        ys = apply(SavesInput, *[(x,) for x in xs])
         ys[0].sum().backward()
         (grad,) = torch.autograd.grad((ys[1] ** 2).sum(), xs[1], create_graph=True)
         found: list[float] = torch.autograd.grad(grad.sum(), xs[1])[0].tolist()
@@ -145,7 +119,7 @@ def test_second_derivatives_in_the_later_one() -> None:
 def test_second_derivatives_through_a_result_that_was_saved_need_the_graph() -> None:
     """Never a silently wrong one."""
     xs = inputs()
-    ys = map_with_parallel_backward(Exponential, *[(x,) for x in xs])
+    ys = map_with_parallel_backward(SavesOutput, *[(x,) for x in xs])
     ys[0].sum().backward()
     with pytest.raises(RuntimeError, match="expected retain_graph=True in an earlier backward"):
         torch.autograd.grad(ys[1].sum(), xs[1], create_graph=True)
@@ -225,11 +199,11 @@ def test_saved_tensor_hooks_see_each_tensor_once() -> None:
 
     xs = inputs()
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        ys = map_with_parallel_backward(Squares, *[(x,) for x in xs])
+        ys = map_with_parallel_backward(SavesInput, *[(x,) for x in xs])
     for y in ys:
         y.sum().backward()
     assert len(packed) == len(unpacked) == NUM_CALLS
-    assert [x.grad.tolist() for x in xs] == [(2 * x).tolist() for x in xs]  # type: ignore[union-attr]
+    assert [x.grad.tolist() for x in xs] == [(3 * x**2).tolist() for x in xs]  # type: ignore[union-attr]
 
 
 class Cubes(Function):
@@ -265,7 +239,7 @@ def test_what_is_left_goes_with_its_call_or_with_the_graph() -> None:
 @pytest.mark.usefixtures("no_gc")
 def test_a_result_that_was_saved_and_is_left_is_in_no_cycle() -> None:
     xs = inputs()
-    ys = list(map_with_parallel_backward(Exponential, *[(x,) for x in xs]))
+    ys = list(map_with_parallel_backward(SavesOutput, *[(x,) for x in xs]))
     results = [weakref.ref(y) for y in ys]
     ys[0].sum().backward()
     ys.clear()
