@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 AT_ONCE_S = 1e-4  # after a look, mostly at the end of the call before it, a call begins without another
 
@@ -43,6 +43,8 @@ _FACTS = operator.attrgetter("requires_grad", "_version")
 class State:
     """What modules consist of, as it is now; each call looks at all of them, so without loops in Python.
 
+    The memory of parameters is not looked at: to cast a bias once, or to flatten a GRU, harms nobody.
+
     Args:
         modules: those.
     """
@@ -51,13 +53,8 @@ class State:
         self._owns = [module.__dict__ for module in modules]
         self._parts = self._parts_now()
         parameters = [one for one in _all_in(map(_PARAMETERS, self._owns)) if one is not None]
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # modes, and classes that refuse what they are asked, see nothing of it
+        with torch._C.DisableTorchFunction():  # neither modes nor classes of parameters see it
             self._counting = [one for one in parameters if not one.is_inference()]
-            self._placed = [
-                one for one in parameters if type(one) is nn.Parameter and one.layout is torch.strided
-            ]
         self._facts = self._facts_now()
         self.looked_s = time.perf_counter()
 
@@ -75,9 +72,9 @@ class State:
         contents = itertools.chain.from_iterable(map(_CONTENTS, self._owns))
         return [*map(_MODE, self._owns), *forwards, *_all_in(contents)]
 
-    def _facts_now(self) -> tuple[list[object], list[int]]:
+    def _facts_now(self) -> list[object]:
         with torch._C.DisableTorchFunction():
-            return [*map(_FACTS, self._counting)], [*map(Tensor.data_ptr, self._placed)]
+            return [*map(_FACTS, self._counting)]
 
 
 def _all_in(contents: Iterable[Any]) -> Iterable[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_autograd import parallel_apply
 from tests.support.comparing_modules import assert_same_without_error
 from tests.support.comparison import MapFunction
+from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import finish, leaves, seeded
 
 
@@ -112,3 +114,16 @@ def test_a_backward_that_ran_its_forwards_again_leaves_no_module_alive() -> None
     del module
     torch.stack(outputs).sum().backward()
     assert alive() is None
+
+
+def test_calls_that_give_a_weight_other_memory_for_the_same_numbers_are_not_refused() -> None:
+    """As one that casts a bias once, or flattens a `GRU`, in another file."""
+    module, barrier, other_memory = nn.Linear(4, 4).double(), threading.Barrier(2), {}
+
+    def call(x: Tensor) -> Tensor:
+        other_memory[threading.get_ident()] = module.weight.data.clone()
+        setattr(module.weight, "da" + "ta", other_memory[threading.get_ident()])
+        barrier.wait(PATIENCE_S)
+        return module(x)
+
+    assert len(parallel_apply([call] * 2, leaves(2))) == 2
