@@ -169,19 +169,23 @@ def _is_of_its_own(value: object, method: str) -> bool:
 def _done_in(code: types.CodeType) -> tuple[set[str], list[tuple[str, str]]]:
     """Return which of `_UNSURE` code calls as a method, or sets other than to `True`, which mostly ends a change.
 
-    And for each method the global or variable of a closure of which it is called; "" where it is something else.
+    To pass on a tensor's `requires_grad`, as `torch.utils.checkpoint` does, freezes no module. And for each method
+    the global or variable of a closure of which it is called; "" where it is something else.
     """
     done, asked, constant, name = set[str](), list[tuple[str, str]](), None, ""
+    read = before = ""  # attributes, two steps ago and one
     for step, following in itertools.pairwise(dis.get_instructions(code)):
         if step.opname == "LOAD_CONST":
             constant = step.argval
         elif step.starts_line:
             constant = None
         if step.opname == "STORE_ATTR":
-            done.update(_SET.intersection([step.argval] if constant is not True else []))
+            is_harmless = constant is True or read == step.argval == "requires_grad"
+            done.update(_SET.intersection([] if is_harmless else [step.argval]))
         elif _is_method(step) and not (step.argval == "requires_grad_" and _is_true(following)):
             done.update(called := _METHODS.intersection([step.argval]))
             asked += [(method, name) for method in called]
+        read, before = before, step.argval if step.opname == "LOAD_ATTR" else ""
         is_outside = step.opname == "LOAD_GLOBAL" or step.argval in code.co_freevars
         name = step.argval if is_outside and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else ""
     return done, asked

@@ -183,3 +183,16 @@ def test_calls_of_what_is_no_module_and_changes_one_take_turns() -> None:
 
     outputs = parallel_apply([call] * 3, [(x,) for x in xs])
     assert [was_training for _, was_training in outputs] == [True] * 3
+
+
+def test_calls_that_pass_on_whether_a_tensor_requires_a_gradient_can_wait_for_each_other() -> None:
+    """As `torch.utils.checkpoint` does for what it detaches."""
+    module, barrier = nn.Linear(4, 4), threading.Barrier(3)
+
+    def call(x: Tensor) -> Tensor:
+        own = x.detach()
+        own.requires_grad = x.requires_grad
+        barrier.wait(PATIENCE_S)
+        return module(own)
+
+    assert len(parallel_apply([call] * 3, [torch.ones(2, 4)] * 3)) == 3
