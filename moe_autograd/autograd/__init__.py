@@ -4,7 +4,7 @@ Begin with `parallel`, which draws the three steps of a map. The first line of e
 
     the maps                parallel, alone, in_turn, grouping, units, runs
     a call of a function    emulated, function_calls
-    a call of a module      module_calls, module_results, joined_modules, entry
+    a call of a module      module_calls, module_results, joined_modules, entry, walks
     one node for all calls  join, joined, left, histories, this_backward, boxed, grad_dtypes, accumulating, sums
     what calls hold         closures, in_modules, reaching, named, compiled, ranks
     what calls share        statistics, watched, changes

@@ -46,6 +46,7 @@ class JoinedModules(Joined):
 
     calls: Sequence[ModuleCall]
     entrance: Entrance
+    reads_saved = False
     turns: Turns | None = None  # of calls that run their forwards again
 
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:

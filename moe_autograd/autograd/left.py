@@ -8,7 +8,7 @@ reached stays with it in another way, until a backward comes to them or the grap
 Rule 1. A call is reached if it gets a gradient, and this backward wants one of its inputs'.
 Rule 2. A tensor that was changed in place since is refused, in PyTorch's words; so is a call that was reached before.
 Rule 3. A result of the node itself is kept without its history, which would lead back here. Only a backward with
-        `create_graph=True` would need it, and raises.
+        `create_graph=True` would need it, and raises; not that of a module's call, which computes with its own graph.
 """
 
 from __future__ import annotations
@@ -51,18 +51,30 @@ def take_saved(
 
     Raises:
         RuntimeError: in PyTorch's words: one of them was reached before; or what it saved was changed in place.
+
+    Threads: any; one after the other, as a node must not forget what another thread unpacks.
     """
+    with joined.taking:
+        return _taken_or_left(node, joined, grad_outputs, wanted)
+
+
+def _taken_or_left(
+    node: Any, joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
+) -> list[Sequence[Tensor | None]]:
     left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
     if left is not None:
         reached = _reached(joined, grad_outputs, wanted)
-        return [_taken(left, i, count) if i in reached else [] for i, count in enumerate(joined.num_saved)]
+        return [
+            _taken(left, i, count, joined.reads_saved) if i in reached else []
+            for i, count in enumerate(joined.num_saved)
+        ]
     if not any(joined.num_saved):
         return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
     saved = split([*node.saved_tensors], joined.num_saved)
-    is_partial = wanted or has_missing(grad_outputs)
-    if is_partial and not _keeps_graph() and not is_compiled():
-        reached = _reached(joined, grad_outputs, wanted)
-        if len(reached) < len(saved):  # before the node forgets: another thread may come to it meanwhile
+    if not _keeps_graph() and not is_compiled():
+        node.left = {}
+        if wanted or has_missing(grad_outputs):
+            reached = _reached(joined, grad_outputs, wanted)
             node.left = {i: _keep(own, node) for i, own in enumerate(saved) if i not in reached}
     node.maybe_clear_saved_tensors()  # not under `retain_graph`
     return saved
@@ -89,16 +101,18 @@ def _kept(tensor: Tensor, is_own: bool) -> _Kept:
     return _Kept(tensor.detach() if is_own else tensor, tensor._version, is_own)
 
 
-def _taken(left: dict[int, list[_Kept | None]], call: int, num_saved: int) -> list[Tensor | None]:
+def _taken(
+    left: dict[int, list[_Kept | None]], call: int, num_saved: int, reads_saved: bool
+) -> list[Tensor | None]:
     if call not in left:
         if num_saved:
             raise RuntimeError(BACKWARD_TWICE)
         return []
     kept = left[call] if _keeps_graph() else left.pop(call)
-    return [None if one is None else _checked(one) for one in kept]
+    return [None if one is None else _checked(one, reads_saved) for one in kept]
 
 
-def _checked(kept: _Kept) -> Tensor:
+def _checked(kept: _Kept, reads_saved: bool) -> Tensor:
     tensor = kept.tensor
     if tensor._version != kept.version:
         raise RuntimeError(
@@ -107,7 +121,7 @@ def _checked(kept: _Kept) -> Tensor:
             "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."
         )
-    if kept.is_own and torch.is_grad_enabled():
+    if kept.is_own and reads_saved and torch.is_grad_enabled():
         raise RuntimeError(
             "map_with_parallel_backward: expected retain_graph=True in an earlier backward through other results, for "
             "one with create_graph=True through this one, which its call has saved; got none. Pass it there."

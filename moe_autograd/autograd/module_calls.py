@@ -48,7 +48,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -62,16 +62,16 @@ from moe_autograd.autograd.accumulating import Wanted, add_where_possible
 from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, is_entry, past
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
 from moe_autograd.autograd.module_results import CallResults, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
+from moe_autograd.autograd.walks import Edge, between, leads
 
 _ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
-_Edge = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
 
 
 class ModuleCall(CallResults):
@@ -106,7 +106,7 @@ class ModuleCall(CallResults):
     ) -> None:
         self._shares_graph = shares_graph
         self._leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
-        self._is_spent = False
+        self._spent: set[int] = set()  # the places of results whose graph is freed
         self.leaves: list[Tensor] = []
         values, spec = flat
         entered = list({id(v): v for v in values if id(v) in aliases}.values())
@@ -157,13 +157,13 @@ class ModuleCall(CallResults):
         self._ends = [*[edge for edge, _ in self.cuts], *ends_at_leaves]
         self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
 
-    def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[_Edge], list[Node]]:
+    def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
         """Return the cuts and the leaves where the inner graph ends."""
         stop_at = {(edge.node, edge.output_nr) for edge, _ in self.cuts}
-        met: set[_Edge] = set()
+        met: set[Edge] = set()
         leaf_nodes: list[Node] = []
         seen: set[Node] = set()
-        to_visit: list[_Edge] = [(edge.node, edge.output_nr) for edge in self._edges]
+        to_visit: list[Edge] = [(edge.node, edge.output_nr) for edge in self._edges]
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
@@ -181,15 +181,31 @@ class ModuleCall(CallResults):
             to_visit += node.next_functions
         return met, leaf_nodes
 
-    def _cuts_above(self, ends: set[_Edge]) -> set[_Edge]:
+    def _spend(self, grad_outputs: Tensors) -> None:
+        """Let go of what a backward has freed, unless another one may still walk the graph of some result."""
+        self._spent |= self._freed_by(grad_outputs)
+        if len(self._spent) == len(grad_outputs):
+            self._edges, self._ends, self.cuts, self.leaves = [], [], [], []
+
+    def _freed_by(self, grad_outputs: Tensors) -> set[int]:
+        """Return the places of the results whose graphs a backward has walked, or met."""
+        if not self._edges or not has_missing(grad_outputs):
+            return {*range(len(grad_outputs))}
+        stop_at = {(end.node, end.output_nr) for end in self._ends}
+        starts = [(edge.node, edge.output_nr) for edge in self._edges]
+        begun = [start for start, grad in zip(starts, grad_outputs, strict=True) if grad is not None]
+        walked = between(begun, stop_at)
+        return {i for i, one in enumerate(starts) if one in stop_at or leads([one], walked, stop_at)}
+
+    def _cuts_above(self, ends: set[Edge]) -> set[Edge]:
         """Return those cuts that lead on to others of the ends, by whichever output: the engine marks nodes."""
-        above: set[_Edge] = set()
+        above: set[Edge] = set()
         nodes = {node for node, _ in ends}
         for edge, _ in self.cuts:
             cut = (edge.node, edge.output_nr)
             if cut not in ends or type(edge.node) is ACCUMULATE_GRAD:
                 continue
-            if _leads(edge.node.next_functions, nodes):
+            if leads(edge.node.next_functions, nodes):
                 above.add(cut)
         return above
 
@@ -197,9 +213,7 @@ class ModuleCall(CallResults):
         """Whether its graph, which ends at the cuts, goes through the history that an outer tensor has now."""
         edge = edge_of(tensor)
         starts = [(edge.node, edge.output_nr) for edge in self._edges]
-        return _leads(
-            starts, {(edge.node, edge.output_nr)}, {(end.node, end.output_nr) for end in self._ends}
-        )
+        return leads(starts, {(edge.node, edge.output_nr)}, {(end.node, end.output_nr) for end in self._ends})
 
     def backward(
         self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
@@ -216,12 +230,11 @@ class ModuleCall(CallResults):
             return [None] * len(wanted)
         finally:
             if not keep_graph and any(wanted):  # else a node of its own would not run
-                self._edges, self._ends, self.cuts, self.leaves = [], [], [], []
-                self._is_spent = True
+                self._spend(grad_outputs)
 
     def _can_defer(self) -> bool:
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
-        if not self.may_defer or self._is_spent or self._leaves_out or self._has_waiting_hooks:
+        if not self.may_defer or self._spent or self._leaves_out or self._has_waiting_hooks:
             return False
         if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False
@@ -288,7 +301,7 @@ class ModuleCall(CallResults):
             grads: list[Tensor | None] = [None] * len(wanted)
             if not ends:
                 return grads
-            if self._is_spent:
+            if any(grad_outputs[place] is not None for place in self._spent):
                 raise RuntimeError(BACKWARD_TWICE)
             starts = self._starts(grad_outputs)
             nodes = [edge.node for edge, _ in starts]
@@ -313,25 +326,6 @@ def _renewed(cuts: Sequence[Cut]) -> list[Cut]:
     """Return further cuts: held views of what a call has changed meanwhile have another history by now."""
     views = [(edge, view, edge_of(view)) for edge, view in cuts if follows(view)]
     return [(now, view) for edge, view, now in views if now.node is not edge.node]
-
-
-def _leads(
-    edges: Sequence[_Edge], ends: Collection[_Edge | Node | None], stop_at: Collection[_Edge] = ()
-) -> bool:
-    """Whether one of `edges` leads to one of `ends`, edges or nodes, other than through where it is to stop."""
-    seen: set[Node] = set()
-    to_visit = list(edges)
-    while to_visit:
-        edge = to_visit.pop()
-        node = edge[0]
-        if edge in stop_at:
-            continue
-        if edge in ends or node in ends:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            to_visit += node.next_functions
-    return False
 
 
 def on_this_thread() -> contextlib.AbstractContextManager[object]:

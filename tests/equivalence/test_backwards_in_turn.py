@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -244,3 +245,104 @@ def test_a_result_that_was_saved_and_is_left_is_in_no_cycle() -> None:
     ys[0].sum().backward()
     ys.clear()
     assert [result() for result in results] == [None] * NUM_CALLS
+
+
+def loop(modules: Sequence[nn.Module], xs: Sequence[Tensor]) -> list[Any]:
+    return [module(x) for module, x in zip(modules, xs, strict=True)]
+
+
+class Twins(nn.Module):
+    """Two networks that share nothing but their input; as the two critics of TD3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Tower().double(), Tower().double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0), (1, 0, 1)])
+@pytest.mark.parametrize("way", WAYS)
+def test_results_of_one_call_that_share_no_graph(way: str, order: Sequence[int]) -> None:
+    """Either may be used first, and each once."""
+    members = [Twins() for _ in range(NUM_CALLS)]
+    xs = [torch.randn(4, 64, dtype=torch.float64, requires_grad=True) for _ in range(NUM_CALLS)]
+
+    def train(apply: Callable[..., Sequence[Sequence[Tensor]]]) -> list[object]:
+        leaves = [*xs, *[parameter for member in members for parameter in member.parameters()]]
+        outputs = apply(members, xs)
+        found: list[object] = []
+        for i in order:
+            found.append(outcome(sum(output[i] for output in outputs).sum().backward))  # type: ignore[union-attr]
+            found += [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return found
+
+    expected, found = train(loop), train(partial(parallel_apply, **WAYS[way]))
+    for one, other in zip(expected, found, strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+        else:
+            assert one == other
+    assert "a second time" in str(found)
+
+
+def test_a_graph_that_was_freed_is_not_asked_for_by_those_who_do_not_need_it() -> None:
+    def run(apply: Any) -> list[Tensor | None]:
+        xs = inputs()
+        ys = apply(SavesInput, *[(x,) for x in xs])
+        torch.autograd.backward([y.sum() for y in ys])
+        return list(torch.autograd.grad(ys[0].sum(), xs[1], allow_unused=True))
+
+    expected, found = both(run)
+    assert found == expected == ("returned", [None])
+
+
+class Passes(nn.Module):
+    """Returns its input as well, by another name."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view(-1), x.exp()
+
+
+def test_second_derivatives_in_the_later_one_of_modules_that_return_views() -> None:
+    """They compute with their graphs alone; views are saved to see that they are changed."""
+
+    def run(apply: Callable[..., Sequence[Sequence[Tensor]]]) -> list[float]:
+        xs = inputs()
+        ys = apply([Passes() for _ in xs], xs)
+        ys[0][1].sum().backward()
+        (grad,) = torch.autograd.grad((ys[1][0] * ys[1][1]).sum(), xs[1], create_graph=True)
+        found: list[float] = torch.autograd.grad(grad.sum(), xs[1])[0].tolist()
+        return found
+
+    assert outcome(partial(run, parallel_apply)) == outcome(partial(run, loop))
+
+
+def test_two_threads_may_take_what_two_calls_have_saved() -> None:
+    """One unpacks, which takes a while, and the other one lets the node forget."""
+    unpacks, is_done = threading.Event(), threading.Event()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        if not unpacks.is_set():
+            unpacks.set()
+            is_done.wait(0.2)
+        return tensor.clone()
+
+    xs = inputs()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        ys = map_with_parallel_backward(SavesInput, *[(x,) for x in xs])
+
+    def second() -> None:
+        unpacks.wait()
+        ys[1].sum().backward()
+        is_done.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    ys[0].sum().backward()
+    thread.join()
+    ys[2].sum().backward()
+    assert [x.grad.tolist() for x in xs] == [(3 * x**2).tolist() for x in xs]  # type: ignore[union-attr]
