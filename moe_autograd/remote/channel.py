@@ -283,6 +283,8 @@ class Channel:
         with self._lock:
             self._is_open = False
             self._stubs.channel.close()
+        for call in tuple(self._told):  # those on a gRPC channel that was replaced
+            call.cancel()
         self._end_left(0)  # each would keep its connection
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -194,3 +195,19 @@ def test_calls_beside_close_end_with_our_error(addresses, name):
         for caller in callers:
             caller.join(120)
         assert [type(caller.became) for caller in callers] == [ServerUnavailableError] * num_threads
+
+
+def test_what_was_told_on_a_connection_that_was_replaced_ends_with_it():
+    """The server says nothing: without `close` it would be told for 5 s, by a thread of grpc."""
+    with ExpertsServer({"ffn.0": nn.Linear(4, 4)}) as server:
+        experts = connect(server.address)
+    channel = experts.connection._delivery._channel(server.address)
+    host, port = server.address.split(":")
+    with socket.create_server((host, int(port))):
+        channel._reconnect(3_000)
+        before = set(threading.enumerate())
+        channel.tell("Expect", pb.ExpectRequest(experts=["ffn.0"]))
+        channel._reconnect(20_000)
+        assert set(threading.enumerate()) - before
+        experts.close()
+        wait_until(lambda: not set(threading.enumerate()) - before, patience_s=3.0)
