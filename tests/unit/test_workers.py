@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from moe_autograd import _threads
-from moe_autograd._intraop import _openmp, end_team, get_team_size, num_cores, set_team_size
+from moe_autograd._intraop import _openmp, get_team_size, num_cores, set_team_size
 from moe_autograd._workers import MOST_LOOKS_AGAIN, _Crew, run_all
-from tests.support.servers import wait_until
+
+ROOT = Path(__file__).parents[2]
 
 
 def names_of_threads(num_calls: int, **options: int) -> set[str]:
@@ -105,31 +108,9 @@ def test_a_team_is_set_for_one_thread_and_no_other() -> None:
 @pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
 def test_a_worker_at_rest_keeps_no_team() -> None:
     """Else the caller's own operators are slower for it (`_intraop`, rule 4)."""
-    before, here_before = num_of_no_python_threads(), get_team_size()
-    side_by_side, counts, threads = threading.Barrier(2), list[int](), set[threading.Thread]()
-
-    def call(index: int) -> None:
-        threads.add(threading.current_thread())
-        torch.ones(1 << 20).add_(1)
-        side_by_side.wait(60)
-        counts.append(num_of_no_python_threads())
-        side_by_side.wait(60)
-
-    set_team_size(2 * num_cores())  # then each of as many calls as there are cores has a team of two
-    try:
-        run_all(call, range(2))
-    finally:
-        set_team_size(here_before)
-        end_team()
-    assert min(counts) >= before + 2
-    (worker,) = threads - {threading.current_thread()}
-    wait_until(lambda: worker in [idle.thread for idle in _threads._idle])
-    assert num_of_no_python_threads() <= before
-
-
-def num_of_no_python_threads() -> int:
-    """Return how many threads of the process Python does not know: the members of teams among them."""
-    return len(os.listdir("/proc/self/task")) - len(threading.enumerate())
+    command = [sys.executable, "-m", "tests.support.team_at_rest"]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert told == "2 0\n"
 
 
 def void(_: object) -> None:
