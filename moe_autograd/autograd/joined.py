@@ -77,9 +77,8 @@ class Joined:
     """
 
     can_be_apart = True  # whether calls with different histories may be tied apart
-    reads_saved = (
-        True  # whether backwards compute with what the calls saved; else it is saved to notice changes
-    )
+    # whether backwards compute with what the calls saved; else it is saved to notice changes
+    reads_saved = True
     is_even = False  # whether all calls have the same share of intra-op threads
     shared: Sequence[Shared] = ()  # what many inputs are
     _has_shared = False  # whether two inputs are the same tensor
@@ -97,9 +96,8 @@ class Joined:
         self.num_tied = self.num_inputs  # of those inputs that the join itself leads to
         self.num_results = [len(call.results) for call in calls]
         self.arrivals: list[weakref.ref[Node]] = []  # of calls that are tied apart
-        self.taking = (
-            threading.RLock()
-        )  # by whoever takes what they saved; an unpack hook may start a backward
+        # held by whoever takes what they saved; an unpack hook may start a backward
+        self.taking = threading.RLock()
         self.num_saved = [len(call.to_save) for call in calls]
 
     def inputs(self) -> list[Tensor]:

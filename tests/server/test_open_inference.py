@@ -213,9 +213,9 @@ def test_the_turn_goes_round_between_connections() -> None:
 
         many = [call(greedy, 1) for _ in range(20)]
         assert gated.started.acquire(timeout=START_S)
-        wait_until_queued(server, 19)
+        wait_until_queued(server, 19, many)
         one = call(modest, 2)
-        wait_until_queued(server, 20)
+        wait_until_queued(server, 20, [*many, one])
         gated.let_go()
         for each in (*many, one):
             each.result(START_S)

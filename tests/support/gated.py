@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,8 +53,14 @@ def serving(experts: dict[str, nn.Module], **settings: Any) -> ExpertsServer:
     return ExpertsServer(experts, config=ServingConfig(**settings))
 
 
-def wait_until_queued(server: ExpertsServer, num_calls: int) -> None:
-    """Wait until so many calls wait for the expert called e."""
+def wait_until_queued(server: ExpertsServer, num_calls: int, calls: Sequence[Any] = ()) -> None:
+    """Wait until so many calls wait for the expert called e; one of `calls` that has ended raises how it ended."""
     assert server._server is not None
     queue = server._server.registry["e"]
-    wait_until(lambda: len(queue) >= num_calls)
+
+    def is_so() -> bool:
+        ended = [call.result() for call in calls if call.done()]
+        assert not ended, f"expected calls that wait, got answers {ended}"
+        return len(queue) >= num_calls
+
+    wait_until(is_so)
