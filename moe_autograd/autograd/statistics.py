@@ -118,10 +118,8 @@ class Turns:
     def wrap(self, called: Sequence[Callable[..., Any]], calls: Sequence[int]) -> list[Callable[..., Any]]:
         """Return `called`, where those that have to take turns do, and others look at what they share."""
         turns = self.of(calls)
-        watched, self._calls_watched = (
-            self._calls_watched,
-            {},
-        )  # a backward that asks for turns holds no modules
+        # a backward that asks for turns holds no modules
+        watched, self._calls_watched = self._calls_watched, {}
         wrapped = list(called)
         for place, i in enumerate(calls):
             if i in watched:

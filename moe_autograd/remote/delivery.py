@@ -294,9 +294,8 @@ class Delivery:
                     may_pass = may_pass or self._is_worth_it(error, address, operation, was_answered=False)
                     is_worth = may_have_moved or (is_needed and may_pass)
                     pause_s = attempts.pause_before_next([error]) if is_worth else None
-                    if is_lost and not operation.cancellation.wait(
-                        0.0
-                    ):  # or the next one would not look for it
+                    if is_lost and not operation.cancellation.wait(0.0):
+                        # else the next operation would not look for it
                         self.finding.placement.note_failure(address)
                     if pause_s is None or operation.cancellation.wait(pause_s):
                         raise
