@@ -7,7 +7,7 @@ A head is a message of `experts.proto`, or the plain record of the same attribut
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -15,11 +15,25 @@ from moe_autograd.errors import InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 
 Tensors = tuple[torch.Tensor | None, ...]
+MessageT = TypeVar("MessageT", pb.ForwardCall, pb.BackwardCall, pb.CallResult)
+
+
+class _Plain(Generic[MessageT]):
+    """The attributes of one of protobuf's messages."""
+
+    __slots__: tuple[str, ...] = ()
+    message_class: type[MessageT]
+
+    def message(self) -> MessageT:
+        """Return it as protobuf's."""
+        return self.message_class(**{name: getattr(self, name) for name in self.__slots__})
 
 
 @dataclass(slots=True)
-class ForwardHead:
+class ForwardHead(_Plain[pb.ForwardCall]):
     """A `ForwardCall`."""
+
+    message_class = pb.ForwardCall
 
     client_id: bytes
     call_id: int
@@ -30,23 +44,12 @@ class ForwardHead:
     reply_encoding: pb.Encoding = pb.RAW
     random_seed: int = 0
 
-    def message(self) -> pb.ForwardCall:
-        """Return it as protobuf's."""
-        return pb.ForwardCall(
-            client_id=self.client_id,
-            call_id=self.call_id,
-            expert=self.expert,
-            keep_graph=self.keep_graph,
-            input_requires_grad=self.input_requires_grad,
-            evaluate=self.evaluate,
-            reply_encoding=self.reply_encoding,
-            random_seed=self.random_seed,
-        )
-
 
 @dataclass(slots=True)
-class BackwardHead:
+class BackwardHead(_Plain[pb.BackwardCall]):
     """A `BackwardCall`."""
+
+    message_class = pb.BackwardCall
 
     client_id: bytes
     sequence: int
@@ -63,30 +66,12 @@ class BackwardHead:
     random_seed: int = 0
     replica: int = 0
 
-    def message(self) -> pb.BackwardCall:
-        """Return it as protobuf's."""
-        return pb.BackwardCall(
-            client_id=self.client_id,
-            sequence=self.sequence,
-            settled_below=self.settled_below,
-            call_id=self.call_id,
-            expert=self.expert,
-            wants_weight_grads=self.wants_weight_grads,
-            wants_input_grads=self.wants_input_grads,
-            keep_graph=self.keep_graph,
-            num_grad_outputs=self.num_grad_outputs,
-            has_inputs=self.has_inputs,
-            evaluate=self.evaluate,
-            reply_encoding=self.reply_encoding,
-            random_seed=self.random_seed,
-            replica=self.replica,
-        )
-
 
 @dataclass(slots=True)
-class ResultHead:
+class ResultHead(_Plain[pb.CallResult]):
     """A `CallResult` of a call that went well."""
 
+    message_class = pb.CallResult
     status: ClassVar[pb.Status] = pb.Status()
 
     call: int
@@ -96,18 +81,6 @@ class ResultHead:
     has_drawn: bool = False
     wants_no_step: bool = False
     server: int = 0
-
-    def message(self) -> pb.CallResult:
-        """Return it as protobuf's."""
-        return pb.CallResult(
-            call=self.call,
-            is_sequence=self.is_sequence,
-            queue_s=self.queue_s,
-            compute_s=self.compute_s,
-            has_drawn=self.has_drawn,
-            wants_no_step=self.wants_no_step,
-            server=self.server,
-        )
 
 
 PlainHead = ForwardHead | BackwardHead | ResultHead

@@ -13,7 +13,8 @@ nobody else knows of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -27,23 +28,21 @@ from moe_autograd.wire.tensors import DTYPES, plain, raw_bytes, raw_header
 MAX_IN_RUN = 1024
 _LARGEST_BYTES = 1 << 16  # of a tensor; what is larger gains nothing
 
-# What is equal for the heads of parcels that can be in one run.
-_LIKENESS_OF: dict[type[PlainHead], Callable[[Any], Any]] = {
-    ForwardHead: attrgetter("client_id", "keep_graph", "input_requires_grad", "evaluate", "reply_encoding"),
-    BackwardHead: attrgetter(
-        "client_id",
-        "settled_below",
-        "wants_weight_grads",
-        "wants_input_grads",
-        "keep_graph",
-        "num_grad_outputs",
-        "has_inputs",
-        "evaluate",
-        "reply_encoding",
-        "random_seed",
-    ),
-    ResultHead: attrgetter("is_sequence", "has_drawn", "wants_no_step", "server"),
+# What each parcel of a run has for itself, by kind, and the list of `Run` that it is in; all else is the same for all.
+_OWN: dict[type[PlainHead], dict[str, str]] = {
+    ForwardHead: {"call_id": "call_ids", "expert": "experts", "random_seed": "random_seeds"},
+    BackwardHead: {"call_id": "call_ids", "expert": "experts", "sequence": "sequences"},
+    ResultHead: {"call": "call_ids", "queue_s": "queue_s", "compute_s": "compute_s"},
 }
+_LIKENESS_OF: dict[type[PlainHead], Callable[[PlainHead], Any]] = {
+    kind: attrgetter(*(name for name in kind.__slots__ if name not in own)) for kind, own in _OWN.items()
+}
+_KIND_OF: dict[str, type[PlainHead]] = {
+    "forward_call": ForwardHead,
+    "backward_call": BackwardHead,
+    "call_result": ResultHead,
+}
+_FIELD_OF = {kind: field for field, kind in _KIND_OF.items()}
 
 
 def fits_in_runs(tensor: torch.Tensor, max_bytes: int) -> bool:
@@ -131,99 +130,46 @@ def tensors_of(number: int, run: pb.Run, rows: torch.Tensor) -> tuple[torch.Tens
     return tuple(torch.unsafe_split_with_sizes(rows, num_rows))
 
 
-def heads_of(number: int, run: pb.Run) -> Sequence[PlainHead]:
+def heads_of(number: int, run: pb.Run) -> list[PlainHead]:
     """Return the head of each parcel of a run.
 
     Raises:
         CorruptDataError: it has none or too many, or contradicts itself.
     """
-    num_parcels = len(run.num_rows)
+    num_parcels, field = len(run.num_rows), run.WhichOneof("head")
     if not 0 < num_parcels <= MAX_IN_RUN:
         raise CorruptDataError(
             f"run of parcel {number}: expected 1 to {MAX_IN_RUN} parcels, got {num_parcels}. The sender is broken."
         )
-    kind = run.WhichOneof("head")
-    try:
-        if kind == "forward_call":
-            return _forwards(run, run.forward_call)
-        if kind == "backward_call":
-            return _backwards(run, run.backward_call)
-        if kind == "call_result":
-            return _results(run, run.call_result)
-    except ValueError as error:  # from `zip`
+    if field is None:
+        raise CorruptDataError(
+            f"run of parcel {number}: expected a head that its parcels have in common, got none. Is the sender newer?"
+        )
+    kind, common = _KIND_OF[field], getattr(run, field)
+    own = {name: getattr(run, listed) for name, listed in _OWN[kind].items()}
+    if kind is ForwardHead and not run.random_seeds:
+        own["random_seed"] = [0] * num_parcels
+    if any(len(values) != num_parcels for values in own.values()):
         raise CorruptDataError(
             f"run of parcel {number}: expected one entry for each of {num_parcels} parcels, got {len(run.experts)} "
             f"experts, {len(run.call_ids)} calls, {len(run.sequences)} sequence numbers, {len(run.queue_s)} and "
             f"{len(run.compute_s)} times, {len(run.random_seeds)} seeds. The sender is broken."
-        ) from error
-    raise CorruptDataError(
-        f"run of parcel {number}: expected a head that its parcels have in common, got none. Is the sender newer?"
-    )
+        )
+    columns = [own[name] if name in own else repeat(_plain_value(common, name)) for name in kind.__slots__]
+    return list(map(kind, *columns))
 
 
-def _written(heads: list[Any], num_rows: list[int]) -> pb.Run:
-    common, run = heads[0].message(), pb.Run(num_rows=num_rows)
-    if isinstance(common, pb.CallResult):
-        run.call_ids.extend([head.call for head in heads])
-        run.queue_s.extend([head.queue_s for head in heads])
-        run.compute_s.extend([head.compute_s for head in heads])
-        run.call_result.CopyFrom(common)
-        return run
-    run.experts.extend([head.expert for head in heads])
-    run.call_ids.extend([head.call_id for head in heads])
-    if isinstance(common, pb.BackwardCall):
-        run.sequences.extend([head.sequence for head in heads])
-        run.backward_call.CopyFrom(common)
-    else:
-        seeds = [head.random_seed for head in heads]
-        run.random_seeds.extend(seeds if any(seeds) else ())
-        run.forward_call.CopyFrom(common)
+def _plain_value(message: Any, name: str) -> Any:
+    value = getattr(message, name)
+    return tuple(value) if isinstance(value, MutableSequence) else value
+
+
+def _written(heads: Sequence[PlainHead], num_rows: Sequence[int]) -> pb.Run:
+    kind = type(heads[0])
+    run = pb.Run(num_rows=num_rows)
+    getattr(run, _FIELD_OF[kind]).CopyFrom(heads[0].message())
+    for name, listed in _OWN[kind].items():
+        values = [getattr(head, name) for head in heads]
+        if name != "random_seed" or any(values):
+            getattr(run, listed).extend(values)
     return run
-
-
-def _forwards(run: pb.Run, common: pb.ForwardCall) -> list[ForwardHead]:
-    client_id, keep_graph, evaluate = common.client_id, common.keep_graph, common.evaluate
-    requires_grad, encoding = tuple(common.input_requires_grad), common.reply_encoding
-    seeds = run.random_seeds or [0] * len(run.num_rows)
-    return [
-        ForwardHead(client_id, call_id, expert, keep_graph, requires_grad, evaluate, encoding, seed)
-        for _, expert, call_id, seed in zip(run.num_rows, run.experts, run.call_ids, seeds, strict=True)
-    ]
-
-
-def _backwards(run: pb.Run, common: pb.BackwardCall) -> list[BackwardHead]:
-    client_id, settled_below = common.client_id, common.settled_below
-    wants_weights, wants_inputs = common.wants_weight_grads, tuple(common.wants_input_grads)
-    keep_graph, num_grads, has_inputs = common.keep_graph, common.num_grad_outputs, common.has_inputs
-    evaluate, encoding = common.evaluate, common.reply_encoding
-    return [
-        BackwardHead(
-            client_id,
-            sequence,
-            settled_below,
-            call_id,
-            expert,
-            wants_weights,
-            wants_inputs,
-            keep_graph,
-            num_grads,
-            has_inputs,
-            evaluate,
-            encoding,
-            common.random_seed,
-        )
-        for _, expert, call_id, sequence in zip(
-            run.num_rows, run.experts, run.call_ids, run.sequences, strict=True
-        )
-    ]
-
-
-def _results(run: pb.Run, common: pb.CallResult) -> list[ResultHead]:
-    is_sequence, has_drawn = common.is_sequence, common.has_drawn
-    no_step, server = common.wants_no_step, common.server
-    return [
-        ResultHead(call, is_sequence, queue_s, compute_s, has_drawn, no_step, server)
-        for _, call, queue_s, compute_s in zip(
-            run.num_rows, run.call_ids, run.queue_s, run.compute_s, strict=True
-        )
-    ]

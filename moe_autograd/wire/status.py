@@ -1,20 +1,7 @@
 """Errors <-> status, at the one edge where they cross the network.
 
 A call in a stream carries a `Status`; a whole RPC ends with a gRPC code, its details, and, where the server
-knows when to come back, `retry-after-ms` in the trailing metadata::
-
-    error                     Status code          gRPC code
-    ExpertNotFoundError       EXPERT_NOT_FOUND     NOT_FOUND
-    InvalidCallError          INVALID_CALL         INVALID_ARGUMENT
-    PermissionDeniedError     PERMISSION_DENIED    PERMISSION_DENIED (UNAUTHENTICATED is read as the same)
-    ServerUnavailableError    UNAVAILABLE          UNAVAILABLE (CANCELLED and UNKNOWN are read as the same)
-    ServerBusyError           BUSY                 RESOURCE_EXHAUSTED
-    DeadlineExceededError     DEADLINE_EXCEEDED    DEADLINE_EXCEEDED
-    CorruptDataError          CORRUPT_DATA         DATA_LOSS
-    ExpertFailedError         EXPERT_FAILED        ABORTED
-    GradientsLostError        GRADIENTS_LOST       OUT_OF_RANGE
-    InputsNeededError         INPUTS_NEEDED        FAILED_PRECONDITION
-    RemoteError               INTERNAL             INTERNAL (and all others)
+knows when to come back, `retry-after-ms` in the trailing metadata. `_CODES` has both for each class of error.
 
 Anything else that a server raises is its own fault: it becomes INTERNAL, with type and text.
 """
