@@ -43,15 +43,7 @@ def ask(
     """
     with channel.our_errors(rpc, operation.deadline) as passage:
         began_s = time.perf_counter()
-        with streaming(
-            channel,
-            rpc,
-            seal(request),
-            None,
-            deadline=operation.deadline.part(attempt_s),
-            passage=passage,
-            cancellation=operation.cancellation,
-        ) as stream:
+        with streaming(channel, rpc, seal(request), None, passage, operation.part(attempt_s)) as stream:
             reply = next(stream, b"")  # damage can make grpc end well, without one
             channel.leave(stream)
         channel.note_round_trip(time.perf_counter() - began_s)

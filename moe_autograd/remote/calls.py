@@ -27,16 +27,14 @@ import torch
 
 from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError, StragglerError
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.streaming import streaming
 from moe_autograd.timeline import add_span, is_recording
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import RESULT, BackwardHead, ForwardHead, ResultHead
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter, Tensors
 from moe_autograd.wire.status import error_of
-from moe_autograd.wire.tensors import TensorLimits
 
 
 @dataclass(slots=True)
@@ -91,26 +89,11 @@ class Outcome:
     server: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What holds for all calls of an operation.
-
-    Args:
-        deadline: of the operation.
-        limits: of what servers send.
-        cancellation: of the operation.
-    """
-
-    deadline: Deadline
-    limits: TensorLimits
-    cancellation: Cancellation
-
-
 def exchange(
     channel: Channel,
     rpc: str,
     requests: Sequence[Request],
-    terms: Terms,
+    operation: Operation,
     outcomes_by_index: dict[int, Outcome] | None = None,
 ) -> list[Outcome]:
     """Make all calls in one stream and return their outcomes, in order.
@@ -119,14 +102,14 @@ def exchange(
         channel: to the server.
         rpc: `Forward` or `Backward`.
         requests: the calls.
-        terms: of the operation.
+        operation: that they are a part of.
         outcomes_by_index: filled with the outcomes as they come, before `on_settled` is called.
 
     Raises:
         ServerUnavailableError: the channel has been closed.
         KeyboardInterrupt: Ctrl-C; the stream is cancelled first.
     """
-    line = _Line(channel, rpc, terms)
+    line = _Line(channel, rpc, operation)
     outcomes = line.settle(requests, {} if outcomes_by_index is None else outcomes_by_index)
     again = [
         index
@@ -155,11 +138,11 @@ def _with_inputs(request: Request) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """To whom calls go, what is asked, and on which terms."""
+    """To whom calls go, what is asked, and as a part of what."""
 
     channel: Channel
     rpc: str
-    terms: Terms
+    operation: Operation
 
     def settle(self, requests: Sequence[Request], outcomes: dict[int, Outcome]) -> list[Outcome]:
         """Make the calls in one stream; what a fork of this process interrupts, in another."""
@@ -196,7 +179,7 @@ class _Stream:
                 return
             broken: grpc.RpcError = error
             channel.note_failure(broken)
-            if reason := self._line.terms.cancellation.reason:
+            if reason := self._line.operation.cancellation.reason:
                 self._fail_the_rest(lambda where: StragglerError(f"{where}: {reason}"))
             self._fail_the_rest(lambda where: _caused(channel.error_of_call(broken, where), broken))
         except CorruptDataError as error:
@@ -205,20 +188,12 @@ class _Stream:
 
     def _send_and_take(self, passage: Passage) -> None:
         """Send the calls and take their results; the stream is over when this returns or raises."""
-        channel, rpc = self._line.channel, self._line.rpc
+        channel, rpc, operation = self._line.channel, self._line.rpc, self._line.operation
         first = self._writer.next_message()
         assert first is not None, "there is a call to make"
         rest = iter(self._writer.next_message, None) if self._writer else None
-        reader, terms = ParcelReader(self._line.terms.limits), self._line.terms
-        with streaming(
-            channel,
-            rpc,
-            first,
-            rest,
-            deadline=terms.deadline,
-            passage=passage,
-            cancellation=terms.cancellation,
-        ) as stream:
+        reader = ParcelReader(channel.limits)
+        with streaming(channel, rpc, first, rest, passage, operation) as stream:
             for message in stream:
                 for parcel in reader.feed(message):
                     self._take(parcel)
@@ -260,7 +235,7 @@ class _Stream:
 
     def _place(self, index: int) -> str:
         line, name = self._line, self._requests[index].expert
-        return f"expert {name!r} at {line.channel.address}, {line.rpc.lower()}, {line.terms.deadline}"
+        return f"expert {name!r} at {line.channel.address}, {line.rpc.lower()}, {line.operation.deadline}"
 
     def _fail_the_rest(self, error_at: Callable[[str], RemoteError]) -> None:
         for index in range(len(self._requests)):

@@ -30,21 +30,14 @@ from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteE
 from moe_autograd.remote.closing import closed
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.security import Certificates, Token
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
 from moe_autograd.wire.options import CHANNEL_OPTIONS
 from moe_autograd.wire.status import error_of_rpc
-
-PHASES = {
-    "Info": "info",
-    "Step": "step",
-    "ZeroGrad": "zero_grad",
-    "Save": "save",
-    "SetState": "load_state_dict",
-}
+from moe_autograd.wire.tensors import TensorLimits
 
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 _PING_TIMEOUTS_MS = (900, 4_000, 16_000)
@@ -52,6 +45,13 @@ _CALM_S = 60.0
 _TELL_TIMEOUT_S = 5.0
 
 ReplyT = TypeVar("ReplyT", bound=Message)
+
+_PHASES = {"ZeroGrad": "zero_grad", "GetState": "state_dict", "SetState": "load_state_dict"}
+
+
+def phase_of(rpc: str) -> str:
+    """Return what errors call an RPC: as users do."""
+    return _PHASES.get(rpc, rpc.lower())
 
 
 class Channel:
@@ -64,6 +64,7 @@ class Channel:
         certificates: None for a plain connection.
         server_name: that the server's certificate has; None: the host of its address.
         encodings: of what travels.
+        limits: of what the server sends.
 
     Attributes:
         round_trip_s: of the fastest RPC that is one message each way, but for the first, which also had to connect.
@@ -78,10 +79,12 @@ class Channel:
         certificates: Certificates | None = None,
         server_name: str | None = None,
         encodings: Encodings | None = None,
+        limits: TensorLimits | None = None,
     ) -> None:
         self.address = address
         self.token = token or Token(None)
         self.encodings = encodings or Encodings(Compression())
+        self.limits = limits or TensorLimits()
         self.round_trip_s = math.inf
         self._has_answered = False
         self._authority = authority or address
@@ -156,10 +159,9 @@ class Channel:
         try:
             probe.start()
         except RuntimeError as error:
-            place = f"server at {self.address}, {PHASES.get(rpc, rpc.lower())}"
             raise RemoteError(
-                f"{place}: expected a thread to send from, got {str(error)!r}. Nothing was sent. Raise the limit of "
-                "threads of this process."
+                f"server at {self.address}, {phase_of(rpc)}: expected a thread to send from, got {str(error)!r}. "
+                "Nothing was sent. Raise the limit of threads of this process."
             ) from error
         probe.join()
 
@@ -202,8 +204,7 @@ class Channel:
         rpc: str,
         messages: Iterator[bytes],
         reply_class: type[ReplyT],
-        deadline: Deadline,
-        cancellation: Cancellation,
+        operation: Operation,
     ) -> ReplyT:
         """Send a stream of messages and return the one answer; raises as `asking.ask` does.
 
@@ -211,10 +212,10 @@ class Channel:
         """
         self._check_thread(rpc)
         begin = self._stubs_now().request_stream[rpc].future
-        with self.our_errors(rpc, deadline) as passage:
-            call = begin(messages, timeout=deadline.remaining_s, metadata=self.token.metadata)
+        with self.our_errors(rpc, operation.deadline) as passage:
+            call = begin(messages, timeout=operation.deadline.remaining_s, metadata=self.token.metadata)
             passage.carry(call, has_thread=True)
-            cancellation.add(call.cancel)
+            operation.cancellation.add(call.cancel)
             try:
                 reply = call.result()
             except grpc.FutureCancelledError as cancelled:
@@ -223,7 +224,7 @@ class Channel:
                 call.cancel()
                 raise
             finally:
-                cancellation.remove(call.cancel)
+                operation.cancellation.remove(call.cancel)
             return unseal(reply_class, reply or b"")  # damage can make grpc end well, with None
 
     def stream(
@@ -291,17 +292,26 @@ class Channel:
         return f"Channel({self.address!r})"
 
     @contextlib.contextmanager
-    def our_errors(self, rpc: str, deadline: Deadline) -> Iterator[Passage]:
-        """Make an RPC in this block; what it raises is raised as one of ours."""
+    def our_errors(self, rpc: str, deadline: Deadline, *, may_interrupt: bool = False) -> Iterator[Passage]:
+        """Make an RPC in this block; what it raises is raised as one of ours.
+
+        Args:
+            rpc: its name.
+            deadline: of the operation.
+            may_interrupt: whether a fork of this process may end the block, without an error.
+        """
         try:
-            with GATE.passage() as passage, self._beginning():
+            with GATE.passage(may_interrupt=may_interrupt) as passage, self._beginning():
                 yield passage
         except grpc.RpcError as error:
+            if passage.is_interrupted:
+                return
             self.note_failure(error)
-            raise self.error_of_call(error, f"server at {self.address}, {PHASES[rpc]}, {deadline}") from error
+            place = f"server at {self.address}, {phase_of(rpc)}, {deadline}"
+            raise self.error_of_call(error, place) from error
         except CorruptDataError as error:
-            place = f"server at {self.address}, {PHASES[rpc]}, {deadline}"
-            raise CorruptDataError(f"{place}: {error}") from error
+            place = f"server at {self.address}, {phase_of(rpc)}, {deadline}"
+            raise CorruptDataError(f"{place}: {error}") from error.__cause__ or error
 
 
 class _Stubs:

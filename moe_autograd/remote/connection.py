@@ -262,9 +262,8 @@ class Connection:
 
         def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
             layouts = {name: self.hosted[name].layout for name in own}
-            limits = self._delivery.settings.limits
             try:
-                return fetch_states(channel, layouts, operation.deadline, limits, operation.cancellation)
+                return fetch_states(channel, layouts, operation)
             except CorruptDataError:  # a server that was started anew may have other layouts
                 self._finding.look_briefly(operation)
                 raise
@@ -293,7 +292,7 @@ class Connection:
             )
 
             def once(channel: Channel, own: Mapping[str, Mapping[str, Tensor]], operation: Operation) -> None:
-                reply = send_states(channel, own, update, operation.deadline, operation.cancellation)
+                reply = send_states(channel, own, update, operation)
                 check_updates("SetState", channel, reply, operation)
 
             with self._delivery.operations.begin() as operation:

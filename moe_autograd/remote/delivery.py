@@ -31,7 +31,7 @@ from moe_autograd.errors import (
     RemoteError,
     ServerUnavailableError,
 )
-from moe_autograd.remote.calls import Outcome, Terms, exchange
+from moe_autograd.remote.calls import Outcome, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.fanout import Fanout, values_or_raise
@@ -41,7 +41,6 @@ from moe_autograd.remote.jobs import Job, attended, by_address, error_of_lost, n
 from moe_autograd.remote.operations import Operation, Operations
 from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.tensors import TensorLimits
 
 NamesT = TypeVar("NamesT", bound=Collection[str])
 R = TypeVar("R")
@@ -53,14 +52,12 @@ class Settings:
 
     Args:
         timeout_s: of each operation.
-        limits: of what servers send.
         retry: when a call is made again.
         encodings: how tensors travel.
         hedge: when a forward is asked a second time; None: never.
     """
 
     timeout_s: float
-    limits: TensorLimits
     retry: RetryPolicy
     encodings: Encodings
     hedge: HedgePolicy | None = None
@@ -170,14 +167,13 @@ class Delivery:
 
     def _send(self, address: str, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
         requests = [job.request for job in jobs]
-        terms = Terms(operation.deadline, self.settings.limits, operation.cancellation)
         elsewhere = self._elsewhere(address, rpc, jobs)
         if self._hedging is not None and any(elsewhere):
-            results = self._hedging.send(address, requests, elsewhere, terms)
+            results = self._hedging.send(address, requests, elsewhere, operation)
             for job, result in zip(jobs, results, strict=True):
                 job.address, job.outcome = result
             return
-        outcomes = exchange(self._channel(address), rpc, requests, terms)
+        outcomes = exchange(self._channel(address), rpc, requests, operation)
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome = outcome
         if not operation.cancellation.wait(0.0):  # else it has failed here, and not there

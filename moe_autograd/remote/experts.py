@@ -110,7 +110,6 @@ def connect(
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(
         timeout_s,
-        TensorLimits(max_tensor_bytes=max_tensor_bytes),
         retry or RetryPolicy(),
         Encodings(Compression.of(compression)),
         (hedge if isinstance(hedge, HedgePolicy) else HedgePolicy()) if hedge else None,
@@ -121,6 +120,7 @@ def connect(
         certificates=None if tls is None else Certificates(tls),
         server_name=None if tls is None else tls.server_name,
         encodings=settings.encodings,
+        limits=TensorLimits(max_tensor_bytes=max_tensor_bytes),
     )
     connection = Connection(Servers(listed, open_channel), settings)
     try:

@@ -101,13 +101,11 @@ class Finding:
     def _ask_all(self, operation: Operation, timeout_s: float, *, may_miss: bool) -> dict[str, Exception]:
         """Return for each server that did not answer, and for each name that stands for none, why."""
         resolving_s = min(timeout_s, self.servers.resolver_patience_s(may_miss=may_miss))
-        resolving = Operation(operation.deadline.part(resolving_s), operation.cancellation)
-        errors: dict[str, Exception] = {**self.servers.resolve(resolving)}
+        errors: dict[str, Exception] = {**self.servers.resolve(operation.part(resolving_s))}
 
         def info(address: str, _: None) -> pb.InfoReply:
             patience_s = self.servers.patience_s(address, may_miss=may_miss)
-            deadline = operation.deadline.part(min(timeout_s, patience_s))
-            part = Operation(deadline, operation.cancellation)
+            part = operation.part(min(timeout_s, patience_s))
             return _ask_patiently(self.servers.channel(address), part, operation.deadline.started_at)
 
         asked = dict.fromkeys(self.servers.addresses)

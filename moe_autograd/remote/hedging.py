@@ -32,15 +32,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moe_autograd.errors import DeadlineExceededError, RemoteError
-from moe_autograd.remote.calls import Outcome, Request, Terms, exchange
+from moe_autograd.remote.calls import Outcome, Request, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.closing import closed
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.interrupts import interrupts_held_back
+from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.retry import RetryBudget
 from moe_autograd.wire.heads import BackwardHead, ForwardHead
 
@@ -121,7 +122,7 @@ class Hedging:
         self._threads = ThreadPoolExecutor(_MOST_REQUESTS, thread_name_prefix="moe_autograd hedging")
 
     def send(
-        self, address: str, requests: Sequence[Request], elsewhere: Sequence[str | None], terms: Terms
+        self, address: str, requests: Sequence[Request], elsewhere: Sequence[str | None], operation: Operation
     ) -> list[tuple[str, Outcome]]:
         """Make forwards of one server.
 
@@ -129,22 +130,22 @@ class Hedging:
             address: of the server.
             requests: the forwards.
             elsewhere: for each another server that hosts its expert, or None.
-            terms: of the operation.
+            operation: that they are a part of.
 
         Returns:
             For each who answered it, and what.
         """
         race = _Race(requests)
-        self._start(race, address, range(len(requests)), terms, is_first=True)
+        self._start(race, address, range(len(requests)), operation, is_first=True)
         try:
-            race.wait_until_over(min(self.latencies.usual_s(address), terms.deadline.remaining_s))
+            race.wait_until_over(min(self.latencies.usual_s(address), operation.deadline.remaining_s))
             for other, indices in race.open_calls(elsewhere).items():
                 if self._budget.has_taken():
-                    self._start(race, other, indices, terms)
-            race.wait_until_over(terms.deadline.remaining_s)
+                    self._start(race, other, indices, operation)
+            race.wait_until_over(operation.deadline.remaining_s)
         finally:
             race.cancel()
-        return race.results(address, terms.deadline)
+        return race.results(address, operation.deadline)
 
     def close(self) -> None:
         """Let the threads go when they are done."""
@@ -152,67 +153,71 @@ class Hedging:
         self._threads.shutdown(wait=False)
 
     def _start(
-        self, race: _Race, address: str, indices: Sequence[int], terms: Terms, *, is_first: bool = False
+        self,
+        race: _Race,
+        address: str,
+        indices: Sequence[int],
+        operation: Operation,
+        *,
+        is_first: bool = False,
     ) -> None:
         leg = _Leg(address, tuple(indices), Cancellation())
         race.enter(leg)
         try:
             with interrupts_held_back():
-                self._threads.submit(self._run_once, race, leg, terms)
+                self._threads.submit(self._run_once, race, leg, operation)
         except RuntimeError as error:
             if not self._is_open:
                 raise closed(address) from error
             if not leg.claim.acquire(blocking=False):  # one of the threads that there are has just taken it
                 return
             if is_first:  # the system has no thread to give
-                self._run(race, leg, terms)
+                self._run(race, leg, operation)
             else:
                 race.leave(leg, None)
 
-    def _run_once(self, race: _Race, leg: _Leg, terms: Terms) -> None:
+    def _run_once(self, race: _Race, leg: _Leg, operation: Operation) -> None:
         """Run a leg, unless that was done where there was no thread for it: the pool keeps it all the same."""
         if leg.claim.acquire(blocking=False):
-            self._run(race, leg, terms)
+            self._run(race, leg, operation)
 
-    def _run(self, race: _Race, leg: _Leg, terms: Terms) -> None:
+    def _run(self, race: _Race, leg: _Leg, operation: Operation) -> None:
         def cancel() -> None:
-            leg.cancellation.cancel(terms.cancellation.reason)
+            leg.cancellation.cancel(operation.cancellation.reason)
 
         channel = self._channel(leg.address)
         began_at = time.monotonic()
-        terms.cancellation.add(cancel)
+        operation.cancellation.add(cancel)
         failure: Exception | None = None
         try:
             requests = race.watched(leg)
-            exchange(
-                channel, "Forward", requests, replace(terms, cancellation=leg.cancellation), leg.outcomes
-            )
+            own = Operation(operation.deadline, leg.cancellation)
+            exchange(channel, "Forward", requests, own, leg.outcomes)
         except Exception as error:  # the connection is closed; the caller raises it
             failure = error
         finally:
-            terms.cancellation.remove(cancel)
+            operation.cancellation.remove(cancel)
             race.leave(leg, failure)
         is_cancelled = leg.cancellation.wait(0.0)
         if not is_cancelled:
             self._note(leg.address, list(leg.outcomes.values()))
         if is_cancelled or any(outcome.error is None for outcome in leg.outcomes.values()):
             self.latencies.note(leg.address, time.monotonic() - began_at)
-        self._let_go(channel, race.lost_by(leg), terms)
+        _let_go(channel, race.lost_by(leg))
 
-    def _let_go(self, channel: Channel, lost: Sequence[tuple[Request, int]], terms: Terms) -> None:
-        """Rule 4. A server that does not hear of it lets go by itself, after its `kept_forward_s`."""
-        requests = [
-            Request(request.expert, _wants_nothing(request.head, num_outputs), [None] * num_outputs)
-            for request, num_outputs in lost
-            if isinstance(request.head, ForwardHead) and request.head.keep_graph
-        ]
-        if requests:
-            try:
-                exchange(
-                    channel, "Backward", requests, Terms(Deadline(_LET_GO_S), terms.limits, Cancellation())
-                )
-            except RemoteError as error:
-                logger.debug("forwards that lost stay at %s: %s", channel.address, error)
+
+def _let_go(channel: Channel, lost: Sequence[tuple[Request, int]]) -> None:
+    """Rule 4. A server that does not hear of it lets go by itself, after its `kept_forward_s`."""
+    requests = [
+        Request(request.expert, _wants_nothing(request.head, num_outputs), [None] * num_outputs)
+        for request, num_outputs in lost
+        if isinstance(request.head, ForwardHead) and request.head.keep_graph
+    ]
+    if requests:
+        try:
+            exchange(channel, "Backward", requests, Operation(Deadline(_LET_GO_S), Cancellation()))
+        except RemoteError as error:
+            logger.debug("forwards that lost stay at %s: %s", channel.address, error)
 
 
 def _wants_nothing(forward: ForwardHead, num_outputs: int) -> BackwardHead:

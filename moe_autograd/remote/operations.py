@@ -25,6 +25,10 @@ class Operation:
     deadline: Deadline
     cancellation: Cancellation
 
+    def part(self, timeout_s: float) -> Operation:
+        """Return a part of it, of so many seconds from now on, and not after its end."""
+        return Operation(self.deadline.part(timeout_s), self.cancellation)
+
 
 class Operations:
     """All of one connection.

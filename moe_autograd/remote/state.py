@@ -9,86 +9,44 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 
-import grpc
 from torch import Tensor
 
 from moe_autograd.errors import CorruptDataError
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
-from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.streaming import streaming
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.layouts import mismatch
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
-from moe_autograd.wire.tensors import TensorLimits
 
 State = dict[str, Tensor]
 
 
 def fetch_states(
-    channel: Channel,
-    layouts: Mapping[str, pb.StateLayout],
-    deadline: Deadline,
-    limits: TensorLimits,
-    cancellation: Cancellation,
+    channel: Channel, layouts: Mapping[str, pb.StateLayout], operation: Operation
 ) -> dict[str, State]:
     """Return the `state_dict` of some experts of one server.
 
     Args:
         channel: to the server.
         layouts: of each expert's state, by name, as its server said when it was asked what it hosts.
-        deadline: of all of it.
-        limits: of what the server sends.
-        cancellation: of the operation.
+        operation: that it is a part of.
 
     Raises:
         CorruptDataError: a state is not whole.
     """
-    with GATE.passage(may_interrupt=True) as passage:
-        states = _fetch(channel, layouts, deadline, limits, cancellation, passage)
-    if states is None:
-        with GATE.passage() as passage:
-            states = _fetch(channel, layouts, deadline, limits, cancellation, passage)
-    assert states is not None, "only a fork interrupts it"
-    return states
-
-
-def _fetch(
-    channel: Channel,
-    layouts: Mapping[str, pb.StateLayout],
-    deadline: Deadline,
-    limits: TensorLimits,
-    cancellation: Cancellation,
-    passage: Passage,
-) -> dict[str, State] | None:
-    """Do so; return None if a fork of this process interrupts it."""
-    place = f"server at {channel.address}, state_dict"
     request = seal(pb.GetStateRequest(experts=layouts))
-    reader, arrivals = ParcelReader(limits), _Arrivals(layouts)
-    try:
-        with streaming(
-            channel,
-            "GetState",
-            request,
-            None,
-            deadline=deadline,
-            passage=passage,
-            cancellation=cancellation,
-        ) as stream:
-            for message in stream:
-                for parcel in reader.feed(message):
-                    arrivals.put(parcel)
+    for may_interrupt in (True, False):
+        with channel.our_errors("GetState", operation.deadline, may_interrupt=may_interrupt) as passage:
+            reader, arrivals = ParcelReader(channel.limits), _Arrivals(layouts)
+            with streaming(channel, "GetState", request, None, passage, operation) as stream:
+                for message in stream:
+                    for parcel in reader.feed(message):
+                        arrivals.put(parcel)
             reader.finish()
             return arrivals.complete()
-    except grpc.RpcError as error:
-        if passage.is_interrupted:
-            return None
-        channel.note_failure(error)
-        raise channel.error_of_call(error, f"{place}, {deadline}") from error
-    except CorruptDataError as error:
-        raise CorruptDataError(f"{place}, {deadline}: {error}") from error.__cause__ or error
+    raise AssertionError("a fork interrupts it once")
 
 
 class _Arrivals:
@@ -147,8 +105,7 @@ def send_states(
     channel: Channel,
     states: Mapping[str, Mapping[str, Tensor]],
     update: pb.StateUpdate,
-    deadline: Deadline,
-    cancellation: Cancellation,
+    operation: Operation,
 ) -> pb.UpdateReply:
     """Set the `state_dict` of each of these experts of one server: all of them, or, where one does not fit, none.
 
@@ -156,8 +113,7 @@ def send_states(
         channel: to the server.
         states: by name, complete.
         update: who asks, and the sequence number.
-        deadline: of all of it.
-        cancellation: of the operation.
+        operation: that it is a part of.
     """
     for name, state in states.items():
         for key, tensor in state.items():
@@ -174,7 +130,7 @@ def send_states(
         for key, tensor in state.items():
             writer.add(pb.StateEntry(expert=name, key=key), [tensor])
     messages = iter(writer.next_message, None)
-    return channel.upload("SetState", messages, pb.UpdateReply, deadline, cancellation)
+    return channel.upload("SetState", messages, pb.UpdateReply, operation)
 
 
 def places_of(keys: Iterable[str]) -> SimpleNamespace:

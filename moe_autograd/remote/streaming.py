@@ -10,10 +10,9 @@ import grpc
 
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote.channel import Channel, end
-from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
+from moe_autograd.remote.operations import Operation
 
 
 @contextmanager
@@ -22,10 +21,8 @@ def streaming(
     rpc: str,
     first: bytes,
     rest: Iterator[bytes] | None,
-    *,
-    deadline: Deadline,
     passage: Passage,
-    cancellation: Cancellation,
+    operation: Operation,
 ) -> Iterator[Any]:
     """Begin an RPC that is answered by a stream; see `Channel.stream`.
 
@@ -34,9 +31,8 @@ def streaming(
         rpc: its name.
         first: the first message.
         rest: those after it; None if there are none.
-        deadline: of the whole stream.
         passage: that it is made in.
-        cancellation: of the operation that it is a part of.
+        operation: that it is a part of, and which it does not outlast.
 
     Returns:
         Yields gRPC's call. A block that ends well leaves it as it is.
@@ -44,8 +40,8 @@ def streaming(
     stream = None
     try:
         with interrupts_held_back():
-            stream = channel.stream(rpc, first, rest, deadline, passage)
-            cancellation.add(stream.cancel)
+            stream = channel.stream(rpc, first, rest, operation.deadline, passage)
+            operation.cancellation.add(stream.cancel)
         yield stream
     except (grpc.RpcError, RemoteError):
         if stream is not None:
@@ -57,4 +53,4 @@ def streaming(
         raise
     finally:
         if stream is not None:
-            cancellation.remove(stream.cancel)
+            operation.cancellation.remove(stream.cancel)

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
-from moe_autograd.remote.channel import PHASES
+from moe_autograd.remote.channel import phase_of
 from moe_autograd.remote.operations import Operation
 
 
@@ -113,4 +113,4 @@ class Turns:
 
 def _place(own: _Turn, rpc: str, operation: Operation) -> str:
     names = ", ".join(map(repr, own.names))
-    return f"experts {names}, {PHASES.get(rpc, rpc.lower())}, {operation.deadline}"
+    return f"experts {names}, {phase_of(rpc)}, {operation.deadline}"

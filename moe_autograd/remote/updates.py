@@ -28,7 +28,7 @@ from functools import partial
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.calls import without_name
-from moe_autograd.remote.channel import PHASES, Channel
+from moe_autograd.remote.channel import Channel, phase_of
 from moe_autograd.remote.delivery import Delivery
 from moe_autograd.remote.fanout import raise_first
 from moe_autograd.remote.jobs import Job
@@ -164,7 +164,7 @@ class Updates:
         reply = ask(channel, rpc, request, pb.UpdateReply, operation, attempt_s)
         if (answered := [update.expert for update in reply.updates]) != list(own):
             raise CorruptDataError(
-                f"server at {channel.address}, {PHASES[rpc]}: expected answers for {list(own)}, "
+                f"server at {channel.address}, {phase_of(rpc)}: expected answers for {list(own)}, "
                 f"got {answered}. The server is broken, or of another version."
             )
         check_updates(rpc, channel, reply, operation)
@@ -231,6 +231,6 @@ def check_updates(rpc: str, channel: Channel, reply: pb.UpdateReply, operation: 
     for update in reply.updates:
         if update.status.code != pb.OK:
             update.status.message = without_name(update.status.message, update.expert)
-            place = f"expert {update.expert!r} at {channel.address}, {PHASES[rpc]}, {operation.deadline}"
+            place = f"expert {update.expert!r} at {channel.address}, {phase_of(rpc)}, {operation.deadline}"
             errors.append(error_of(update.status, place))
     raise_first(errors, "experts of this server")

@@ -105,9 +105,7 @@ class ClosedInBetween(Channel):
     "call",
     [
         lambda channel, op: ask(channel, "Info", pb.InfoRequest(), pb.InfoReply, op),
-        lambda channel, op: channel.upload(
-            "SetState", iter([b""]), pb.UpdateReply, op.deadline, op.cancellation
-        ),
+        lambda channel, op: channel.upload("SetState", iter([b""]), pb.UpdateReply, op),
         lambda channel, op: channel.stream("GetState", b"", None, op.deadline, PASSAGE),
         lambda channel, op: channel.stream("Forward", b"", iter([b""]), op.deadline, PASSAGE),
     ],

@@ -15,14 +15,14 @@ from experts_server.hosting.kept import KeptForwards
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
 from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, hedging
-from moe_autograd.remote.calls import Request, Terms
+from moe_autograd.remote.calls import Request
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.hedging import Hedging, Latencies
+from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.retry import RetryBudget
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.tensors import TensorLimits
 from tests.support.servers import wait_until
 
 SOON = HedgePolicy(first_after_s=0.05)
@@ -217,9 +217,9 @@ def test_a_call_ends_with_its_deadline_whatever_its_requests_do(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(hedging, "exchange", lambda *_: never.wait())
     sender = Hedging(SOON, RetryBudget(RetryPolicy()), Channel, lambda *_: None)
-    terms = Terms(Deadline(0.2), TensorLimits(), Cancellation())
+    operation = Operation(Deadline(0.2), Cancellation())
     request = Request("ffn.0", pb.ForwardCall(), [])
-    ((address, outcome),) = sender.send("127.0.0.1:1", [request], ["127.0.0.1:2"], terms)
+    ((address, outcome),) = sender.send("127.0.0.1:1", [request], ["127.0.0.1:2"], operation)
     never.set()
     assert address == "127.0.0.1:1"
     assert isinstance(outcome.error, DeadlineExceededError)
