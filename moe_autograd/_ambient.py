@@ -111,8 +111,8 @@ class _Settings(NamedTuple):
     """The entries that a look tells apart: all but devices, hooks and modes."""
 
     grad_mode: bool
-    inference_mode: bool
     forward_grad: bool
+    inference_mode: bool
     function_is_on: bool
     function_is_off_for_all: bool
     autocast: list[tuple[str, bool, torch.dtype]]
@@ -125,8 +125,8 @@ class _Settings(NamedTuple):
 def _settings() -> _Settings:
     return _Settings(
         torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
         torch._C._is_fwd_grad_enabled(),
+        torch.is_inference_mode_enabled(),
         torch._C._is_torch_function_enabled(),
         torch._C._is_torch_function_all_disabled(),
         _autocast_state(),
@@ -174,8 +174,9 @@ class Ambient:
         return self._context.copy().run(self._run_reinstated, function)
 
     def _run_reinstated(self, function: Callable[[], R]) -> R:
-        if not self._has_more and _settings() == self._settings:
-            return function()
+        wanted, own = self._settings, _settings()
+        if not self._has_more and own[2:] == wanted[2:]:
+            return function() if own[:2] == wanted[:2] else _recording_as(wanted, own, function)
         with contextlib.ExitStack() as stack:
             for guard in self._guards():
                 stack.enter_context(guard)
@@ -210,6 +211,17 @@ class Ambient:
             yield _function_modes(self._function_modes)
         if self._dispatch_modes:
             yield _dispatch_modes(self._dispatch_modes)
+
+
+def _recording_as(wanted: _Settings, own: _Settings, function: Callable[[], R]) -> R:
+    """Call `function` where gradients are recorded or not as in `wanted`: mostly all that differs."""
+    _C._set_grad_enabled(wanted.grad_mode)
+    _C._set_fwd_grad_enabled(wanted.forward_grad)
+    try:
+        return function()
+    finally:
+        _C._set_fwd_grad_enabled(own.forward_grad)
+        _C._set_grad_enabled(own.grad_mode)
 
 
 class contained:

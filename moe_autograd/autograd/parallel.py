@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_leaves
 
@@ -166,7 +167,8 @@ def _run_forwards(
         with hooks.of(index):  # for what a nested graph saves; what the join saves meets them there
             calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
 
-    run_calls(forward, names, max_concurrency, title, is_recorded=False)
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
+        run_calls(forward, names, max_concurrency, title)
     return calls
 
 

@@ -26,7 +26,6 @@ def run_calls(
     max_concurrency: int | None,
     title: str,
     *,
-    is_recorded: bool = True,
     seeds: CallSeeds | None = None,
     last_first: bool = False,
     is_even: bool = False,
@@ -38,7 +37,6 @@ def run_calls(
         names: of the calls, for errors and profiles.
         max_concurrency: how many may run at once; `None` leaves it to the library.
         title: how the map is called in errors and profiles.
-        is_recorded: whether the calls see the caller's grad mode, or none of their operators is recorded.
         seeds: of their random numbers; `None` takes them from the calling thread's stream.
         last_first: whether the last call begins first, as in the backward of a loop.
         is_even: whether each has the smallest share of intra-op threads, however many run beside it.
@@ -53,7 +51,7 @@ def run_calls(
         max_concurrency = 1
     lanes = None if max_concurrency == 1 or len(names) == 1 else lanes_from_here()
     seeds = CallSeeds() if seeds is None else seeds
-    scope = functools.partial(own_streams, seeds) if is_recorded else lambda: _Unrecorded(seeds)
+    scope = functools.partial(own_streams, seeds)
 
     def run(index: int) -> None:
         running.index = index
@@ -146,23 +144,6 @@ def is_under_mode_of_torch() -> bool:
         return False
     bases = {base for mode in _get_current_dispatch_mode_stack() for base in type(mode).__mro__}
     return any(base.__module__.startswith("torch.") for base in bases.difference(TorchDispatchMode.__mro__))
-
-
-class _Unrecorded(own_streams):
-    """Around the forward of a function: gradients are off, and so are forward-mode ones, as torch does it."""
-
-    __slots__ = ("_forward_mode", "_grad_mode")
-
-    def __enter__(self) -> None:
-        self._grad_mode, self._forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        torch._C._set_fwd_grad_enabled(False)
-        super().__enter__()
-
-    def __exit__(self, *exc_info: object) -> None:
-        super().__exit__(*exc_info)
-        torch._C._set_fwd_grad_enabled(self._forward_mode)
-        torch._C._set_grad_enabled(self._grad_mode)
 
 
 def _raise_lowest(failures: dict[int, BaseException], names: Sequence[str], title: str) -> None:
