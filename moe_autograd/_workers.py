@@ -18,8 +18,9 @@ How many run at once follows from what the calls do:
   waits, whichever is more. Waiting calls thus treble at each look, and 64 of them all run within some 2 ms; computing
   calls get one thread a core. (With three for each, 64 calls end half a millisecond earlier still; but calls that begin
   with waiting and go on with computing would get the more threads.)
-- Added threads come one after the other: each begins by waking the next. Woken all at once they fight for the
-  interpreter lock: 1,024 calls then took 35,000 changes of threads, against 7,000.
+- Added threads come one after the other: each wakes the next just before its first call, so that the next one finds
+  the interpreter lock free if that call waits. Woken all at once they fight for the lock: 1,024 calls then took 35,000
+  changes of threads, against 7,000.
 - Calls that compute for less than `TINY_S` are not worth a second thread: their operators are so short that two
   threads mostly hand each other the interpreter lock.
 - If nothing has ended for a second, one more is added each second whatever the processor times say: a call that
@@ -221,6 +222,8 @@ class _Crew:
             if share != team_size:
                 set_team_size(share)
                 team_size = share
+            if self._to_come:
+                self._wake_next()
             try:
                 call(index)
             except KeyboardInterrupt as interrupt:
@@ -240,25 +243,23 @@ class _Crew:
             return self._num_running == 0
 
     def _wake_next(self) -> None:
-        """Wake the next of the threads that are to come; it begins by doing the same."""
-        if self._to_come:
-            try:
-                self._to_come.pop()
-            except IndexError:  # another thread was faster
+        """Wake the next of the threads that are to come; before its first call it does the same."""
+        try:
+            self._to_come.pop()
+        except IndexError:  # none, or another thread was faster
+            return
+        try:
+            if self._pending:
+                start_soon(self._help)
                 return
-            try:
-                if self._pending:
-                    start_soon(self._help)
-                    return
-            except RuntimeError:  # the system has no thread left to give: those that run do the work
-                pass
-            num_left, self._to_come = 1 + len(self._to_come), []
-            if self._leave(num_left):
-                self._at_rest.release()
+        except RuntimeError:  # the system has no thread left to give: those that run do the work
+            pass
+        num_left, self._to_come = 1 + len(self._to_come), []
+        if self._leave(num_left):
+            self._at_rest.release()
 
     def _help(self) -> None:
         """What an added thread does."""
-        self._wake_next()
         ambient = self._ambient
         try:
             if ambient is not None:  # else Ctrl-C has ended the map before this thread came
@@ -267,6 +268,7 @@ class _Crew:
             self._failures[self._num_calls] = error  # the world could not be reinstated: no call of ours
         finally:
             here.progress = None
+            self._wake_next()  # if this thread came to no call
             if self._leave():
                 self._at_rest.release()
 
