@@ -21,12 +21,11 @@ stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from threadpoolctl import ThreadpoolController
@@ -88,14 +87,3 @@ def end_team() -> None:
     if _openmp.end_team is not None and getattr(_own, "may_have_team", True):
         _openmp.end_team()
         _own.may_have_team = False
-
-
-@contextlib.contextmanager
-def team_of_one() -> Iterator[None]:
-    """Let the operators of the calling thread use no other thread inside."""
-    before = get_team_size()
-    set_team_size(1)
-    try:
-        yield
-    finally:
-        set_team_size(before)

@@ -16,7 +16,7 @@ Gradients = Sequence[Tensor | None]
 def is_finite(tensors: Gradients) -> bool:
     """Whether all values are finite. A finite sum proves it; the rare other case is looked at exactly."""
     for tensor in tensors:
-        if tensor is None or tensor.dtype not in _CAN_BE_INFINITE:
+        if tensor is None or tensor.dtype not in _CAN_BE_INFINITE or not tensor.numel():
             continue
         total = tensor.sum().item()
         if not (math.isfinite(total.real) and math.isfinite(total.imag)) and not bool(

@@ -14,7 +14,6 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.batching import ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool, take
 from experts_server.queues.replies import replying_to
-from moe_autograd._intraop import team_of_one
 from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
 
 MAX_NAMES_IN_ERROR = 8
@@ -84,12 +83,11 @@ class Registry(Mapping[str, ExpertQueue]):
     def _compute_at_once(self, small: deque[tuple[ExpertQueue, Call]]) -> None:
         """Compute calls here, whose turns are claimed; let the loop do something else from time to time."""
         until = time.monotonic() + AT_ONCE_S
-        with team_of_one():
-            while small:
-                queue, call = small.popleft()
-                take(queue.run_alone, call)
-                if time.monotonic() > until:
-                    break
+        while small:
+            queue, call = small.popleft()
+            take(queue.run_alone, call)
+            if time.monotonic() > until:
+                break
         if small:
             asyncio.get_running_loop().call_soon(self._compute_at_once, small)
 

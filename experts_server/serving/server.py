@@ -46,6 +46,7 @@ from experts_server.serving.open_inference import OpenInference
 from experts_server.serving.ports import open_port
 from experts_server.serving.security import Gate
 from experts_server.serving.service import Service
+from moe_autograd._intraop import set_team_size
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire.options import SERVER_OPTIONS
 from moe_autograd.wire.tensors import TensorLimits
@@ -157,6 +158,7 @@ class ExpertServer:
             CheckpointError: the checkpoint is damaged beyond falling back, or does not fit.
         """
         self._loop = asyncio.get_running_loop()
+        set_team_size(1)  # small calls are computed on the loop's thread (`Registry`): a team would cost more
         try:
             self.load()
             await self.saver.start()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_autograd._random import seeds_elsewhere
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.calls import Outcome
@@ -161,17 +162,15 @@ class Connection:
     ) -> list[Outcome]:
         """Make the forwards; note in each call where it was made and what it gave."""
         self.left_forwards.tell()
-        jobs = []
-        encoding = self._delivery.settings.encodings.encoding("Forward")
-        for call, args in zip(calls, inputs, strict=True):
-            request = forward_request(self.numbering.client_id, call, args, encoding)
-            jobs.append(Job(request, self._finding.hosts_of(call.expert)[0], index=call.index))
-        with self.left_forwards.noting_failed(jobs):
-            with self._delivery.operations.begin() as operation:
-                self._delivery.deliver("Forward", jobs, operation, failures)
-            note_failures(jobs, "forward", failures)
+        may_draw = [self.hosted[call.expert].may_draw for call in calls]
+        with seeds_elsewhere(may_draw) as (seeds, note_drawn):
+            for call, seed in zip(calls, seeds, strict=True):
+                call.random_seed = seed
+            jobs = self._deliver_forwards(calls, inputs, failures)
+            if any(job.outcome.has_drawn for job in jobs):
+                note_drawn()
         for call, args, job in zip(calls, inputs, jobs, strict=True):
-            call.address, call.encoding = job.address, encoding
+            call.address = job.address
             call.replica = self._finding.placement.replica_of(call.expert, job.address)
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.is_kept = call.keep_graph
@@ -179,6 +178,21 @@ class Connection:
             if not args[0].is_cpu:
                 job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
         return [job.outcome for job in jobs]
+
+    def _deliver_forwards(
+        self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: Failures | None
+    ) -> list[Job]:
+        encoding = self._delivery.settings.encodings.encoding("Forward")
+        jobs = []
+        for call, args in zip(calls, inputs, strict=True):
+            call.encoding = encoding
+            request = forward_request(self.numbering.client_id, call, args, encoding)
+            jobs.append(Job(request, self._finding.hosts_of(call.expert)[0], index=call.index))
+        with self.left_forwards.noting_failed(jobs):
+            with self._delivery.operations.begin() as operation:
+                self._delivery.deliver("Forward", jobs, operation, failures)
+            note_failures(jobs, "forward", failures)
+        return jobs
 
     def prepare_backward(self, calls: Sequence[Call], results: Sequence[Any]) -> None:
         """Let servers know in time what the backward through these results will need after them."""

@@ -14,7 +14,7 @@ Rules:
    the engine goes to the anchor. So `torch.autograd.grad(loss, x)` changes nothing on any server.
 3. A call none of whose outputs got a gradient is not made, as plain PyTorch would not run its backward.
 4. Outputs that need no gradient (under `no_grad`, or neither weights nor inputs want one) are marked so, and
-   the server keeps nothing for them.
+   the server keeps nothing for them. A pass with no others makes no node.
 5. The server's answer is a number, not a graph: whoever asks for a second derivative gets an error.
 6. Random numbers follow from a seed of the caller's stream that travels with each call (`_random`, Rule 4): a forward
    that is repeated, by a retry, a replica or a checkpoint, draws the same.
@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_autograd._random import seeds_elsewhere
 from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
@@ -240,13 +239,15 @@ def call_experts(
         _call(connection, index, expert, args)
         for index, (expert, args) in enumerate(zip(experts, inputs, strict=True))
     ]
-    needs_grad = any(call.keep_graph for call in calls)
-    anchor = connection.anchor.view_as(connection.anchor) if needs_grad else None
-    apply: Any = _RemoteCalls.apply
-    flat = apply(connection, calls, failures, anchor, *(x for args in inputs for x in args))
-    rows = split(flat, [call.num_outputs for call in calls])
-    if needs_grad:
+    flat: Sequence[Any]
+    if any(call.keep_graph for call in calls):
+        apply: Any = _RemoteCalls.apply
+        anchor = connection.anchor.view_as(connection.anchor)
+        flat = apply(connection, calls, failures, anchor, *(x for args in inputs for x in args))
         connection.prepare_backward([call for call in calls if call.keep_graph], flat)
+    else:
+        flat = [y for outcome in connection.run_forward(calls, inputs, failures) for y in outcome.tensors]
+    rows = split(flat, [call.num_outputs for call in calls])
     return [_result(call, row) for call, row in zip(calls, rows, strict=True)]
 
 
@@ -273,17 +274,11 @@ class _RemoteCalls(torch.autograd.Function):
         connection: Connection,
         calls: list[Call],
         failures: Failures | None,
-        anchor: Tensor | None,
+        anchor: Tensor,
         *flat_inputs: Tensor,
     ) -> tuple[Tensor | None, ...]:
         inputs = split(flat_inputs, [call.num_inputs for call in calls])
-        may_draw = [connection.hosted[call.expert].may_draw for call in calls]
-        with seeds_elsewhere(may_draw) as (seeds, note_drawn):
-            for call, seed in zip(calls, seeds, strict=True):
-                call.random_seed = seed
-            outcomes = connection.run_forward(calls, inputs, failures)
-            if any(outcome.has_drawn for outcome in outcomes):
-                note_drawn()
+        outcomes = connection.run_forward(calls, inputs, failures)
         ctx.connection, ctx.calls, ctx.failures = connection, calls, failures
         ctx.node = connection.left_forwards.node_of(calls)
         ctx.set_materialize_grads(False)
