@@ -26,7 +26,7 @@ from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import Rests, Tolerance
 from moe_autograd.moe.idle import with_zero_grads
 from moe_autograd.moe.partial import compute_with_those_that_answer
-from moe_autograd.moe.routing import Routing
+from moe_autograd.moe.routing import Routing, checked_loads
 
 _STRICT = Tolerance(min_experts=1, allow_zero_outputs=False, timeout_after_min_s=None)
 
@@ -70,8 +70,9 @@ class MixtureOfExperts(nn.Module):
 
     Raises:
         ValueError: the experts are not as many as the router chooses from, `x` has another width than the
-            router, or an expert changes the shape of what it is given. Options that do not fit together.
-        TypeError: an expert is not a module, or returns something that is not a tensor.
+            router, or an expert changes the shape of what it is given. Options that do not fit together. A router of
+            yours returns a `Routing` of other tokens or experts than there are.
+        TypeError: an expert is not a module, or returns something that is not a tensor; a router no `Routing`.
         TooFewExpertsError: with "drop", some token has fewer than `min_experts`.
         UnsupportedTransformError: inside a `torch.func` transform or a trace, or with forward-mode tangents.
 
@@ -152,9 +153,10 @@ class MixtureOfExperts(nn.Module):
                 "MixtureOfExperts: expected to be run, got torch.export around it. How many tokens an expert has is "
                 "known only then. Export router and experts each for itself."
             )
-        routing = _checked(self.router(x))
-        x_TD = x.reshape(routing.num_tokens, x.shape[-1])
-        plan = plan_dispatch(routing.expert_index, routing.tokens_per_expert)
+        routing = self.router(x)
+        x_TD = x.reshape(-1, x.shape[-1])
+        tokens_per_expert = checked_loads(routing, len(x_TD), len(self.experts))
+        plan = plan_dispatch(routing.expert_index, tokens_per_expert)
         if routing.is_kept is not None:
             plan, _ = select(plan, routing.is_kept)
         active: Sequence[int] = plan.active
@@ -251,15 +253,6 @@ def _num_experts_of(router: nn.Module) -> int:
             "experts it chooses from."
         )
     return num_experts
-
-
-def _checked(routing: Any) -> Routing:
-    if not isinstance(routing, Routing):
-        raise TypeError(
-            f"MixtureOfExperts: expected the router to return a Routing, got {type(routing).__name__}. "
-            "See TopKRouter.forward for one."
-        )
-    return routing
 
 
 def _as_module_list(experts: Experts) -> nn.ModuleList:

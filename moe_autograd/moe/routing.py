@@ -10,6 +10,7 @@ Shape letters: T tokens, E experts, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Routing:
     Args:
         logits: (T, E), floating, what the router's weight made of the tokens.
         probabilities: (T, E), float32 or float64, each row sums to one.
-        expert_index: (T, K), int64, the experts of each token, most probable first, no expert twice in a row.
+        expert_index: (T, K), int64, the experts of each token, most probable first, none of them twice.
         combine_weights: (T, K), float32 or float64, the weight of each of these experts' outputs.
         is_kept: (T, K), bool, which choices are computed; the others are dropped, and their weights are zero. `None`:
             all are.
@@ -83,4 +84,54 @@ class Routing:
         return (
             f"Routing(num_tokens={self.num_tokens}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"tokens_per_expert={self.tokens_per_expert.tolist()})"
+        )
+
+
+def checked_loads(routing: Any, num_tokens: int, num_experts: int) -> Tensor:
+    """Return `tokens_per_expert` of what a router has returned, if that fits the layer.
+
+    Raises:
+        TypeError: it is not a `Routing`, or its choices are not whole numbers.
+        ValueError: a tensor has another shape than the tokens and experts ask for, or an expert does not exist.
+    """
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"MixtureOfExperts: expected the router to return a Routing, got {type(routing).__name__}. "
+            "See TopKRouter.forward for one."
+        )
+    index = routing.expert_index
+    if index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"Routing: expected expert_index of int64, got {index.dtype}. Pass what torch.topk returns as indices."
+        )
+    top_k = index.shape[1] if index.dim() == 2 else "top_k"
+    _check_shape("expert_index", index, (num_tokens, top_k))
+    _check_shape("combine_weights", routing.combine_weights, (num_tokens, top_k))
+    _check_shape("probabilities", routing.probabilities, (num_tokens, num_experts))
+    if routing.is_kept is not None:
+        _check_shape("is_kept", routing.is_kept, (num_tokens, top_k))
+        if routing.is_kept.dtype is not torch.bool:
+            raise TypeError(
+                f"Routing: expected is_kept of bool, got {routing.is_kept.dtype}. Compare, as in w > 0."
+            )
+    advice = f"Choose from 0 to {num_experts - 1}; is_kept says which choices are left out."
+    try:
+        loads = routing.tokens_per_expert
+    except RuntimeError as error:  # `torch.bincount` says so
+        raise ValueError(
+            f"Routing: expected experts that exist in expert_index, got a negative one. {advice}"
+        ) from error
+    if len(loads) != num_experts:
+        raise ValueError(
+            f"Routing: expected experts that exist in expert_index, got {len(loads) - 1} "
+            f"(num_experts={num_experts}). {advice}"
+        )
+    return loads
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"Routing: expected {name} of shape ({', '.join(map(str, shape))}), got {tuple(tensor.shape)}. A router "
+            "flattens the leading dimensions of x into one of tokens."
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -80,6 +81,84 @@ def test_a_router_that_is_none_is_refused() -> None:
     no_router.num_experts = 2  # type: ignore[assignment]  # the point of the test
     with pytest.raises(TypeError, match="expected the router to return a Routing, got Tensor"):
         MixtureOfExperts(no_router, experts)(torch.randn(3, 4))
+
+
+class OwnRouter(nn.Module):
+    """A router of a user's that returns what `change` has made of a routing."""
+
+    num_experts = 3
+
+    def __init__(self, change: dict[str, Callable[[Routing], object]]) -> None:
+        super().__init__()
+        self.router, self.change = TopKRouter(D_MODEL, 3, 2), change
+
+    def forward(self, x: Tensor) -> Routing:
+        routing = self.router(x)
+        changes: dict[str, Any] = {name: change(routing) for name, change in self.change.items()}
+        return dataclasses.replace(routing, **changes)
+
+
+MISTAKES: dict[str, tuple[str, Callable[[Routing], object], str]] = {
+    "tokens are not flattened": (
+        "expert_index",
+        lambda routing: routing.expert_index.reshape(2, 5, 2),
+        r"expected expert_index of shape \(10, top_k\), got \(2, 5, 2\)",
+    ),
+    "one choice without its dimension": (
+        "expert_index",
+        lambda routing: routing.expert_index[:, 0],
+        r"expected expert_index of shape \(10, top_k\), got \(10,\)",
+    ),
+    "weights of all experts": (
+        "combine_weights",
+        lambda routing: routing.probabilities,
+        r"expected combine_weights of shape \(10, 2\), got \(10, 3\)",
+    ),
+    "probabilities of fewer experts": (
+        "probabilities",
+        lambda routing: routing.probabilities[:, :2],
+        r"expected probabilities of shape \(10, 3\), got \(10, 2\)",
+    ),
+    "weights for choices": (
+        "expert_index",
+        lambda routing: routing.combine_weights,
+        "of int64, got torch.float32",
+    ),
+    "an expert too many": (
+        "expert_index",
+        lambda routing: routing.expert_index + 1,
+        r"experts that exist in expert_index, got 3 \(num_experts=3\)",
+    ),
+    "-1 for no expert": (
+        "expert_index",
+        lambda routing: routing.expert_index - 3,
+        "got a negative one.*is_kept",
+    ),
+    "weights kept": (
+        "is_kept",
+        lambda routing: routing.combine_weights,
+        "is_kept of bool, got torch.float32",
+    ),
+    "tokens kept": (
+        "is_kept",
+        lambda routing: routing.expert_index[:, 0] > 0,
+        r"of shape \(10, 2\), got \(10,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_router_of_ones_own_is_named(
+    mistake: str, on_failure: Literal["raise", "drop"]
+) -> None:
+    name, change, expected = MISTAKES[mistake]
+    experts = [nn.Identity() for _ in range(3)]
+    layer = MixtureOfExperts(OwnRouter({name: change}), experts, on_failure=on_failure)
+    with pytest.raises((TypeError, ValueError), match=expected):
+        layer(torch.rand(2, 5, D_MODEL))
+    right = MixtureOfExperts(OwnRouter({"expert_index": lambda routing: routing.expert_index.int()}), experts)
+    assert right(torch.rand(2, 5, D_MODEL)).shape == (2, 5, D_MODEL)
 
 
 def test_an_expert_that_is_no_module_is_refused_by_its_index() -> None:
