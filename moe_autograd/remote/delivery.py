@@ -141,7 +141,9 @@ class Delivery:
                     job.request.on_settled(False)
                 if attempts.num_retries:
                     for error in errors:
-                        error.add_note(f"Given up after {attempts.num_retries} retries.")
+                        error.add_note(
+                            f"Given up after {attempts.num_retries} retries: {attempts.why_given_up}."
+                        )
                 return
             lost = self._find_anew(rpc, jobs, operation)
 

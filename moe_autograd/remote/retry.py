@@ -105,6 +105,7 @@ class Attempts:
 
     def __init__(self, policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> None:
         self.num_retries = 0
+        self.why_given_up = ""  # and what to do, once `pause_before_next` has returned None
         self._policy = policy
         self._budget = budget
         self._deadline = deadline
@@ -117,22 +118,33 @@ class Attempts:
         Args:
             errors: of the calls that could be tried again; at least one.
         """
+        self.why_given_up = self._why_not_again(errors)
+        pause_s = max(self._own_pause_s(), *(_hint_s(error) for error in errors))
+        if not self.why_given_up and pause_s >= self._deadline.remaining_s:
+            self.why_given_up = "the deadline would be over; connect(..., timeout_s=...) sets it"
+        if self.why_given_up:
+            return None
+        self.num_retries += 1
+        return pause_s
+
+    def _why_not_again(self, errors: Sequence[RemoteError]) -> str:
+        """Return which number of the policy forbids another attempt; "" if none does."""
+        patience_s, most = self._policy.patience_s, self._policy.max_retries
         if all(isinstance(error, ServerUnavailableError) for error in errors):
             now = time.monotonic()
             self._gone_since = self._gone_since or now
-            if now - self._gone_since >= self._policy.patience_s:
-                return None
+            if now - self._gone_since >= patience_s:
+                longer = "connect(..., retry=RetryPolicy(patience_s=...)) waits longer"
+                return f"a server that is gone is waited for {patience_s:g} s; {longer}"
         else:
             self._gone_since = None
         if not all(isinstance(error, ServerUnavailableError | ExpertNotFoundError) for error in errors):
             self._num_others += 1
-            if self._num_others > self._policy.max_retries or not self._budget.has_taken():
-                return None
-        pause_s = max(self._own_pause_s(), *(_hint_s(error) for error in errors))
-        if pause_s >= self._deadline.remaining_s:
-            return None
-        self.num_retries += 1
-        return pause_s
+            if self._num_others > most:
+                return f"connect's RetryPolicy has max_retries={most}"
+            if not self._budget.has_taken():
+                return "the budget of connect's RetryPolicy, which all calls share, is used up"
+        return ""
 
     def _own_pause_s(self) -> float:
         grown = self._policy.initial_pause_s * 2.0 ** min(self.num_retries, 30)

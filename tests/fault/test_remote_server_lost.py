@@ -135,7 +135,11 @@ class TestComesBack:
             server.kill()
             with pytest.raises(ServerUnavailableError) as raised:
                 experts["ffn.0"](torch.ones(1, 8))
-        assert raised.value.__notes__[-1].startswith("Given up after ")
+        note = raised.value.__notes__[-1]
+        assert note.startswith("Given up after ")
+        assert note.endswith(
+            "is waited for 0.5 s; connect(..., retry=RetryPolicy(patience_s=...)) waits longer."
+        )
 
     def test_a_backward_after_a_restart_computes_the_forward_again(self):
         torch.manual_seed(0)
