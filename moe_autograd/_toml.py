@@ -37,7 +37,9 @@ def read_toml(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def describe_unknown_key(key: str, value: Any, allowed: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
+def describe_unknown_key(
+    key: str, value: Any, allowed: Iterable[str], elsewhere: Sequence[str] = (), advice: str = ""
+) -> str:
     """Return what to say of a key that is not allowed, with the one that may have been meant.
 
     Args:
@@ -45,11 +47,13 @@ def describe_unknown_key(key: str, value: Any, allowed: Iterable[str], elsewhere
         value: its value.
         allowed: the keys that its table has.
         elsewhere: keys of the same name in other tables, with these.
+        advice: what to do, where no key is near.
 
     >>> describe_unknown_key("tls.ca_fil", "ca.pem", ["ca_file", "cert_file"])
     "key 'tls.ca_fil': expected one of ca_file, cert_file, got an unknown key (value 'ca.pem'). Did you mean 'ca_file'?"
     """
     names = sorted(allowed)
     near = [*elsewhere, *difflib.get_close_matches(key.rpartition(".")[2], names, n=1)]
-    advice = f" Did you mean {near[0]!r}?" if near else ""
-    return f"key {key!r}: expected one of {', '.join(names)}, got an unknown key (value {value!r}).{advice}"
+    advice = f"Did you mean {near[0]!r}?" if near else advice
+    expected = f"key {key!r}: expected one of {', '.join(names)}, got an unknown key (value {value!r})."
+    return f"{expected} {advice}" if advice else expected

@@ -38,11 +38,16 @@ def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Cal
     file = click.Path(path_type=Path)
     options = (
         click.option(
-            "--timeout-s", type=float, default=timeout_s, show_default=True, callback=_check_timeout
+            "--timeout-s",
+            type=float,
+            default=timeout_s,
+            show_default=True,
+            callback=_check_timeout,
+            help="How many seconds to wait for the answer.",
         ),
-        click.option("--key", type=file, help="The key of --cert."),
+        click.option("--key", type=file, help="The private key of --cert."),
         click.option("--cert", type=file, help="Your own certificate, for a server with client_ca."),
-        click.option("--ca", type=file, help="What signed its certificate; turns TLS on."),
+        click.option("--ca", type=file, help="Who signed the server's certificate; turns TLS on."),
         click.option("--token-file", type=file, help="A file that holds the bearer token."),
     )
 
@@ -126,24 +131,28 @@ def main() -> None:
     type=click.IntRange(1, 65_536),
     help="How many of --expert: CLASS.0, CLASS.1, ...  [default: 1]",
 )
-@click.option("--d-model", type=click.IntRange(1), help="Their width; ffn, swiglu and transformer want it.")
-@click.option("--d-ff", type=click.IntRange(1), help="Their inner width.")
+@click.option(
+    "--d-model", type=click.IntRange(1), help="The experts' width; ffn, swiglu and transformer want it."
+)
+@click.option("--d-ff", type=click.IntRange(1), help="The experts' inner width.")
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help="Of torch.optim, in any case; 'none': not trained." + _default(OptimizerConfig, "name"),
+    help="A class of torch.optim, in any case; 'none': not trained." + _default(OptimizerConfig, "name"),
 )
 @click.option("--lr", type=float, help="The optimizer's learning rate." + _default(OptimizerConfig, "lr"))
 @click.option(
     "--update",
     type=click.Choice(["on_step", "on_backward", "on_samples"]),
-    help="When it steps." + _default(ServerConfig, "update"),
+    help="When an expert is updated." + _default(ServerConfig, "update"),
 )
 @click.option(
-    "--samples-per-update", type=click.IntRange(1), help="Rows of a client, with --update on_samples."
+    "--samples-per-update",
+    type=click.IntRange(1),
+    help="After so many rows of one client, with --update on_samples.",
 )
-@click.option("--seed", type=int, help="Of the experts' first weights." + _default(ServerConfig, "seed"))
-@click.option("--latency-ms", type=float, help="Added to every message of calls, for demonstrations.")
+@click.option("--seed", type=int, help="Decides the experts' first weights." + _default(ServerConfig, "seed"))
+@click.option("--latency-ms", type=float, help="A delay added to every message of calls, for demonstrations.")
 @click.option(
     "--checkpoint-dir",
     type=click.Path(),
@@ -160,7 +169,11 @@ def main() -> None:
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
 @click.option(
-    "--log-format", type=click.Choice(["text", "json"]), default="text", help="One line an event, on stderr."
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Of the lines on stderr.",
 )
 def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> None:
     """Host experts until SIGTERM, Ctrl-C or the end of the terminal.
@@ -189,7 +202,7 @@ def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> N
 def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
     """Show what the server at HOST:PORT hosts, or several.
 
-    One that does not answer is told of on stderr, after what the others have said, and makes the status 1.
+    A server that does not answer is reported on stderr, after the others, and makes the exit status 1.
     """
     replies: dict[str, pb.InfoReply] = {}
     errors: list[RemoteError] = []
@@ -213,7 +226,13 @@ def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
 
 @main.command()
 @click.argument("address", metavar="METRICS_HOST:PORT", callback=_check_address)
-@click.option("--interval-s", type=click.FloatRange(0.1), default=2.0, show_default=True)
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds from one look to the next.",
+)
 @click.option("--looks", type=click.IntRange(1), help="Stop after so many; without it, at Ctrl-C.")
 def top(address: str, interval_s: float, looks: int | None) -> None:
     """Watch load, latency and updates of each expert.

@@ -200,6 +200,10 @@ class ServingConfig(_Frozen):
                 f"metrics_listen: expected a loopback address, got {self.metrics_listen!r}. "
                 "It asks nobody who he is: put a proxy before it, or use --insecure if the network is trusted"
             )
+        if self.metrics_listen == self.listen and split_address(self.listen)[1]:
+            raise ValueError(
+                f"metrics_listen: expected another port than that of listen, got {self.listen!r} for both. Choose one"
+            )
         if not is_loopback(self.listen) and not is_safe and not security.insecure:
             raise ValueError(
                 f"listen: expected a loopback address or credentials, got {self.listen!r} without. Set "
@@ -237,7 +241,8 @@ class ServerConfig(ServingConfig):
             if (update == "on_samples") != (samples is not None):
                 raise ValueError(
                     f"experts.{name}.samples_per_update: expected a number of rows with update = 'on_samples' and none "
-                    f"with another, got {'none' if samples is None else samples} with update = {update!r}"
+                    f"with another, got {'none' if samples is None else samples} with update = {update!r}. "
+                    f"{'Set it' if samples is None else 'Leave it out'}, or choose another update"
                 )
         return self
 
@@ -270,7 +275,7 @@ class ServerConfig(ServingConfig):
 def memory_mistake(memory: MemoryConfig, update: UpdateMode, offload: OffloadConfig | None) -> str | None:
     """Return `KEY: expected X, got Y` for choices that do not go together."""
     if memory.offload and offload is None:
-        return "offload: expected a table [offload] with max_resident_bytes with offload = true, got none"
+        return "offload: expected a table [offload] that sets max_resident_bytes, got none. Add it"
     if memory.offload and not memory.recompute:
         return (
             "recompute: expected true with offload = true, got false. A graph between forward and backward would keep "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -35,11 +36,27 @@ class Mistake:
 
 
 def mistakes_in(error: ValidationError, model: type[BaseModel]) -> list[Mistake]:
-    """Return what `error`, of validating `model`, says."""
-    return [_mistake(dict(each), model) for each in error.errors()]
+    """Return what `error`, of validating `model`, says; of a mistake that several experts have, the first."""
+    alike: dict[object, list[dict[str, Any]]] = {}
+    for each in map(dict[str, Any], error.errors()):
+        alike.setdefault(_whatever_the_expert(each), []).append(each)
+    return [_mistake(found[0], model, len(found) - 1) for found in alike.values()]
 
 
-def _mistake(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
+def _whatever_the_expert(found: dict[str, Any]) -> object:
+    """Return what a mistake is, without the name of the expert that it is in."""
+    location = found["loc"]
+    in_entry = location[2:] if location[:1] == ("experts",) else location
+    return in_entry, found["type"], repr(found["input"])
+
+
+def _mistake(found: dict[str, Any], model: type[BaseModel], num_others: int) -> Mistake:
+    mistake = _described(found, model)
+    others = f" So it is for {num_others} more expert{'s' * (num_others > 1)}." if num_others else ""
+    return Mistake(mistake.key, mistake.sentence + others)
+
+
+def _described(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
     location = tuple(part for part in found["loc"] if part not in (TABLE, NONE))
     key, got = ".".join(str(part) for part in location), found["input"]
     match found["type"]:
@@ -47,7 +64,8 @@ def _mistake(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
             return Mistake(key, f"key {key!r}: expected a value, got none. Set it.")
         case "extra_forbidden":
             allowed, elsewhere = _allowed_keys(location[:-1], model), _in_tables(str(location[-1]), model)
-            return Mistake(key, describe_unknown_key(key, got, allowed, elsewhere))
+            advice = _advice(location, got, allowed, model)
+            return Mistake(key, describe_unknown_key(key, got, allowed, elsewhere, advice))
         case "value_error" if not key:  # of the whole: the message begins with the key
             key, _, expected = str(found["ctx"]["error"]).partition(": ")
             return Mistake(key, f"key {key!r}: {expected}.")
@@ -55,9 +73,21 @@ def _mistake(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
             expected = str(found["ctx"]["error"])
         case "too_short" if key == "experts":
             expected = "expected at least one expert: a table [experts.NAME], or --expert"
+        case "model_type" if location[-1] == "schedule":
+            expected = "expected a table such as { name = 'CosineAnnealingLR', args = { T_max = 10000 } }"
         case kind:
             expected = _EXPECTED.get(kind, str(found["msg"]).replace("Input should be", "expected"))
     return Mistake(key, f"key {key!r}: {expected}, got {got!r}.")
+
+
+def _advice(location: tuple[Any, ...], value: object, allowed: Sequence[str], model: type[BaseModel]) -> str:
+    """Say where a key may belong that the table at its place does not have."""
+    *tables, name = location
+    if tables and name in model.model_fields:
+        return f"{name} belongs above the first [table]: what stands below one is part of it."
+    if tables[:1] == ["experts"] and len(tables) == 2 and isinstance(value, dict):
+        return f'Names with dots want quotes: [experts."{tables[1]}.{name}"].'
+    return f"Arguments of the class go into args = {{ {name} = ... }}." if "args" in allowed else ""
 
 
 def _allowed_keys(location: tuple[Any, ...], model: type[BaseModel]) -> list[str]:

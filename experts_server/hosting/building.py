@@ -117,8 +117,10 @@ def _find_class(place: str, class_name: str) -> Callable[..., Any]:
         return BUILT_IN[class_name]
     module_name, colon, attribute = class_name.partition(":")
     if not colon:
+        package, dot, name = class_name.rpartition(".")
+        advice = f" Did you mean '{package}:{name}'?" if dot else ""
         raise ConfigError(
-            f"{place}, key 'class': expected one of {', '.join(BUILT_IN)} or module:Class, got {class_name!r}."
+            f"{place}, key 'class': expected one of {', '.join(BUILT_IN)} or module:Class, got {class_name!r}.{advice}"
         )
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)

@@ -75,6 +75,13 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ({"limits": {"max_tensor_bytes": 1 << 50}}, "expected less than or equal to 1099511627776"),
         ({"limts": {}}, "key 'limts': expected one of batching, checkpoint_dir"),
         ({"limts": {}}, "Did you mean 'limits'?"),
+        ({"optimizer": {"weight_decay": 0.1}}, "class go into args = { weight_decay = ... }."),
+        ({"optimizer": {"schedule": "CosineAnnealingLR"}}, "expected a table such as { name = "),
+        ({"experts": {"a": {**FFN, "d_model": 8}}}, "class go into args = { d_model = ... }."),
+        ({"experts": {"ffn": {"0": FFN}}}, 'Names with dots want quotes: [experts."ffn.0"].'),
+        ({"experts": {"a": {**FFN, "seed": 1}}}, "seed belongs above the first [table]"),
+        ({"experts": {"ffn.[0:32]": {**FFN, "seed": 1}}}, "is part of it. So it is for 31 more experts."),
+        ({"listen": "[::1]:8", "metrics_listen": "[::1]:8"}, "another port than that of listen"),
         ({"limits": {"max_thread": 3}}, "Did you mean 'max_threads'?"),
         ({"listen": "here"}, "key 'listen': expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0, got 'here'"),
         ({"listen": "127.0.0.1:70000"}, "key 'listen': expected a port from 0 to 65535, got '127.0.0.1:70000'"),
@@ -157,7 +164,6 @@ def test_a_mistake_names_the_source_that_made_it(tmp_path: Path) -> None:
             "environment variable EXPERTS_SERVER_PORT, key 'port'",
             "flags, key 'latency_ms'",
             "flags, key 'experts.ffn.1.x'",
-            "flags, key 'experts.ffn.2.x'",
             "flags, key 'experts.ffn.2.class'",
         ]
     )

@@ -40,6 +40,7 @@ class Script(torch.nn.Module):
     ("expert", "text"),
     [
         ({"class": "fnn"}, "expected one of ffn, swiglu, transformer, identity or module:Class, got 'fnn'"),
+        ({"class": "torch.nn.Linear"}, "got 'torch.nn.Linear'. Did you mean 'torch.nn:Linear'?"),
         (
             {"class": "no.such.module:X"},
             "got 'no.such.module:X' (ModuleNotFoundError: No module named 'no'). Is",
