@@ -62,7 +62,7 @@ def run_all(
     *,
     max_concurrency: int | None = None,
     scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-    is_even: bool = False,
+    even_shares: bool = False,
 ) -> dict[int, BaseException]:
     """Run `call(index)` for each index, concurrently where they wait or where cores are free.
 
@@ -71,7 +71,7 @@ def run_all(
         order: the indices, at least one, in the order in which calls begin.
         max_concurrency: at most so many calls at once; `None` leaves the number to the library.
         scope: entered on each thread that runs calls, the calling thread included, around its share of them.
-        is_even: whether every call has the smallest share of intra-op threads, however many run beside it.
+        even_shares: whether every call has the smallest share of intra-op threads, however many run beside it.
 
     Returns:
         The exceptions of the calls that raised, by index.
@@ -84,9 +84,9 @@ def run_all(
     """
     limit = len(order) if max_concurrency is None else min(len(order), max_concurrency)
     if limit == 1:
-        with _smallest_team() if is_even else contextlib.nullcontext():
+        with _smallest_team() if even_shares else contextlib.nullcontext():
             return _run_in_turn(call, order, scope)
-    crew = _Crew(call, order, limit, scope, is_even)
+    crew = _Crew(call, order, limit, scope, even_shares)
     lookout.watch(crew)
     return crew.run()
 
@@ -140,10 +140,10 @@ class _Crew:
         order: range,
         limit: int,
         scope: Callable[[], AbstractContextManager[object]],
-        is_even: bool = False,
+        even_shares: bool = False,
     ) -> None:
         self._call = call
-        self._is_even = is_even
+        self._even_shares = even_shares
         self._pending = deque(order)
         self._limit = limit
         self._scope = scope
@@ -217,7 +217,7 @@ class _Crew:
             except IndexError:  # another thread was faster
                 return
             # The first call may get company while it runs, and then has the smallest share; later ones know.
-            side_by_side = self._num_running if team_size and not self._is_even else cores
+            side_by_side = self._num_running if team_size and not self._even_shares else cores
             share = smallest if side_by_side >= cores else self._team_size // side_by_side
             if share != team_size:
                 set_team_size(share)

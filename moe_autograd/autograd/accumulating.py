@@ -25,7 +25,7 @@ from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use
 
-LEAST_ADDED = 1 << 12  # numbers; of smaller leaves the gradients may well be in memory together
+LEAST_ADDED = 1 << 12  # elements; the gradients of smaller leaves may well be in memory together
 _REST_S = 1.0
 
 
@@ -71,7 +71,7 @@ class AtOnce:
 
 
 class Adder:
-    """Adds the gradient of one leaf; stands for `True` among what a backward wants.
+    """Adds the gradient of one leaf; where a backward says what it wants, this means "yes, and add it yourself".
 
     Args:
         at_once: of the backward.

@@ -14,9 +14,9 @@ Grads: TypeAlias = list[Tensor | None]  # whoever splits it empties it
 
 
 class UnlessCompiled:
-    """The `boxed_grads_call` of a node, which compiled autograd refuses to be `True`.
+    """The `boxed_grads_call` of a node: `True` for PyTorch, `False` for compiled autograd, which refuses `True`.
 
-    That asks in a backward, when it comes to the node, and PyTorch itself when the node is made.
+    PyTorch asks when the node is made, and compiled autograd in a backward: that tells who asks.
     """
 
     def __get__(self, *_: object) -> bool:

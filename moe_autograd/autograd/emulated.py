@@ -68,7 +68,7 @@ class EmulatedAutogradContext(FunctionCtx):
     # What the library keeps here has a prefix, since other names belong to the function. What was saved has one entry
     # for each backward that runs, put and taken by one operation each: several threads may use a graph at once.
     _emulated_saved: Sequence[Sequence[Tensor | None]] = ((),)
-    _emulated_clears = False  # what was saved, as soon as somebody asks for it
+    _emulated_clears = False  # whether what was saved goes as soon as somebody asks for it
     _emulated_argument_shapes: Sequence[torch.Size | None] = ()  # None: not a tensor
     _emulated_kept: tuple[Any, ...] = ()  # SavedTensor objects of an isolated call
     _emulated_result_options: Sequence[Options | None] = ()  # of an isolated call

@@ -3,7 +3,7 @@
 Sixty-four experts on one server are sixty-four modules, but one message there and back is twelve times cheaper than
 sixty-four. A module says so by an attribute `call_group`: all modules of a map with the same group become one call
 of the map, and the group decides how to make it. A module without the attribute, or with `None`, is its own call; so
-is one whose calls something of a user's is to see.
+is one with hooks of the user's, which a group would not run.
 
 A callable that may fail in its backward, and can be done without, has a method `leaves_out(error) -> bool`: if it
 returns `True`, nothing flows through that call, and the other calls' backwards count.
@@ -52,7 +52,7 @@ class Roll(Protocol):
         """Note that a call has answered, or has failed for good."""
 
     def is_needed(self, index: int) -> bool:
-        """Tell whether a call is to be waited for, as things are, that cannot be made before something returns."""
+        """Tell whether a call whose server is away is worth waiting for: whether some token cannot do without it."""
 
 
 class Attendance(Protocol):
@@ -73,7 +73,7 @@ class Attendance(Protocol):
         """
 
 
-Failures: TypeAlias = list[CallFailure] | Attendance  # a list takes failures down, and is always patient
+Failures: TypeAlias = list[CallFailure] | Attendance  # a list only records failures, and waits for every call
 
 
 class CallGroup(Protocol):

@@ -24,12 +24,12 @@ from torch.autograd.graph import Node
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Call
 
-_NUM_LOOKS = (
-    4  # for each call: behind whoever has more, what is looked for is likely, and two nodes cost little
-)
+# Nodes looked at for each call. Beyond that calls are tied apart unseen: behind so many nodes there is likely a reason
+# to, and being apart costs a call but two nodes more.
+_NUM_LOOKS = 4
 
-# torch's names: those of extensions; those that raise
-_MIND = frozenset(["CppFunction", "Error", "NotImplemented"])
+# Torch's names of nodes that do not just hand on a missing gradient: extensions' own, and those that raise.
+_MINDING = frozenset(["CppFunction", "Error", "NotImplemented"])
 
 
 def apart(calls: Sequence[Call]) -> Sequence[list[int]]:
@@ -86,8 +86,8 @@ def _must_be_apart(calls: Sequence[Call], histories: Sequence[frozenset[Node]], 
 
 
 def _minds(node: Node) -> bool:
-    """Whether a node does more, without a gradient, than to hand on that there is none."""
+    """Whether a node that gets no gradient does more than hand on that there is none."""
     if type(node) is ACCUMULATE_GRAD:
         leaf: Any = node
         return bool(leaf.variable._backward_hooks or leaf.variable._post_accumulate_grad_hooks)
-    return is_python(node) or type(node).__name__ in _MIND
+    return is_python(node) or type(node).__name__ in _MINDING

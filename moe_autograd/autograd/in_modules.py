@@ -46,7 +46,7 @@ def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         around = _in_attributes(attributes, found, of_all)
         found += _with_history((*parameters.values(), *buffers.values()))
         around += _around_forward(part, of_all)
-        if of_all.changing:  # a template is often hidden from `modules()`
+        if of_all.changing:  # what `functional_call` runs is often hidden from `modules()`, in a list
             parts += _modules_in(attributes, parts)
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]

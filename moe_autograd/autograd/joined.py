@@ -77,13 +77,13 @@ class Joined:
     """
 
     can_be_apart = True  # whether calls with different histories may be tied apart
-    # whether backwards compute with what the calls saved; else it is saved to notice changes
+    # whether backwards compute with what the calls saved; if not, it is saved only so that changes of it are noticed
     reads_saved = True
-    is_even = False  # whether all calls have the same share of intra-op threads
-    shared: Sequence[Shared] = ()  # what many inputs are
+    even_shares = False  # whether all calls have the same share of intra-op threads
+    shared: Sequence[Shared] = ()  # large tensors that many calls take as an input
     _has_shared = False  # whether two inputs are the same tensor
     is_whole = True  # whether these are all calls of the map
-    compiled_arrivals: object = None  # of a backward that runs outside of the engine
+    compiled_arrivals: object = None  # those of a backward that compiled autograd runs (`join._arrivals_of`)
 
     def __init__(
         self, calls: Sequence[Call], names: Sequence[str], max_concurrency: int | None, title: str
@@ -93,17 +93,19 @@ class Joined:
         self.max_concurrency = max_concurrency
         self.title = title
         self.num_inputs = [len(call.inputs) for call in calls]
-        self.num_tied = self.num_inputs  # of those inputs that the join itself leads to
+        # of each call's inputs those that the join itself leads to; `deferred` has another node for the leaves
+        self.num_tied = self.num_inputs
         self.num_results = [len(call.results) for call in calls]
         self.arrivals: list[weakref.ref[Node]] = []  # of calls that are tied apart
-        # held by whoever takes what they saved; an unpack hook may start a backward
+        # held while what the calls saved is taken out; re-entrant, as an unpack hook may start a backward
         self.taking = threading.RLock()
         self.num_saved = [len(call.to_save) for call in calls]
 
     def inputs(self) -> list[Tensor]:
-        """Return what the join is to lead to, the inputs of the last call first.
+        """Return the tensors that the join is to lead to.
 
-        So the engine adds up what calls compute for one tensor in the order of a loop, to the same bits.
+        Where calls share some, the last call's come first (`join`, Rule 6): so the engine adds up what they compute for
+        one tensor in the order of a loop, to the same bits.
         """
         inputs = [tensor for call in self.calls for tensor in call.inputs]
         if len({*map(id, inputs)}) == len(inputs):
@@ -113,15 +115,15 @@ class Joined:
         return self.last_first(inputs)
 
     def look_for_shared(self) -> None:
-        """Look for what many inputs are, before the calls forget them (`sums`)."""
+        """Find the large tensors that many calls take (`sums`), before the calls forget their inputs."""
         self.shared = shared_by_many([call.inputs for call in self.calls])
 
     def last_first(self, of_inputs: list[Any]) -> list[Any]:
-        """Return what there is for each input that the join leads to, that for the last call first."""
+        """Turn a list with one element for each input, in the order of the calls, into the order of `inputs()`."""
         return _turned_around(of_inputs, self.num_tied) if self._has_shared else of_inputs
 
     def in_order(self, nodes: Sequence[Node | None]) -> Sequence[Node | None]:
-        """Return the nodes that the join leads to in the order of the calls, after that of the gate if there is one."""
+        """Turn the nodes that the join leads to, the gate's first if there is one, back into the order of the calls."""
         if not self._has_shared:
             return nodes
         start = len(nodes) - sum(self.num_tied)
@@ -204,7 +206,7 @@ class Joined:
 
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
         title = f"{self.title}, backward"
-        run_calls(run, names, self.max_concurrency, title, last_first=True, is_even=self.is_even)
+        run_calls(run, names, self.max_concurrency, title, last_first=True, even_shares=self.even_shares)
         if sums is not None:
             sums.hand_out(grads)
         return [grad for own in grads for grad in own]

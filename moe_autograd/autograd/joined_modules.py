@@ -174,7 +174,7 @@ class _Forwards:
         self._hooks = ordered_hooks(len(modules))
         self._has_streams = accelerator_in_use() is not None
 
-    def run(self, max_concurrency: int | None, *, is_even: bool) -> list[ModuleCall]:
+    def run(self, max_concurrency: int | None, *, even_shares: bool) -> list[ModuleCall]:
         """Run all of them; return the calls.
 
         Raises:
@@ -184,7 +184,12 @@ class _Forwards:
         title, last_first = f"{self._title}, forward", self._shares_graph  # as any backward begins
         try:
             run_calls(
-                self._run_one, self._names, max_concurrency, title, last_first=last_first, is_even=is_even
+                self._run_one,
+                self._names,
+                max_concurrency,
+                title,
+                last_first=last_first,
+                even_shares=even_shares,
             )
             self._refuse_changes()
         finally:
@@ -256,11 +261,12 @@ def run_module_calls(
     compiled: Sequence[object] = (),
 ) -> list[Any]:
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
-    is_even = bool(compiled) and max_concurrency != 1
-    at_once = 1 if is_even and may_compile(compiled, zip(inputs, kwargs, strict=True)) else max_concurrency
+    even_shares = bool(compiled) and max_concurrency != 1
+    in_turn = even_shares and may_compile(compiled, zip(inputs, kwargs, strict=True))
+    at_once = 1 if in_turn else max_concurrency
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
     forwards = _Forwards(modules, flats, names, cuts, title, shares_graph)
-    calls = forwards.run(at_once, is_even=is_even)
+    calls = forwards.run(at_once, even_shares=even_shares)
     for call in calls:
         if call.touched:
             call.keep_histories()
@@ -268,7 +274,7 @@ def run_module_calls(
     tied: Sequence[Sequence[Tensor]] = [()] * len(calls)
     if any(call.results for call in calls):
         all_calls = joined(calls, names, max_concurrency if turns is None else at_once, title)
-        all_calls.entrance, all_calls.turns, all_calls.is_even = forwards.entrance, turns, is_even
+        all_calls.entrance, all_calls.turns, all_calls.even_shares = forwards.entrance, turns, even_shares
         tied = _tie(all_calls)
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
     forwards.renew_views()

@@ -17,11 +17,11 @@ Rule 2. Leaves need no cut: the inner graph ends at them by itself. Which ones a
         its graph after the forward, so a closure's parameters count as much as a module's own.
 Rule 3. Tensors with history that a callable holds, or an object among its arguments that is no pytree, are looked up
         (`closures`) before the walk, which stops at them.
-        Cuts that the walk does not meet, inputs among them, are forgotten: the engine would run what is behind them,
-        as it does not natively, and what a module kept of its last forward is freed. A tensor that the look does not
-        find is walked through, down to its leaves; if two calls meet behind it, neither frees what they share. (Two
-        limits: a hook on it sees the gradient in parts, one a call; and if it serves outside the map as well, the
-        backward complains that its graph is freed.)
+        Cuts that the walk does not meet (an input that the call did not use, for one) are dropped. If the join led to
+        them, the engine would run what is behind them, which it does not natively, and would free graphs there that
+        somebody still needs. A tensor that the look does not find is walked through, down to its leaves; if two calls
+        meet behind it, neither frees what they share. (Two limits: a hook on it sees the gradient in parts, one a call;
+        and if it serves outside the map as well, the backward complains that its graph is freed.)
 Rule 4. The inner backward is `torch.autograd.grad`, which captures gradients and accumulates none. The outer engine
         accumulates: `.grad`, hooks and DDP see each parameter once. A tensor hook on a leaf would run at the
         capture as well, so such hooks are made to sleep while an inner backward runs.
@@ -119,7 +119,8 @@ class ModuleCall(CallResults):
 
         returned = module(*inner_args, **inner_kwargs)
 
-        if not shares_graph:  # else cuts are where they were, and not where their tensors are now
+        # A call of a backward (Rule 6) ends at the histories of then, whatever these tensors have become since.
+        if not shares_graph:
             self.cuts += _renewed(cuts)
         outer_of = {id(aliases[id(tensor)]): tensor for tensor in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
@@ -229,7 +230,7 @@ class ModuleCall(CallResults):
                 raise
             return [None] * len(wanted)
         finally:
-            if not keep_graph and any(wanted):  # else a node of its own would not run
+            if not keep_graph and any(wanted):  # nothing wanted: natively it would not run, and free nothing
                 self._spend(grad_outputs)
 
     def _can_defer(self) -> bool:
@@ -266,10 +267,10 @@ class ModuleCall(CallResults):
         self.before = {id(t): past(t) for t in self.touched if t.requires_grad}
 
     def cuts_with_histories(self, name: str) -> list[Cut]:
-        """Return where its graph ends, each with a tensor that has the history of then.
+        """Return where its graph ends, each with a tensor whose history is that of the forward.
 
         Raises:
-            RuntimeError: there is none, as somebody has changed it in place meanwhile.
+            RuntimeError: somebody has changed an input in place since, and nobody kept the history it had.
         """
         histories, self.histories = self.histories, ()
         for (_, tensor), node in zip(self.cuts, histories, strict=False):

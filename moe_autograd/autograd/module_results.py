@@ -91,8 +91,8 @@ class CallResults:
     dirty: tuple[Tensor, ...] = ()
     _changed_views: Sequence[Tensor] = ()
     _dirty: Sequence[Tensor] = ()
-    _inner: Sequence[Tensor] = ()  # its results, until all calls have been made
-    _given: Sequence[Tensor] = ()  # what it takes, as it knows them
+    _inner: Sequence[Tensor] = ()  # its results in its own graph, until all calls have been made
+    _given: Sequence[Tensor] = ()  # the tensors that it takes: aliases, and those that need none
     touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
     _edges: list[GradientEdge]  # where the gradients of its results go within it

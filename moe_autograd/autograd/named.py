@@ -27,22 +27,23 @@ from torch import nn
 from torch.autograd.function import Function
 from torch.nn.utils import parametrize
 
-# nor will they be
+# globals of these kinds are not looked up again: no tensor will ever stand in their place
 _NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _BOUND = (staticmethod, classmethod, types.MethodType)
 _TORCHS = "torch."  # how the names of its files begin
-# what is called so otherwise than as a method, such as `config.train`, is something else
+# only where they are called as methods: `config.train` is something else
 _METHODS = frozenset(
     [
         *("eval", "train", "requires_grad_", "load_state_dict", "update_parameters"),
         *("disable_adapter", "disable_adapters", "disable_adapter_layers", "set_adapter", "set_adapters"),
         *("enable_adapters", "enable_adapter_layers", "merge_adapter", "unmerge_adapter"),
-        *("average_parameters", "apply_shadow"),  # those of an average
+        *("average_parameters", "apply_shadow"),  # of moving averages
     ]
 )
-_SET = frozenset(["training", "requires_grad", "forward", "data"])  # and these are mostly read
-_UNSURE = _METHODS | _SET
-# rule 1: how torch's ways to do so are named, by their callers and by themselves, and others' by their callers
+# only where they are set: mostly they are read
+_SET = frozenset(["training", "requires_grad", "forward", "data"])
+_UNSURE = _METHODS | _SET  # the name alone does not tell: `_done_in` looks what is done with it
+# rule 1: names of what changes modules, as users' code and torch's own have them
 CHANGING = frozenset(
     [
         *("functional_call", "_functional_call", "_reparametrize_module", "_swap_state", "adapter_names"),

@@ -77,8 +77,8 @@ def map_with_parallel_backward(
 
     Autograd: what a call saves is saved by one outer node: saved-tensor hooks see it, an in-place change before the
         backward raises, it is freed when the call's backward is done. Second order works if `func` supports it.
-        A backward through some results runs their calls alone, and no autograd function that only other calls' inputs
-        were computed with. Another one later, through other results, is as in a loop (`docs/limits.md`).
+        A backward through some of the results runs their calls alone, and no autograd function that led only to inputs
+        of the other calls. A later one, through other results, is as in a loop (`docs/limits.md`).
 
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once. Calls
         of a function that sets something for the whole process (`sdpa_kernel`), or changes a module that calls share
@@ -236,10 +236,10 @@ def parallel_apply(
 
     Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
         `torch.autograd.grad` on inputs alone computes no weight gradients. Gradients of any order. A backward through
-        some results is as with `map_with_parallel_backward`; where something is deferred, it goes everywhere. An input
-        that requires a gradient is in its call another tensor, of the same memory and attributes: not a leaf, without a
-        `.grad`, and no longer a `Parameter`. A list or dict that holds one is a copy: to put a result into it raises,
-        unless the call returns it too; any other is the caller's own.
+        some results is as with `map_with_parallel_backward`; with `defer_weight_grads` it also walks what the other
+        calls' inputs were computed with. An input that requires a gradient is in its call another tensor, of the same
+        memory and attributes: not a leaf, without a `.grad`, and no longer a `Parameter`. A list or dict that holds one
+        is a copy: to put a result into it raises, unless the call returns it too; any other is the caller's own.
 
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as

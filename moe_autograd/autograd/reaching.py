@@ -1,4 +1,4 @@
-"""What stands around functions, in their closures and among the globals that they name, and within containers.
+"""What functions lead to, by their closures and the globals that they name, and what containers hold.
 
 The words of `closures`, which looks into callables with this.
 """
@@ -82,7 +82,7 @@ def first(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def around_all(function: Any, of_all: Held) -> list[Any]:
-    """Return what stands around a function, and around the functions there: it may be decorated."""
+    """Return what a function leads to, also by way of other functions there: it may be decorated."""
     functions, values = [function], list[Any]()
     for each in functions:  # grows
         for value in around_function(each):
@@ -96,7 +96,7 @@ def around_all(function: Any, of_all: Held) -> list[Any]:
 
 
 def around_function(function: types.FunctionType) -> list[Any]:
-    """Return what stands in a function's closure, and of the globals that it names what may be followed."""
+    """Return what is in a function's closure, and of the globals that it names those that are worth following."""
     namespace, values = function.__globals__, _in_closure(function)
     for name in () if is_torchs(namespace) else names_of(function.__code__).of_globals:
         value = namespace.get(name)
@@ -121,7 +121,7 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def note(held: object, telling: frozenset[str], of_all: Held) -> None:
-    """Note what names some of `CHANGING` or `SETTING` among those `of_all`."""
+    """Add `held` to the lists of `of_all` that it belongs into, by what it names (`telling`)."""
     if telling:
         of_all.changing.extend([held] if telling & CHANGING else ())
         of_all.setting.extend([held] if telling & SETTING else ())

@@ -28,7 +28,7 @@ def run_calls(
     *,
     seeds: CallSeeds | None = None,
     last_first: bool = False,
-    is_even: bool = False,
+    even_shares: bool = False,
 ) -> None:
     """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
 
@@ -39,7 +39,7 @@ def run_calls(
         title: how the map is called in errors and profiles.
         seeds: of their random numbers; `None` takes them from the calling thread's stream.
         last_first: whether the last call begins first, as in the backward of a loop.
-        is_even: whether each has the smallest share of intra-op threads, however many run beside it.
+        even_shares: whether each has the smallest share of intra-op threads, however many run beside it.
 
     Raises:
         BaseException: of the lowest failing call, with a note that names it, after all others have come to rest.
@@ -67,7 +67,7 @@ def run_calls(
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
         order = range(len(names) - 1, -1, -1) if last_first else range(len(names))
         _raise_lowest(
-            run_all(chosen, order, max_concurrency=max_concurrency, scope=scope, is_even=is_even),
+            run_all(chosen, order, max_concurrency=max_concurrency, scope=scope, even_shares=even_shares),
             names,
             title,
         )
@@ -110,7 +110,7 @@ class CallName(str):
     """What errors and profiles call a call.
 
     Attributes:
-        lane: where it is on a timeline, mostly the name of its expert; `None` if its parts are there by themselves.
+        lane: where it is on a timeline, mostly the name of its expert; `None` if its parts have lanes of their own.
     """
 
     lane: str | None = None
@@ -135,8 +135,8 @@ def is_under_mode_of_torch() -> bool:
     """Whether a dispatch mode of torch's own, or one derived from it, is active: its state belongs to one thread.
 
     Those of the compiler, and those that count on the order of operators: a selective checkpoint (which would hand out
-    other calls' results in its second run), `FlopCounterMode`, `CommDebugMode`. So do torch's hooks on all modules
-    (`ModuleTracker`), which tell a mode of a user's whose operators it sees.
+    other calls' results in its second run), `FlopCounterMode`, `CommDebugMode`. Torch's hooks on all modules count too:
+    by these (`ModuleTracker`) a user's mode learns which module the operators that it sees belong to.
     """
     if any(getattr(hook, "__module__", "").startswith("torch.") for hook in _global_forward_hooks.values()):
         return True

@@ -78,7 +78,7 @@ class Turns:
     Args:
         held: for each call what it reaches.
         names: of the calls.
-        side_by_side: whether they may run so; else nobody looks whether one changes what others share.
+        side_by_side: whether calls may run at the same time; else none has to look for changes by others.
     """
 
     def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool = True) -> None:
@@ -118,7 +118,7 @@ class Turns:
     def wrap(self, called: Sequence[Callable[..., Any]], calls: Sequence[int]) -> list[Callable[..., Any]]:
         """Return `called`, where those that have to take turns do, and others look at what they share."""
         turns = self.of(calls)
-        # a backward that asks for turns holds no modules
+        # Backwards may keep this object for its turns: it is not to keep the modules alive.
         watched, self._calls_watched = self._calls_watched, {}
         wrapped = list(called)
         for place, i in enumerate(calls):
@@ -176,7 +176,7 @@ def may_be_changed(module: nn.Module) -> bool:
 
 
 def _in_turn_anyway(shared: Sequence[Sequence[nn.Module]], takers: Collection[int]) -> set[int]:
-    """Return the `id`s of modules whose calls all share one of the `takers`: no two of these calls meet."""
+    """Return the `id`s of modules whose calls all share one of the `takers`, and so take turns without being asked."""
     calls = collections.defaultdict[int, set[int]](set)
     for i, own in enumerate(shared) if takers else ():
         for part in own:

@@ -59,7 +59,7 @@ class Shared(NamedTuple):
 
 
 def shared_by_many(inputs_of: Sequence[Sequence[Tensor]]) -> list[Shared]:
-    """Return what of the calls' inputs is large, wants a gradient and stands in many places."""
+    """Return the large tensors that need a gradient and that at least `FEWEST` calls take."""
     places: dict[int, list[_Place]] = {}
     tensors: dict[int, Tensor] = {}
     for call in reversed(range(len(inputs_of))):

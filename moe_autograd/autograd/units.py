@@ -95,7 +95,7 @@ def _held_by(unit: Unit, modules: Sequence[Any]) -> Held:
 
 
 def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]) -> bool:
-    """Whether calls of an autograd function change what they share, or what is there once for all (`named`)."""
+    """Whether calls of an autograd function change modules that they share, or set what is process-wide (`named`)."""
     telling = globals_of(func, func.forward).telling
     if not telling:  # mostly
         return False

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-AT_ONCE_S = 1e-4  # after a look, mostly at the end of the call before it, a call begins without another
+# A call that begins so soon after the last look, mostly that at the end of the call before it, does not look again.
+AT_ONCE_S = 1e-4
 
 _CONTENTS = operator.itemgetter(
     *(
@@ -41,12 +42,12 @@ _FACTS = operator.attrgetter("requires_grad", "_version")
 
 
 class State:
-    """What modules consist of, as it is now; each call looks at all of them, so without loops in Python.
+    """What some modules consist of, as it is now. Every call compares all of it, so there are no loops in Python.
 
     The memory of parameters is not looked at: to cast a bias once, or to flatten a GRU, harms nobody.
 
     Args:
-        modules: those.
+        modules: whose.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -86,8 +87,8 @@ class Watched:
 
     Args:
         name: of the call.
-        modules: those.
-        states: of the modules of other calls, by their `id`s; those that are new are added.
+        modules: the shared ones.
+        states: what other calls of the map share, by the `id`s of the modules; this call's is added if it is new.
     """
 
     def __init__(self, name: str, modules: Sequence[nn.Module], states: dict[tuple[int, ...], State]) -> None:
