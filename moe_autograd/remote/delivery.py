@@ -140,10 +140,9 @@ class Delivery:
                 for job in jobs:
                     job.request.on_settled(False)
                 if attempts.num_retries:
+                    why = attempts.why_given_up or "the operation was cancelled"
                     for error in errors:
-                        error.add_note(
-                            f"Given up after {attempts.num_retries} retries: {attempts.why_given_up}."
-                        )
+                        error.add_note(f"Given up after {attempts.num_retries} retries: {why}.")
                 return
             lost = self._find_anew(rpc, jobs, operation)
 
