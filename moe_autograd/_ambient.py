@@ -26,14 +26,14 @@ carrying. Three things cannot be carried, because C++ alone may push their state
 forward-mode AD and `torch.jit.trace`. A worker inside them computes a wrong number in silence, so `refuse_transforms`
 raises before any worker starts.
 
-Threads: `capture` belongs to the caller; the result may be reinstated on any number of threads at once.
+Threads: the caller makes an `Ambient`, which may be reinstated on any number of threads at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -60,12 +60,12 @@ def refuse_transforms(tensors: Iterable[torch.Tensor]) -> None:
         UnsupportedTransformError: inside `torch.func` (`grad`, `vmap`, `jvp`, ...) or `torch.jit.trace`, or when
             one of `tensors` carries a forward-mode tangent.
     """
-    if torch._C._are_functorch_transforms_active():
+    if _C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
             "parallel map: expected no active torch.func transform, got one (grad, vmap, jvp, jacrev or another). "
             "Worker threads cannot see it. Apply the functions in a plain loop inside the transform."
         )
-    if torch._C._get_tracing_state() is not None:
+    if _C._get_tracing_state() is not None:
         raise UnsupportedTransformError(
             "parallel map: expected no torch.jit.trace around it, got one. It would record what workers compute as "
             "constants. Trace a plain loop over the functions."
@@ -100,7 +100,8 @@ def _autocast_device_types() -> tuple[str, ...]:
 _AUTOCAST_DEVICE_TYPES = _autocast_device_types()
 
 
-def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    """Return for each type of device that may be in use whether autocast is on, and its dtype."""
     return [
         (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
         for device_type in _AUTOCAST_DEVICE_TYPES
@@ -110,7 +111,7 @@ def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
 class _Settings(NamedTuple):
     """The entries that a look tells apart: all but devices, hooks and modes."""
 
-    grad_mode: bool
+    grad_mode: bool  # it and the next are mostly all that differs
     forward_grad: bool
     inference_mode: bool
     function_is_on: bool
@@ -125,14 +126,14 @@ class _Settings(NamedTuple):
 def _settings() -> _Settings:
     return _Settings(
         torch.is_grad_enabled(),
-        torch._C._is_fwd_grad_enabled(),
+        _C._is_fwd_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch._C._is_torch_function_enabled(),
-        torch._C._is_torch_function_all_disabled(),
-        _autocast_state(),
+        _C._is_torch_function_enabled(),
+        _C._is_torch_function_all_disabled(),
+        autocast_state(),
         torch.is_autocast_cache_enabled(),
-        torch._C._is_multithreading_enabled(),
-        torch._C._is_view_replay_enabled(),
+        _C._is_multithreading_enabled(),
+        _C._is_view_replay_enabled(),
         _flushes_denormals(),
     )
 
@@ -159,9 +160,9 @@ class Ambient:
         self._context = contextvars.copy_context()
         self._settings = _settings()
         self._function_state = _C._get_torch_function_state()
-        self._hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        self._hooks_disabled = _C._autograd._saved_tensors_hooks_get_disabled_error_message()
         self._saved_tensor_hooks = (
-            None if self._hooks_disabled else torch._C._autograd._top_saved_tensors_default_hooks(True)
+            None if self._hooks_disabled else _C._autograd._top_saved_tensors_default_hooks(True)
         )
         self._function_modes = tuple(_get_current_function_mode_stack())
         self._dispatch_modes = tuple(_get_current_dispatch_mode_stack())
@@ -178,39 +179,45 @@ class Ambient:
         if not self._has_more and own[2:] == wanted[2:]:
             return function() if own[:2] == wanted[:2] else _recording_as(wanted, own, function)
         with contextlib.ExitStack() as stack:
-            for guard in self._guards():
-                stack.enter_context(guard)
+            self._reinstate(own, stack.enter_context, stack.callback)
             return function()
 
-    def _guards(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        """Only what differs from the thread's own world; modes last, so that they see none of the rest."""
-        wanted, own = self._settings, _settings()
+    def _reinstate(self, own: _Settings, enter: Callable[[Any], Any], at_end: Callable[..., Any]) -> None:
+        """Set what differs from the thread's own world; modes last, so that they see none of the rest."""
+        wanted = self._settings
         if self._cuda_device is not None:
-            yield torch.cuda.device(self._cuda_device)
+            enter(torch.cuda.device(self._cuda_device))
         if wanted.inference_mode != own.inference_mode:
-            yield torch.inference_mode(wanted.inference_mode)
+            enter(torch.inference_mode(wanted.inference_mode))
         if wanted.grad_mode != torch.is_grad_enabled():  # inference mode has changed it
-            yield torch.set_grad_enabled(wanted.grad_mode)
-        if wanted.forward_grad != torch._C._is_fwd_grad_enabled():
-            yield forward_ad._set_fwd_grad_enabled(wanted.forward_grad)
+            enter(torch.set_grad_enabled(wanted.grad_mode))
+        if wanted.forward_grad != _C._is_fwd_grad_enabled():
+            enter(forward_ad._set_fwd_grad_enabled(wanted.forward_grad))
         if (wanted.autocast, wanted.autocast_cache) != (own.autocast, own.autocast_cache):
-            yield _autocast(wanted.autocast, wanted.autocast_cache)
+            # To leave `torch.autocast` would clear the cache of casts under other threads.
+            at_end(_set_autocast, own.autocast, own.autocast_cache)
+            _set_autocast(wanted.autocast, wanted.autocast_cache)
         if wanted.multithreading != own.multithreading:
-            yield torch.autograd.set_multithreading_enabled(wanted.multithreading)
+            enter(torch.autograd.set_multithreading_enabled(wanted.multithreading))
         if wanted.view_replay != own.view_replay:
-            yield torch.autograd._force_original_view_tracking(wanted.view_replay)
+            enter(torch.autograd._force_original_view_tracking(wanted.view_replay))
         if wanted.flush_denormals != own.flush_denormals:
-            yield _flush_denormals(wanted.flush_denormals)
+            at_end(torch.set_flush_denormal, own.flush_denormals)
+            torch.set_flush_denormal(wanted.flush_denormals)
         if self._hooks_disabled is not None:
-            yield torch.autograd.graph.disable_saved_tensors_hooks(self._hooks_disabled)
+            enter(torch.autograd.graph.disable_saved_tensors_hooks(self._hooks_disabled))
         if self._saved_tensor_hooks is not None:
-            yield torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks)
-        if self._function_state != _C._get_torch_function_state():
-            yield _function_state(self._function_state)
-        if self._function_modes:
-            yield _function_modes(self._function_modes)
-        if self._dispatch_modes:
-            yield _dispatch_modes(self._dispatch_modes)
+            enter(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks))
+        if (own_state := _C._get_torch_function_state()) != self._function_state:
+            at_end(_C._set_torch_function_state, own_state)
+            _C._set_torch_function_state(self._function_state)
+        # Modes are pushed as they are: `with mode` would run their `__enter__`, which may count or record.
+        for mode in self._function_modes:
+            _C._push_on_torch_function_stack(mode)
+            at_end(_C._pop_torch_function_stack)
+        for mode in self._dispatch_modes:
+            _push_mode(mode)
+            at_end(_pop_mode, getattr(mode, "_mode_key", None))
 
 
 def _recording_as(wanted: _Settings, own: _Settings, function: Callable[[], R]) -> R:
@@ -234,7 +241,7 @@ class contained:
     __slots__ = ("_autocast", "_flags", "_num_modes")
 
     def __enter__(self) -> None:
-        self._autocast = _autocast_nesting(), _autocast_state(), torch.is_autocast_cache_enabled()
+        self._autocast = _autocast_nesting(), autocast_state(), torch.is_autocast_cache_enabled()
         self._num_modes = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
         self._flags = _C._InferenceMode(False)  # its end puts back all that is a flag of the thread
         self._flags.__enter__()
@@ -246,7 +253,7 @@ class contained:
             while torch.autocast_decrement_nesting() > nesting:
                 pass
             torch.clear_autocast_cache()
-        if (_autocast_state(), torch.is_autocast_cache_enabled()) != (autocast, cache):
+        if (autocast_state(), torch.is_autocast_cache_enabled()) != (autocast, cache):
             _set_autocast(autocast, cache)
         num_function_modes, num_dispatch_modes = self._num_modes
         if _C._len_torch_function_stack() > num_function_modes:
@@ -262,61 +269,8 @@ def _autocast_nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-@contextlib.contextmanager
-def _autocast(wanted: list[tuple[str, bool, torch.dtype]], cache: bool) -> Iterator[None]:
-    """Set autocast without `torch.autocast`: leaving that would clear the cache of casts under other threads."""
-    own, own_cache = _autocast_state(), torch.is_autocast_cache_enabled()
-    _set_autocast(wanted, cache)
-    try:
-        yield
-    finally:
-        _set_autocast(own, own_cache)
-
-
 def _set_autocast(state: list[tuple[str, bool, torch.dtype]], cache: bool) -> None:
     torch.set_autocast_cache_enabled(cache)
     for device_type, enabled, dtype in state:
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
-
-
-@contextlib.contextmanager
-def _flush_denormals(wanted: bool) -> Iterator[None]:
-    torch.set_flush_denormal(wanted)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(not wanted)
-
-
-@contextlib.contextmanager
-def _function_state(wanted: Any) -> Iterator[None]:
-    own = _C._get_torch_function_state()
-    _C._set_torch_function_state(wanted)
-    try:
-        yield
-    finally:
-        _C._set_torch_function_state(own)
-
-
-@contextlib.contextmanager
-def _function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
-    """Push the mode objects themselves: `with mode` would run their `__enter__`, which may count or record."""
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            torch._C._pop_torch_function_stack()
-
-
-@contextlib.contextmanager
-def _dispatch_modes(modes: tuple[Any, ...]) -> Iterator[None]:
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _pop_mode(getattr(mode, "_mode_key", None))

@@ -35,6 +35,7 @@ changed by single operations that the interpreter makes atomic.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -140,7 +141,7 @@ class _Crew:
         order: range,
         limit: int,
         scope: Callable[[], AbstractContextManager[object]],
-        even_shares: bool = False,
+        even_shares: bool,
     ) -> None:
         self._call = call
         self._even_shares = even_shares
@@ -233,9 +234,6 @@ class _Crew:
             except BaseException as error:
                 self._failures[index] = error
 
-    def _work_as_added(self) -> None:
-        self._work(is_added=True)
-
     def _leave(self, count: int = 1) -> bool:
         """Take `count` threads off; return whether none is left."""
         with self._lock:
@@ -263,7 +261,7 @@ class _Crew:
         ambient = self._ambient
         try:
             if ambient is not None:  # else Ctrl-C has ended the map before this thread came
-                ambient.run(self._work_as_added)
+                ambient.run(functools.partial(self._work, is_added=True))
         except BaseException as error:
             self._failures[self._num_calls] = error  # the world could not be reinstated: no call of ours
         finally:

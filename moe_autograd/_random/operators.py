@@ -95,10 +95,9 @@ def _is_composite(operator: OpOverload) -> bool:
 def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
     given = args[position] if position < len(args) else kwargs.get("generator")
     with _ExcludeDispatchKeyGuard(_PASSED_BY):
-        device = _device_of(args, kwargs)
-        if given is not None or running.seeds is None or device.type == "meta" or _is_tracing():
+        own = _generator_for(_device_of(args, kwargs)) if given is None else None
+        if own is None:
             return operator(*args, **kwargs)
-        own = running.seeds.draw(running.index, device)
         if position < len(args):
             return operator(*args[:position], own, *args[position + 1 :], **kwargs)
         return operator(*args, **{**kwargs, "generator": own})
@@ -106,21 +105,26 @@ def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwa
 
 def _draw_as_sibling(operator: OpOverload, sibling: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with _ExcludeDispatchKeyGuard(_PASSED_BY):
-        device = _device_of(args, kwargs)
-        if running.seeds is None or device.type == "meta" or _is_tracing():
-            return operator(*args, **kwargs)
-        return sibling(*args, **kwargs, generator=running.seeds.draw(running.index, device))
+        own = _generator_for(_device_of(args, kwargs))
+        return operator(*args, **kwargs) if own is None else sibling(*args, **kwargs, generator=own)
 
 
 def _drop_out(x: torch.Tensor, p: float, train: bool | None) -> Any:
     """As torch's kernel, which takes no generator, does on the CPU."""
     with _ExcludeDispatchKeyGuard(_PASSED_BY):
-        is_idle = train is False or x.numel() == 0 or x.device.type == "meta"
-        if running.seeds is None or is_idle or _is_tracing():
+        is_idle = train is False or x.numel() == 0
+        own = None if is_idle else _generator_for(x.device)
+        if own is None:
             return torch.ops.aten.native_dropout.default(x, p, train)
-        own = running.seeds.draw(running.index, x.device)
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=own)
         return x.mul(mask).mul(1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def _generator_for(device: torch.device) -> torch.Generator | None:
+    """Return what the running call draws from now; `None` outside of maps, and where nothing is really drawn."""
+    if running.seeds is None or device.type == "meta" or _is_tracing():
+        return None
+    return running.seeds.draw(running.index, device)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -26,8 +26,6 @@ from moe_autograd.autograd.reaching import (
     around_function,
     first,
     has_history,
-    holds_nothing,
-    note,
 )
 
 _PLAIN = (Tensor, int, float, type(None))  # arguments, mostly
@@ -66,7 +64,7 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
     program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed, and
     functions of the same file.
     """
-    own = holds_nothing()
+    own = Held()
     objects = _objects_among(args)
     modules = [value for value in (call, *objects) if isinstance(value, torch.nn.Module)]
     found = [tensor for module in modules for tensor in held_by_module(module, own)]
@@ -79,7 +77,7 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
         known = {edge[:2] for edge, _ in cuts}
         loose = _cuts(_held_by_all(objects, seen, own))
         cuts += [LooseCut(*cut) for cut in loose if cut[0][:2] not in known]
-    own.cuts.extend(cuts)
+    own.cuts = cuts
     return own
 
 
@@ -92,12 +90,11 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
         if isinstance(held, types.FunctionType):
             if is_compiled(held):
                 own.compiled.append(held)
-            note(held, telling_names(held), own)
+            own.note(telling_names(held))
         if isinstance(held, Tensor):
             if has_history(held):
                 found.append(held)
-            if are_spread([held]):
-                own.talkers.append(held)
+            own.talks = own.talks or are_spread([held])
             continue
         for value in _held_by(held, own):
             if not isinstance(value, _HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:

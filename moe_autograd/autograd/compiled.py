@@ -16,7 +16,6 @@ less.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import weakref
@@ -26,6 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from moe_autograd._ambient import autocast_state
+from moe_autograd.autograd.reaching import in_closure
 
 MOST_KINDS, MOST_SHAPES = 256, 4096
 
@@ -101,10 +103,7 @@ def _modes_of(compiled: Any) -> Iterator[Hashable]:
     around = [compiled]
     if not isinstance(compiled, nn.Module):
         function = getattr(compiled, _COMPILED_FUNCTION)
-        around = [getattr(function, "__self__", None)]
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # an empty one
-                around.append(cell.cell_contents)
+        around = [getattr(function, "__self__", None), *in_closure(function)]
     for module in around:
         for part in module.modules() if isinstance(module, nn.Module) else ():
             yield part.training
@@ -137,9 +136,7 @@ def _world() -> Iterator[Hashable]:
     yield torch.get_num_threads()
     yield torch.get_default_dtype()
     yield torch.are_deterministic_algorithms_enabled()
-    accelerator = torch.accelerator.current_accelerator()
-    for device in ("cpu", *([accelerator.type] if accelerator else ())):
-        yield torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    yield from autocast_state()
 
 
 def _shapes_of(leaves: Sequence[Any]) -> Hashable:

@@ -167,7 +167,7 @@ class _Work:
     def __init__(
         self, joined: DeferringModules, pending: dict[int, PendingWeightGradients], grads: list[Tensors]
     ) -> None:
-        self._pending, self._has_begun, self._grads = pending, bool(pending), grads
+        self._pending, self._is_empty, self._grads = pending, not pending, grads
         self._sums = Sums(joined.shared_leaves, pending)
         self._names = [joined.names[i] for i in pending]
         self._ends_with_hooks = frozenset().union(*[joined.calls[i].ends_with_hooks for i in pending])
@@ -185,12 +185,13 @@ class _Work:
         Raises:
             BaseException: of the lowest failing call, with a note that names it.
         """
+        if self._is_empty:
+            return self._take_grads()
         if _backlog.take(self):
             self._compute_here()
-        elif self._has_begun:
+        else:
             self._rest()
-        if self._has_begun:
-            self._seeds.come_back()
+        self._seeds.come_back()
         return self._take_grads()
 
     def _compute(self) -> None:
@@ -251,8 +252,7 @@ class _Work:
         self._is_cancelled = True
         if _backlog.take(self):
             self._is_at_rest.set()
-        if self._has_begun:
-            self._seeds.let_go()
+        self._seeds.let_go()
 
     def come_to_rest(self) -> None:
         """Wait for what runs, unless that is what calls, and let go of everything."""

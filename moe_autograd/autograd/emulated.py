@@ -278,9 +278,7 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
     with torch.no_grad():
         ctx, returned = call_forward(func, arguments_of(func, args), detach=True)
         results = returned if isinstance(returned, tuple) else (returned,)
-        ctx._emulated_result_options = [
-            (r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results
-        ]
+        ctx._emulated_result_options = options_of(results)
         declared_grad_dtypes(ctx, results)
         ctx._emulated_kept = tuple(map(_kept, ctx.to_save))
         ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()

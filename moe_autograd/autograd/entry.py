@@ -23,11 +23,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from moe_autograd._random import running
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
+from moe_autograd.autograd.walks import walk
+from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
 
 Hook = Callable[[Tensor], Tensor | None]
 # arguments and how they were nested; `None`: positional ones, not nested
@@ -129,10 +131,8 @@ class Entrance:
             RuntimeError: one has.
         """
         for hooks, alias in zip(self._hooks, self.aliases.values(), strict=True):
-            tensor = hooks._tensor()
-            assert tensor is not None  # the calls hold it
             has_memory = type(alias) is Tensor and alias.layout is torch.strided
-            if has_memory and alias.data_ptr() != tensor.data_ptr():
+            if has_memory and alias.data_ptr() != hooks.tensor().data_ptr():
                 raise RuntimeError(
                     f"{caller}: expected calls to leave the memory of their inputs where it is, got an input of shape "
                     f"{tuple(alias.shape)} whose `data` a call has set. The caller's tensor would keep its own: change "
@@ -179,17 +179,15 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         if retains_grad and tensor is not None:
             tensor.retain_grad()
 
-    def attributes(self) -> dict[str, Any]:
-        """Return what users have put on the caller's tensor."""
+    def tensor(self) -> Tensor:
+        """Return the caller's tensor; a call that takes it, and so holds it, is under way."""
         tensor = self._tensor()
-        assert tensor is not None  # the call holds it
-        return tensor.__dict__
+        assert tensor is not None
+        return tensor
 
     def again(self) -> _AliasHooks:
         """Return the hooks of another alias of the same tensor."""
-        tensor = self._tensor()
-        assert tensor is not None  # the call that is made again holds it
-        other = _AliasHooks(tensor, self._entrance)
+        other = _AliasHooks(self.tensor(), self._entrance)
         other._moving = self._moving
         return other
 
@@ -198,9 +196,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         nodes = waited_for(hook)
         for i, node in enumerate(nodes):
             if self._is_sibling(node):
-                tensor = node.hooks._tensor()
-                assert tensor is not None  # the call that registers the hook holds it
-                nodes[i] = get_gradient_edge(tensor).node
+                nodes[i] = get_gradient_edge(node.hooks.tensor()).node
             elif self._is_computed_from_siblings(node):
                 raise RuntimeError(
                     "register_multi_grad_hook: expected inputs of the call that registers it, parameters and tensors "
@@ -212,14 +208,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         return is_entry(node) and node.hooks._entrance is self._entrance
 
     def _is_computed_from_siblings(self, node: Node) -> bool:
-        seen, to_visit = {node}, [node]
-        for one in to_visit:  # grows
-            if self._is_sibling(one):
-                return True
-            below = [node for node, _ in one.next_functions if node is not None and node not in seen]
-            seen.update(below)
-            to_visit += below
-        return False
+        return any(self._is_sibling(one) for one, _ in walk([(node, 0)]))
 
     def move(self) -> None:
         """Register the hooks on the caller's tensor, in the order of the calls."""
@@ -233,29 +222,6 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
                 tensor.register_hook(hook)
 
 
-class WrappedHook:
-    """A hook of the user's in another.
-
-    Args:
-        hook: the user's, or one that is wrapped itself.
-    """
-
-    def __init__(self, hook: Callable[[Any], Any]) -> None:
-        self._hook = hook
-
-
-def of_several(hook: Any) -> bool:
-    """Whether a hook is one of those that `register_multi_grad_hook` puts on several tensors."""
-    return getattr(innermost(hook), "__globals__", None) is register_multi_grad_hook.__globals__
-
-
-def innermost(hook: Any) -> Any:
-    """Return the user's own hook."""
-    while isinstance(hook, WrappedHook):
-        hook = hook._hook
-    return hook
-
-
 class _MovedHook(WrappedHook):
     """A hook that was registered on an alias, on the caller's tensor; its handle still removes it."""
 
@@ -265,15 +231,6 @@ class _MovedHook(WrappedHook):
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         return self._hook(grad) if self._key in self._hooks else None
-
-
-def waited_for(hook: Any) -> list[Any]:
-    """Return the nodes that a hook of `register_multi_grad_hook(mode="all")` waits for, in its own list."""
-    if not of_several(hook):
-        return []
-    hook = innermost(hook)
-    names = hook.__code__.co_freevars
-    return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else []
 
 
 def _do_nothing(grad: Tensor) -> None:
@@ -300,16 +257,11 @@ def _alias(tensor: Tensor, anchor: Tensor, hooks: _AliasHooks) -> Tensor:
     with torch.enable_grad():
         alias: Tensor = _Entry.apply(anchor, tensor.detach(), to_declare([tensor]))  # type: ignore[no-untyped-call]
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # else attributes make the tensor
-        alias.__dict__ = hooks.attributes()
+        alias.__dict__ = hooks.tensor().__dict__  # what users have put on it
     entry: Any = alias.grad_fn
     entry.hooks = alias._backward_hooks = hooks
     entry._register_hook_dict(alias)  # as `Tensor.register_hook` does for a dictionary of its own
     return alias
-
-
-def is_as_entered(alias: Tensor) -> bool:
-    """Whether an alias has the history that it was made with; a change in place gives it another."""
-    return is_entry(alias.grad_fn)
 
 
 def is_entry(node: Node | None) -> bool:

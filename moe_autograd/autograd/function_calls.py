@@ -28,6 +28,7 @@ from moe_autograd.autograd.accumulating import (
     is_worth_adding,
     may_add_at_once,
 )
+from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.emulated import (
     arguments_of,
     call_backward,
@@ -52,10 +53,7 @@ _APPLY = vars(Function)["apply"]
 
 def applies_as_usual(func: type[Function]) -> bool:
     """Whether a function's `apply` is PyTorch's, and does nothing of its own around the forward."""
-    for cls in func.__mro__:
-        if "apply" in cls.__dict__:
-            return cls.__dict__["apply"] is _APPLY
-    return False
+    return next(vars(kind)["apply"] for kind in func.__mro__ if "apply" in vars(kind)) is _APPLY
 
 
 class FunctionCall:
@@ -234,13 +232,10 @@ class JoinedFunctions(Joined):
             return []
         wanted = _wanted(nodes)
         # The calls of a map are mostly alike: the first one tells whether it is worth looking at all of them.
-        if (
-            not any(map(_is_added_to, nodes[: self.num_inputs[0]]))
-            or not self.is_whole
-            or not may_add_at_once()
-        ):
-            return wanted
-        return self._add_at_once(nodes, wanted)
+        is_worth_a_look = any(map(_is_added_to, nodes[: self.num_inputs[0]]))
+        if is_worth_a_look and self.is_whole and may_add_at_once():
+            return self._add_at_once(nodes, wanted)
+        return wanted
 
     def _add_at_once(self, nodes: Sequence[Node | None], wanted: Sequence[Wanted]) -> Sequence[Wanted]:
         """Let calls add the gradients of leaves themselves, where they may (`accumulating`)."""
@@ -250,23 +245,17 @@ class JoinedFunctions(Joined):
             for node, is_wanted in zip(nodes, wanted or [True] * len(nodes), strict=True)
         ]
 
-    def backward(
-        self,
-        saved_of: list[Sequence[Any]],
-        grad_outputs: list[Tensor | None],
-        wanted: Sequence[Wanted],
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
+    def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
         """See `Joined`; a call that is not needed gets no gradient, and so does not run (Rule 3)."""
         if not wanted:
-            return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+            return super().backward(saved_of, grad_outputs, wanted)
         start = 0
         for own, count in zip(split(wanted, self.num_inputs), self.num_results, strict=True):
             if not any(own):
                 grad_outputs[start : start + count] = [None] * count
             start += count
         with ended(wanted):
-            return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+            return super().backward(saved_of, grad_outputs, wanted)
 
 
 def _parted(tensor: Tensor) -> Tensor:

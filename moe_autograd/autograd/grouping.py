@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import nn
 
 from moe_autograd._random import running
 from moe_autograd.autograd.in_turn import is_watched
 from moe_autograd.autograd.runs import CallName, name_of_call, name_of_module
+from moe_autograd.autograd.uncompiled import uncompiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,19 +139,10 @@ def group_of(module: Any) -> Any:
     return None if group is not None and isinstance(module, nn.Module) and is_watched(module) else group
 
 
+@uncompiled
 def call_alone(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let a module's group make one call of it.
-
-    The compiler is kept out: it would trace what a group does with threads, files and servers.
-    """
-    return (_call_uncompiled if torch.compiler.is_compiling() else _call)(module, args, kwargs)
-
-
-def _call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let a module's group make one call of it."""
     return module.call_group.call_together([module], [args], [kwargs])[0]
-
-
-_call_uncompiled = torch._disable_dynamo(_call)
 
 
 def group_calls(
@@ -173,22 +164,15 @@ def group_calls(
         group = group_of(module)
         key = -1 - i if group is None else id(group)
         groups.setdefault(key, (group, []))[1].append(i)
-    return [
-        _single(modules[positions[0]], args[positions[0]], kwargs[positions[0]], positions, names)
-        if group is None
-        else _together(group, [modules[i] for i in positions], args, kwargs, positions)
-        for group, positions in groups.values()
-    ]
-
-
-def _single(
-    module: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    at: list[int],
-    names: Sequence[str] | None,
-) -> Unit:
-    return Unit(at, module, args, kwargs, name_of_call(at[0], module, names), is_group=False)
+    units = []
+    for group, positions in groups.values():
+        if group is None:
+            (i,) = positions
+            name = name_of_call(i, modules[i], names)
+            units.append(Unit(positions, modules[i], args[i], kwargs[i], name, is_group=False))
+        else:
+            units.append(_together(group, [modules[i] for i in positions], args, kwargs, positions))
+    return units
 
 
 def _together(
@@ -200,13 +184,12 @@ def _together(
 ) -> Unit:
     kind = f"{len(positions)} modules called together" if len(positions) > 1 else name_of_module(modules[0])
     name = CallName(f"call {positions[0]} ({kind})")
+    how: Callable[..., Any] = _call_group
+    own: tuple[Any, ...] = ([args[i] for i in positions], [kwargs[i] for i in positions])
     if all(len(args[i]) == 1 and not kwargs[i] for i in positions):  # mostly; and flat is a fifth of the cost
-        single = functools.partial(_call_group_with_one_argument, group, modules, positions)
-        return Unit(positions, single, tuple([args[i][0] for i in positions]), {}, name, is_group=True)
-    own = ([args[i] for i in positions], [kwargs[i] for i in positions])
-    return Unit(
-        positions, functools.partial(_call_group, group, modules, positions), own, {}, name, is_group=True
-    )
+        how, own = _call_group_with_one_argument, tuple([args[i][0] for i in positions])
+    call = functools.partial(how, group, modules, positions)
+    return Unit(positions, call, own, {}, name, is_group=True)
 
 
 def _call_group_with_one_argument(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -30,6 +29,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from moe_autograd.autograd.this_backward import kept_by_this_backward
 
 
 def before_backward(outputs: Any, function: Callable[[], object]) -> RemovableHandle:
@@ -123,8 +124,6 @@ class _End:
 
 
 _outermost: ContextVar[_End | None] = ContextVar("_outermost", default=None)
-_ends: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
-_ends_lock = threading.Lock()
 
 
 def _end_of_this_backward() -> _End:
@@ -133,13 +132,13 @@ def _end_of_this_backward() -> _End:
             "at_end_of_backward: expected a call from inside a backward, got one from outside. "
             "Call it in a hook, for example that of before_backward."
         )
-    with _ends_lock:
-        task = torch._C._current_graph_task_id()
-        end = _ends.get(task)
-        if end is None:
-            end = _ends[task] = _End()
-            Variable._execution_engine.queue_callback(end)
-        return end
+    return kept_by_this_backward(_End, _queued_end)
+
+
+def _queued_end() -> _End:
+    end = _End()
+    Variable._execution_engine.queue_callback(end)
+    return end
 
 
 def _is_in_backward() -> bool:

@@ -16,12 +16,10 @@ from moe_autograd.autograd.named import globals_of
 from moe_autograd.autograd.ranks import are_spread, modules_that_talk
 from moe_autograd.autograd.reaching import (
     CONTAINERS,
-    MOST_LOOKED_AT,
     Held,
     around_all,
-    first,
+    flattened,
     has_history,
-    note,
     within,
 )
 
@@ -46,14 +44,14 @@ def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         around = _in_attributes(attributes, found, of_all)
         found += _with_history((*parameters.values(), *buffers.values()))
         around += _around_forward(part, of_all)
-        if of_all.changing:  # what `functional_call` runs is often hidden from `modules()`, in a list
+        if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
             parts += _modules_in(attributes, parts)
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
             parts += [held for held in around if isinstance(held, torch.nn.Module) and held not in parts]
         if isinstance(part, talking) or are_spread(parameters.values()):
-            of_all.talkers.append(part)
+            of_all.talks = True
         if is_compiled(part):
             of_all.compiled.append(part)
         if attributes.get("_forward_pre_hooks"):
@@ -94,8 +92,7 @@ def _around_forward(part: torch.nn.Module, of_all: Held) -> list[Any]:
     for function, name in named.places:
         if (one := function()) is not None:
             around.append(one.__globals__.get(name))
-    if named.telling:
-        note(part, named.telling, of_all)
+    of_all.note(named.telling)
     return around
 
 
@@ -107,11 +104,8 @@ def _computed_for_all(part: torch.nn.Module, children: dict[str, Any]) -> list[T
 
 def _modules_in(attributes: dict[str, Any], but: Sequence[object]) -> list[torch.nn.Module]:
     """Return the modules that stand as attributes and in lists of them, as they may do unregistered."""
-    values = [attributes[name] for name in sorted(attributes.keys() - _OF_TORCH)]
-    for value in values:  # grows
-        if type(value) in CONTAINERS and len(values) < MOST_LOOKED_AT:
-            values += first(value.values() if type(value) is dict else value)
-    return [value for value in values if isinstance(value, torch.nn.Module) and value not in but]
+    own = [attributes[name] for name in sorted(attributes.keys() - _OF_TORCH)]
+    return [value for value in flattened(own) if isinstance(value, torch.nn.Module) and value not in but]
 
 
 def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -22,6 +22,7 @@ Work is counted in multiply-adds of the forward; one core makes 2^20 of them in 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,25 +41,10 @@ LEAST_LARGE = 1 << 30  # for each intra-op thread
 
 ONLY_COMPUTE = frozenset(
     [
-        nn.ELU,
-        nn.Flatten,
-        nn.GELU,
-        nn.GroupNorm,
-        nn.Hardswish,
-        nn.Identity,
-        nn.LayerNorm,
-        nn.LeakyReLU,
-        nn.Linear,
-        nn.LogSoftmax,
-        nn.Mish,
-        nn.ReLU,
-        nn.RMSNorm,
-        nn.Sequential,
-        nn.Sigmoid,
-        nn.SiLU,
-        nn.Softmax,
-        nn.Softplus,
-        nn.Tanh,
+        *(nn.Flatten, nn.Identity, nn.Linear, nn.Sequential),
+        *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
+        *(nn.ELU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.LogSoftmax, nn.Mish, nn.ReLU),
+        *(nn.Sigmoid, nn.SiLU, nn.Softmax, nn.Softplus, nn.Tanh),
     ]
 )
 
@@ -68,7 +54,7 @@ _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def call_in_turn(
@@ -109,8 +95,11 @@ def is_small(module: Callable[..., Any], x: Any) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether something of a user's sees the module's calls: hooks, or a `forward` put into the instance."""
-    own = module.__dict__
-    return any(_HOOKS_OF_ALL) or "forward" in own or any(own[hooks] for hooks in _HOOKS)
+    return any(_HOOKS_OF_ALL) or _is_itself_watched(module.__dict__)
+
+
+def _is_itself_watched(own: dict[str, Any]) -> bool:
+    return "forward" in own or any(_HOOKS(own))
 
 
 def limits() -> tuple[int, float]:
@@ -148,7 +137,4 @@ def _is_known(part: Any) -> bool:
         if says is None or not says(part):
             return False
     own = part.__dict__
-    for hooks in _HOOKS:
-        if own[hooks]:
-            return False
-    return "forward" not in own and not own.get("inplace", False)
+    return not _is_itself_watched(own) and not own.get("inplace", False)

@@ -44,7 +44,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,13 +56,12 @@ from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
-from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, has_missing, split
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing, split
 from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
-
-_Run: TypeAlias = Callable[[Any, Grads], Sequence[Tensor | None]]
+from moe_autograd.autograd.uncompiled import uncompiled
 
 
 def join(joined: Joined) -> list[Sequence[Tensor]]:
@@ -99,6 +98,16 @@ def _name_guilty_call(joined: Joined) -> None:
             raise
 
 
+def _backward(run: Callable[[Any, Grads], Tensors]) -> Any:
+    """Return the backward of a node that `run` makes of its gradients; compiled autograd cannot trace it."""
+    run = uncompiled(run)
+
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensors:
+        return run(ctx, boxed(grad_outputs))
+
+    return staticmethod(backward)
+
+
 @skip_missing_gradients
 class _Join(Function):
     boxed_grads_call = UnlessCompiled()
@@ -118,37 +127,19 @@ class _Join(Function):
         ctx.joined = joined
         return tuple(results)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Sequence[Tensor | None]:
-        return _run(ctx, boxed(grad_outputs))
+    @_backward
+    def backward(ctx: Any, grad_outputs: Grads) -> Tensors:
+        joined: Joined = ctx.joined
+        wanted = _ask(joined, ctx, grad_outputs)
+        saved = take_saved(ctx, joined, grad_outputs, wanted)
+        grads = joined.backward(saved, grad_outputs, wanted)
+        use_here(grads)
+        return (None, *joined.hand_out(grads))
 
 
-def _uncompiled(run: _Run) -> _Run:
-    """Keep out compiled autograd, which traces what it can, and threads it cannot."""
-    run_uncompiled: _Run = torch._disable_dynamo(run)
-
-    def choose(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
-        return (run_uncompiled if torch.compiler.is_compiling() else run)(ctx, grad_outputs)
-
-    return choose
-
-
-@_uncompiled
-def _run(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
-    joined: Joined = ctx.joined
-    nodes = [node for node, _ in ctx.next_functions]
-    wanted = _ask(joined, nodes, grad_outputs)
-    saved = take_saved(ctx, joined, grad_outputs, wanted)
-    keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-    grads = joined.backward(saved, grad_outputs, wanted, keep_graph)
-    use_here(grads)
-    return (None, *joined.hand_out(grads))
-
-
-def _ask(
-    joined: Joined, nodes: Sequence[Node | None], grad_outputs: Sequence[Tensor | None]
-) -> Sequence[Wanted]:
-    """Return for each input whether it is wanted. The engine answers this only here, on its own thread."""
+def _ask(joined: Joined, leading: Any, grad_outputs: Tensors) -> Sequence[Wanted]:
+    """Return for each input, to which a node leads, whether it is wanted; only the engine's own thread may ask."""
+    nodes: list[Node | None] = [node for node, _ in leading.next_functions]
     if has_missing(grad_outputs):  # the engine goes on to the leaves of such calls all the same
         leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
         let_hooks_sleep(node.variable for node in leaf_nodes)
@@ -197,45 +188,28 @@ class _Part:
         return split(tied, self.joined.num_results)
 
 
-def _token() -> Tensor:
-    """Return what carries nothing from one node to the next, wherever tensors are made by default."""
-    return torch.empty(0, dtype=torch.float32, device="cpu")
+class _Step(Function):
+    """A node that a token leads to, which carries nothing."""
 
-
-class _Departure(Function):
     @staticmethod
-    def forward(ctx: Any, part: _Part, gate: Tensor | None, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, part: _Part, *leads_to: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.part = part
-        return _token()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
-        return _depart(ctx, [])
+        return torch.empty(0, dtype=torch.float32, device="cpu")  # wherever tensors are made by default
 
 
-@_uncompiled
-def _depart(ctx: Any, _: Grads) -> Sequence[Tensor | None]:
-    part: _Part = ctx.part
-    return (None, *part.joined.hand_out(_arrivals_of(part.whole).take_grads(part)))
+class _Departure(_Step):
+    @_backward
+    def backward(ctx: Any, _: Grads) -> Tensors:
+        part: _Part = ctx.part
+        return (None, *part.joined.hand_out(_arrivals_of(part.whole).take_grads(part)))
 
 
-class _Waiting(Function):
-    @staticmethod
-    def forward(ctx: Any, part: _Part, token: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.part = part
-        return _token()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
-        return _wait(ctx, [])
-
-
-@_uncompiled
-def _wait(ctx: Any, _: Grads) -> Sequence[Tensor | None]:
-    _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
-    return None, None
+class _Waiting(_Step):
+    @_backward
+    def backward(ctx: Any, _: Grads) -> Tensors:
+        _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
+        return None, None
 
 
 @skip_missing_gradients
@@ -248,20 +222,14 @@ class _Arrival(Function):
         part.whole.arrivals.append(weakref.ref(ctx))
         return _Join.forward(ctx, part.joined, token, *again)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Sequence[Tensor | None]:
-        return _arrive(ctx, boxed(grad_outputs))
-
-
-@_uncompiled
-def _arrive(ctx: Any, grad_outputs: Grads) -> Sequence[Tensor | None]:
-    part: _Part = ctx.part
-    departure: Any = ctx.next_functions[0][0].next_functions[0][0]
-    nodes = [node for node, _ in departure.next_functions]
-    wanted = _ask(part.joined, nodes, grad_outputs)
-    saved = take_saved(ctx, part.joined, grad_outputs, wanted)
-    _arrivals_of(part.whole).add(part, saved, grad_outputs, wanted)
-    return (None,) * len(ctx.needs_input_grad)
+    @_backward
+    def backward(ctx: Any, grad_outputs: Grads) -> Tensors:
+        part: _Part = ctx.part
+        departure = ctx.next_functions[0][0].next_functions[0][0]
+        wanted = _ask(part.joined, departure, grad_outputs)
+        saved = take_saved(ctx, part.joined, grad_outputs, wanted)
+        _arrivals_of(part.whole).add(part, saved, grad_outputs, wanted)
+        return (None,) * len(ctx.needs_input_grad)
 
 
 def _arrivals_of(whole: Joined) -> _Arrivals:
@@ -287,18 +255,12 @@ class _Arrivals:
         self._num_to_come = sum(map(torch._C._will_engine_execute_node, alive))
         self._waiting: list[tuple[Any, int]] = []  # departures, and the numbers that they are to have
         self._parts: list[_Part] = []  # those that have arrived and not run
-        self._saved: dict[int, Sequence[Tensor | None]] = {}  # by the place of the call, as all below
-        self._grad_outputs: dict[int, Sequence[Tensor | None]] = {}
+        self._saved: dict[int, Tensors] = {}  # by the place of the call, as all below
+        self._grad_outputs: dict[int, Tensors] = {}
         self._wanted: dict[int, Sequence[Wanted]] = {}
-        self._grads: dict[int, Sequence[Tensor | None]] = {}
+        self._grads: dict[int, Tensors] = {}
 
-    def add(
-        self,
-        part: _Part,
-        saved: list[Sequence[Tensor | None]],
-        grad_outputs: Grads,
-        wanted: Sequence[Wanted],
-    ) -> None:
+    def add(self, part: _Part, saved: list[Tensors], grad_outputs: Grads, wanted: Sequence[Wanted]) -> None:
         """Note what a part needs for its backward."""
         joined = part.joined
         self._num_to_come -= 1
@@ -320,7 +282,7 @@ class _Arrivals:
             one._set_sequence_nr(number)
         self._waiting.clear()
 
-    def take_grads(self, part: _Part) -> list[Tensor | None]:
+    def take_grads(self, part: _Part) -> Grads:
         """Return one gradient or `None` for each input of a part."""
         if part in self._parts:
             self._run(part.whole)
@@ -329,13 +291,12 @@ class _Arrivals:
     def _run(self, whole: Joined) -> None:
         """Run the backwards of all that have arrived."""
         saved: list[Sequence[Any]] = [self._saved.pop(i, ()) for i in range(len(whole.calls))]
-        grad_outputs: list[Tensor | None] = []
+        grad_outputs: Grads = []
         wanted: list[Wanted] = []
         for i, (num_results, num_inputs) in enumerate(zip(whole.num_results, whole.num_inputs, strict=True)):
             grad_outputs += self._grad_outputs.pop(i, (None,) * num_results)
             wanted += self._wanted.pop(i, (False,) * num_inputs)
         parts, self._parts = self._parts, []
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        grads = split(whole.backward(saved, grad_outputs, wanted, keep_graph), whole.num_inputs)
+        grads = split(whole.backward(saved, grad_outputs, wanted), whole.num_inputs)
         for part in parts:
             self._grads.update((place, grads[place]) for place in part.places)

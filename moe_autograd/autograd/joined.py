@@ -13,10 +13,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, may_have_gradient
 from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sums import Shared, Sums, shared_by_many
+from moe_autograd.autograd.this_backward import keeps_graph
 
 Tensors: TypeAlias = Sequence[Tensor | None]  # mostly gradients; `None` where none flows
 
@@ -167,20 +169,13 @@ class Joined:
             dtypes += call.grad_dtypes or usual
         return dtypes
 
-    def backward(
-        self,
-        saved_of: list[Sequence[Any]],
-        grad_outputs: list[Tensor | None],
-        wanted: Sequence[Wanted],
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
+    def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
         """Run the backwards of all calls that got a gradient.
 
         Args:
             saved_of: for each call what it saved; emptied on the way.
             grad_outputs: one for each result of all calls; emptied at once.
             wanted: one for each input of all calls.
-            keep_graph: whether there may be another backward.
 
         Returns:
             One gradient or `None` for each input of all calls.
@@ -190,8 +185,7 @@ class Joined:
         grad_outputs.clear()
         grads: list[Tensors] = [(None,) * count for count in self.num_inputs]
         reached = [i for i, own in enumerate(grads_of) if has_any(own)]  # Rule 3
-
-        has_streams = accelerator_in_use() is not None
+        keep_graph, has_streams = keeps_graph(), accelerator_in_use() is not None
         sums = Sums(self.shared, reached, wanted_of) if self.shared else None
 
         def run(index: int) -> None:
@@ -219,7 +213,7 @@ class Joined:
             see: makes it, given the number of the result among the outputs of a node.
         """
 
-    def hand_out(self, grads: list[Tensor | None]) -> Tensors:
+    def hand_out(self, grads: Grads) -> Tensors:
         """Return what flows to the gate, and after it what flows to `inputs()`.
 
         Args:

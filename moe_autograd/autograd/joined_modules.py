@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
+from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.changes import (
     base_of,
     memory_held,
@@ -81,30 +82,25 @@ class JoinedModules(Joined):
                 call.see_within(place, see)
             place -= count
 
-    def backward(
-        self,
-        saved_of: list[Sequence[Any]],
-        grad_outputs: list[Tensor | None],
-        wanted: Sequence[Wanted],
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
+    def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
         with nested_backwards():
             # A call lets go of its inputs when it is done; held here until hooks have moved to them.
             inputs = [tensor for call in self.calls for _, tensor in call.cuts]
-            grads = self._backward_of_calls(inputs, saved_of, grad_outputs, wanted, keep_graph)
+            reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
+            self._prepare(inputs, reached)
+            if torch.is_grad_enabled():
+                grads = self._backward_with_graph(reached, grad_outputs, wanted)
+            else:
+                changed = set().union(*[call.before for call in self.calls])  # in place
+                ends = [tensor for tensor in inputs if id(tensor) not in changed]
+                with retained_grads_untouched(ends), ended(wanted):
+                    grads = super().backward(saved_of, grad_outputs, wanted)
             self.entrance.move_hooks()
         return grads
 
-    def _backward_of_calls(
-        self,
-        inputs: Sequence[Tensor],
-        saved_of: list[Sequence[Any]],
-        grad_outputs: list[Tensor | None],
-        wanted: Sequence[Wanted],
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
-        reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
+    def _prepare(self, inputs: Sequence[Tensor], reached: Sequence[int]) -> None:
+        """Do what is to be done on the thread, and in the backward, that the caller started."""
         let_hooks_sleep(inputs)  # where there is no gradient; at their ends as well
         for call in self.calls:
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
@@ -113,11 +109,10 @@ class JoinedModules(Joined):
         if self.turns is not None:
             for i, turn in self.turns.of(reversed(reached)).items():  # the last call begins first
                 self.calls[i].turn = turn
-        if not torch.is_grad_enabled():
-            results = set().union(*[call.before for call in self.calls])  # inputs that were changed in place
-            ends = [tensor for tensor in inputs if id(tensor) not in results]
-            with retained_grads_untouched(ends), ended(wanted):
-                return super().backward(saved_of, grad_outputs, wanted, keep_graph)
+
+    def _backward_with_graph(
+        self, reached: Sequence[int], grad_outputs: Grads, wanted: Sequence[Wanted]
+    ) -> Grads:
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
         found = run_module_calls(

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_autograd.autograd.accumulating import Wanted, is_compiled
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.joined import Joined, has_any, has_missing, split
+from moe_autograd.autograd.this_backward import keeps_graph
 
 
 class _Kept(NamedTuple):
@@ -62,7 +63,7 @@ def _taken_or_left(
     node: Any, joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
 ) -> list[Sequence[Tensor | None]]:
     left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
-    if left is not None:
+    if left is not None:  # an earlier backward has let the node forget
         reached = _reached(joined, grad_outputs, wanted)
         return [
             _taken(left, i, count, joined.reads_saved) if i in reached else []
@@ -71,7 +72,7 @@ def _taken_or_left(
     if not any(joined.num_saved):
         return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
     saved = split([*node.saved_tensors], joined.num_saved)
-    if not _keeps_graph() and not is_compiled():
+    if not keeps_graph() and not is_compiled():
         node.left = {}
         if wanted or has_missing(grad_outputs):
             reached = _reached(joined, grad_outputs, wanted)
@@ -89,10 +90,6 @@ def _reached(
     return {i for i, own in enumerate(grads_of) if has_any(own) and (not wanted_of or any(wanted_of[i]))}
 
 
-def _keeps_graph() -> bool:
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def _keep(saved: Iterable[Tensor | None], node: Any) -> list[_Kept | None]:
     return [None if tensor is None else _kept(tensor, tensor.grad_fn is node) for tensor in saved]
 
@@ -108,7 +105,7 @@ def _taken(
         if num_saved:
             raise RuntimeError(BACKWARD_TWICE)
         return []
-    kept = left[call] if _keeps_graph() else left.pop(call)
+    kept = left[call] if keeps_graph() else left.pop(call)
     return [None if one is None else _checked(one, reads_saved) for one in kept]
 
 

@@ -69,7 +69,7 @@ from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
-from moe_autograd.autograd.walks import Edge, between, leads
+from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
 _ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
 
@@ -109,10 +109,10 @@ class ModuleCall(CallResults):
         self._spent: set[int] = set()  # the places of results whose graph is freed
         self.leaves: list[Tensor] = []
         values, spec = flat
-        entered = list({id(v): v for v in values if id(v) in aliases}.values())
-        versions = [tensor._version for tensor in entered]
+        entered = {key: (value, aliases[key]) for value in values if (key := id(value)) in aliases}.values()
+        versions = [tensor._version for tensor, _ in entered]
         # Edges are looked up before the forward: an in-place change gives an alias a new history.
-        self.cuts = [*[(edge_of(aliases[id(tensor)]), tensor) for tensor in entered], *cuts]
+        self.cuts = [*[(edge_of(alias), tensor) for tensor, alias in entered], *cuts]
         self._has_history = bool(cuts)
         inner = [aliases.get(id(value), value) for value in values]
         inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
@@ -122,18 +122,19 @@ class ModuleCall(CallResults):
         # A call of a backward (Rule 6) ends at the histories of then, whatever these tensors have become since.
         if not shares_graph:
             self.cuts += _renewed(cuts)
-        outer_of = {id(aliases[id(tensor)]): tensor for tensor in entered}
+        outer_of = {id(alias): tensor for tensor, alias in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
-        changed = [tensor for tensor, v in zip(entered, versions, strict=True) if tensor._version != v]
-        self._given = [value for value in inner if isinstance(value, Tensor)]
-        self._take_results(returned, outer_of, [(tensor, aliases[id(tensor)]) for tensor in changed])
+        changed = [both for both, v in zip(entered, versions, strict=True) if both[0]._version != v]
+        self._take_results(
+            returned, [value for value in inner if isinstance(value, Tensor)], outer_of, changed
+        )
         if spec is not None:
             known = {*map(id, inner), *outer_of, *self._places}
             refuse_lost(
                 tree_leaves((inner_args, inner_kwargs), is_leaf=lambda value: id(value) in known), known
             )
         if changed:
-            self._take_changed(changed, [aliases[id(tensor)] for tensor in changed])
+            self._take_changed(changed)
 
     def find_leaves(self, owners: dict[Node, ModuleCall]) -> None:
         """Walk the inner graph for the leaves that the call reached (Rules 2 and 3).
@@ -145,26 +146,24 @@ class ModuleCall(CallResults):
         met, leaf_nodes = self._walk(owners)
         while self._has_history and (upper := self._cuts_above(met | {(node, 0) for node in leaf_nodes})):
             # The engine goes on through such a cut to the ends behind it, which would get its gradient twice.
-            self.cuts = [cut for cut in self.cuts if (cut[0].node, cut[0].output_nr) not in upper]
+            self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
             self._shares_graph = True  # with the outer graph, which must find it unfreed
             met, leaf_nodes = self._walk(owners)
         self.leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
         ends_at_leaves = [GradientEdge(node, 0) for node in leaf_nodes]
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
-            self.cuts = [
-                cut for cut in self.cuts if (cut[0].node, cut[0].output_nr) in met or id(cut[1]) in changed
-            ]
+            self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
         self._ends = [*[edge for edge, _ in self.cuts], *ends_at_leaves]
         self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
 
     def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
         """Return the cuts and the leaves where the inner graph ends."""
-        stop_at = {(edge.node, edge.output_nr) for edge, _ in self.cuts}
+        stop_at = {edge[:2] for edge, _ in self.cuts}
         met: set[Edge] = set()
         leaf_nodes: list[Node] = []
         seen: set[Node] = set()
-        to_visit: list[Edge] = [(edge.node, edge.output_nr) for edge in self._edges]
+        to_visit = plain(self._edges)
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
@@ -192,29 +191,23 @@ class ModuleCall(CallResults):
         """Return the places of the results whose graphs a backward has walked, or met."""
         if not self._edges or not has_missing(grad_outputs):
             return {*range(len(grad_outputs))}
-        stop_at = {(end.node, end.output_nr) for end in self._ends}
-        starts = [(edge.node, edge.output_nr) for edge in self._edges]
+        stop_at = {*plain(self._ends)}
+        starts = plain(self._edges)
         begun = [start for start, grad in zip(starts, grad_outputs, strict=True) if grad is not None]
-        walked = between(begun, stop_at)
+        walked = {node for node, _ in walk(begun, stop_at)}
         return {i for i, one in enumerate(starts) if one in stop_at or leads([one], walked, stop_at)}
 
     def _cuts_above(self, ends: set[Edge]) -> set[Edge]:
         """Return those cuts that lead on to others of the ends, by whichever output: the engine marks nodes."""
-        above: set[Edge] = set()
         nodes = {node for node, _ in ends}
-        for edge, _ in self.cuts:
-            cut = (edge.node, edge.output_nr)
-            if cut not in ends or type(edge.node) is ACCUMULATE_GRAD:
-                continue
-            if leads(edge.node.next_functions, nodes):
-                above.add(cut)
-        return above
+        met = [
+            edge[:2] for edge, _ in self.cuts if edge[:2] in ends and type(edge.node) is not ACCUMULATE_GRAD
+        ]
+        return {cut for cut in met if leads(cut[0].next_functions, nodes)}
 
     def leads_to(self, tensor: Tensor) -> bool:
         """Whether its graph, which ends at the cuts, goes through the history that an outer tensor has now."""
-        edge = edge_of(tensor)
-        starts = [(edge.node, edge.output_nr) for edge in self._edges]
-        return leads(starts, {(edge.node, edge.output_nr)}, {(end.node, end.output_nr) for end in self._ends})
+        return leads(plain(self._edges), {edge_of(tensor)[:2]}, {*plain(self._ends)})
 
     def backward(
         self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool

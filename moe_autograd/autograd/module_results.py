@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import collections
 import functools
-import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -23,9 +22,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
-from moe_autograd.autograd.entry import is_as_entered, refuse_strided_nested, stays_as_it_is, waited_for
+from moe_autograd.autograd.entry import is_entry, refuse_strided_nested, stays_as_it_is
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
+from moe_autograd.autograd.wrapped_hooks import waited_for
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -89,37 +89,34 @@ class CallResults:
     inputs: tuple[Tensor, ...] = ()
     grad_dtypes: GradDtypes = ()
     dirty: tuple[Tensor, ...] = ()
-    _changed_views: Sequence[Tensor] = ()
-    _dirty: Sequence[Tensor] = ()
+    _changed_views: Sequence[Tensor | None] = ()  # those of `touched` that are views, each in its place
     _inner: Sequence[Tensor] = ()  # its results in its own graph, until all calls have been made
-    _given: Sequence[Tensor] = ()  # the tensors that it takes: aliases, and those that need none
     touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
     _edges: list[GradientEdge]  # where the gradients of its results go within it
     _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
-    _own_hooks: Mapping[int, Any] = types.MappingProxyType({})  # that it put on its results, by their places
-    _has_waiting_hooks = False  # one of these is of `register_multi_grad_hook`
+    _own_hooks: dict[int, Any]  # that it put on its results, by their places
+    _has_waiting_hooks: bool  # whether one of these is of `register_multi_grad_hook`
     _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
     # the places of those that retain their gradients, as far as is known
     _retaining: frozenset[int] = frozenset()
 
     def _take_results(
-        self, returned: Any, outer_of: dict[int, Tensor], changed: Sequence[tuple[Tensor, Tensor]]
+        self,
+        returned: Any,
+        given: Sequence[Tensor],
+        outer_of: dict[int, Tensor],
+        changed: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         """Find the results that the join is to tie (Rule 8).
 
         Args:
             returned: by the module.
+            given: to it, as it knows them.
             outer_of: what comes back as itself, by the `id` of the tensor that the module knows it as.
             changed: inputs that the call has changed in place, each with its alias.
         """
-        values: list[Any] = [returned]
-        self._spec: TreeSpec | None = None
-        self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
-        if self._is_list:
-            values = list(returned)
-        elif not isinstance(returned, Tensor):
-            values, self._spec = tree_flatten(returned, is_leaf=stays_as_it_is)
+        values = self._flatten(returned)
         if forward_ad._current_level >= 0:
             refuse_tangents(value for value in tree_leaves(returned) if isinstance(value, Tensor))
         self._views: dict[int, _View] = {}  # by the inner tensor's id
@@ -144,12 +141,18 @@ class CallResults:
         self._values = values
         self._edges = [edge_of(value) for value in inner]
         self._inner = inner
-        if any(value._backward_hooks for value in inner):
-            self._own_hooks = {i: value._backward_hooks for i, value in enumerate(inner)}
-            self._has_waiting_hooks = any(
-                map(waited_for, [h for x in inner for h in (x._backward_hooks or {}).values()])
-            )
-        self._detach(inner, outer_of)
+        self._own_hooks = {i: hooks for i, value in enumerate(inner) if (hooks := value._backward_hooks)}
+        self._has_waiting_hooks = any(waited_for(h) for own in self._own_hooks.values() for h in own.values())
+        self._detach(inner, given, outer_of)
+
+    def _flatten(self, returned: Any) -> list[Any]:
+        """Take the results out of the structure in which `take_returned` returns others; mostly there is none."""
+        self._spec: TreeSpec | None = None
+        self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
+        if self._is_list or isinstance(returned, Tensor):
+            return list(returned) if self._is_list else [returned]
+        values, self._spec = tree_flatten(returned, is_leaf=stays_as_it_is)
+        return values
 
     def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:
         """Return what is known of a result that is a view of a changed input; of others nothing (Rule 7).
@@ -172,8 +175,7 @@ class CallResults:
             return self._views.setdefault(id(value), new)
         return None
 
-    def _detach(self, inner: list[Tensor], outer_of: dict[int, Tensor]) -> None:
-        given, self._given = self._given, ()
+    def _detach(self, inner: list[Tensor], given: Sequence[Tensor], outer_of: dict[int, Tensor]) -> None:
         self.grad_dtypes = to_declare(inner)
         if len(inner) == 1 and not inner[0]._is_view() and not any(inner[0] is value for value in given):
             self.results: tuple[Tensor, ...] = (inner[0].detach(),)
@@ -207,15 +209,16 @@ class CallResults:
                     "in a plain loop."
                 )
 
-    def _take_changed(self, changed: list[Tensor], aliases: list[Tensor]) -> None:
-        """Rule 7."""
-        for tensor, alias in zip(changed, aliases, strict=True):
+    def _take_changed(self, changed: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take note of inputs that were changed in place, each with its alias (Rule 7)."""
+        for tensor, alias in changed:
             refuse_other_shape(tensor, alias)
-        self.touched = changed
-        self._edges += [edge_of(alias) for alias in aliases]
-        self.changed = [t for t, alias in zip(changed, aliases, strict=True) if not is_as_entered(alias)]
-        self._changed_views = [tensor for tensor in changed if tensor._is_view()]
-        self.dirty = tuple([tensor for tensor in changed if not tensor._is_view()])
+        self.touched = [tensor for tensor, _ in changed]
+        self._edges += [edge_of(alias) for _, alias in changed]
+        # a change that autograd knows of gives the alias another history
+        self.changed = [tensor for tensor, alias in changed if not is_entry(alias.grad_fn)]
+        self._changed_views = [tensor if tensor._is_view() else None for tensor in self.touched]
+        self.dirty = tuple([tensor for tensor in self.touched if not tensor._is_view()])
 
     def tie_changed(self) -> None:
         """Let the join tie inputs that it changed, as they are when all calls have been made (Rule 7)."""
@@ -225,7 +228,6 @@ class CallResults:
 
     def forget_results(self) -> None:
         """See `joined.Call`."""
-        self._dirty = self.dirty
         self.results = self.dirty = self.inputs = self.to_save = self.changed = self.touched = ()
 
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
@@ -289,9 +291,10 @@ class CallResults:
 
     def _give_history_to_views(self, changed: Sequence[Tensor]) -> None:
         """Rule 7, for inputs that are views: a copy of each was tied, and is copied into it."""
-        copies = [tensor for tensor in changed if not any(tensor is dirty for dirty in self._dirty)]
-        views, self._changed_views, self._dirty = self._changed_views, (), ()
-        for view, copy in zip(views, copies, strict=True):
+        views, self._changed_views = self._changed_views, ()
+        for view, copy in zip(views, changed, strict=True):
+            if view is None:
+                continue
             # The inner graph has saved tensors that know of the real change: this one is not to count.
             with torch.autograd._unsafe_preserve_version_counter(view), torch.enable_grad():
                 view.copy_(copy)

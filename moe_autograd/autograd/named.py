@@ -8,6 +8,12 @@ Among it are two things that can be done for one thread at a time only:
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached` and forward-mode
    differentiation (`torch.func.jvp` and its like) are of the whole process. Side by side, calls would have each
    other's, and might leave it behind: a map with such a call makes one after the other.
+
+Three looks, each of which uses the one before it::
+
+    names_of        what the code of a function names, and which of these names tell of 1 or 2
+    telling_names   which names of a function, and of functions that it names, tell
+    globals_of      which do of all that the `forward` of a class calls in its file; and the globals that it names
 """
 
 from __future__ import annotations
@@ -16,7 +22,6 @@ import builtins
 import contextlib
 import dis
 import inspect
-import itertools
 import sys
 import types
 import weakref
@@ -52,7 +57,7 @@ CHANGING = frozenset(
         *_UNSURE,
     ]
 )
-_CACHED = "parametrize.cached"  # found in another way: others may call something so, too
+_CACHED = "parametrize.cached"  # looked for by itself (`_names_cached`): others may call something `cached`
 SETTING = frozenset(  # rule 2
     [
         *("sdpa_kernel", "sdp_kernel", "set_default_dtype"),
@@ -173,27 +178,34 @@ def _done_in(code: types.CodeType) -> tuple[set[str], list[tuple[str, str]]]:
     To pass on a tensor's `requires_grad`, as `torch.utils.checkpoint` does, freezes no module. And for each method
     the global or variable of a closure of which it is called; "" where it is something else.
     """
-    done, asked, constant, name = set[str](), list[tuple[str, str]](), None, ""
-    read = before = ""  # attributes, two steps ago and one
-    for step, following in itertools.pairwise(dis.get_instructions(code)):
+    done, asked, constant = set[str](), list[tuple[str, str]](), None
+    steps = [*dis.get_instructions(code)]
+    for i, step in enumerate(steps):
         if step.opname == "LOAD_CONST":
             constant = step.argval
         elif step.starts_line:
             constant = None
-        if step.opname == "STORE_ATTR":
-            is_harmless = constant is True or read == step.argval == "requires_grad"
-            done.update(_SET.intersection([] if is_harmless else [step.argval]))
-        elif _is_method(step) and not (step.argval == "requires_grad_" and _is_true(following)):
-            done.update(called := _METHODS.intersection([step.argval]))
-            asked += [(method, name) for method in called]
-        read, before = before, step.argval if step.opname == "LOAD_ATTR" else ""
-        is_outside = step.opname == "LOAD_GLOBAL" or step.argval in code.co_freevars
-        name = step.argval if is_outside and step.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else ""
+        if step.opname == "STORE_ATTR" and step.argval in _SET:
+            # the value is put on the stack, then what it is set of: `b.requires_grad = a.requires_grad`
+            is_passed_on = (steps[i - 2].opname, steps[i - 2].argval) == ("LOAD_ATTR", "requires_grad")
+            if constant is not True and not (is_passed_on and step.argval == "requires_grad"):
+                done.add(step.argval)
+        elif step.argval in _METHODS and _is_method(step) and not _unfreezes(step, steps[i + 1]):
+            done.add(step.argval)
+            asked.append((step.argval, _outside(steps[i - 1], code)))
     return done, asked
 
 
-def _is_true(argument: dis.Instruction) -> bool:
-    """Whether a method is called without an argument, or with `True`."""
+def _outside(step: dis.Instruction, code: types.CodeType) -> str:
+    """Return the global or variable of a closure that a step puts on the stack; "" if something else."""
+    is_free = step.opname == "LOAD_DEREF" and step.argval in code.co_freevars
+    return step.argval if is_free or step.opname == "LOAD_GLOBAL" else ""
+
+
+def _unfreezes(method: dis.Instruction, argument: dis.Instruction) -> bool:
+    """Whether `requires_grad_` is called without an argument, or with `True`."""
+    if method.argval != "requires_grad_":
+        return False
     if argument.opname == "LOAD_CONST":
         return argument.argval is True
     return argument.opname in ("PRECALL", "CALL") and argument.arg == 0
@@ -241,7 +253,7 @@ def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], frozen
                 places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
     told = frozenset[str]().union(*map(telling_names, functions))
-    return tuple(places.values()), told - {"data"}  # of methods that are named, some never run
+    return tuple(places.values()), told - {"data"}  # set in methods that are named, and mostly never run
 
 
 def function_in(value: object) -> object:
@@ -256,23 +268,26 @@ def names_of(code: types.CodeType) -> Names:
     key = id(code)
     names = _names.get(key)
     if names is None or names.code() is not code:
-        told = weakref.ref(code, lambda _: _names.pop(key, None))
-        of_globals, of_attributes, telling = dict[str, None](), dict[str, None](), set[str]()
-        asked = list[tuple[str, str]]()
-        for one in (codes := [code]):  # grows
-            codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
-            for step in dis.get_instructions(one):
-                if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    of_globals[step.argval] = None
-                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                    of_attributes[step.argval] = None
-            telling |= _SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one)))
-            if _UNSURE.intersection(one.co_names):
-                done, asked_there = _done_in(one)
-                telling |= done
-                asked += asked_there if one is code else [(method, "") for method, _ in asked_there]
-        names = _names[key] = Names(told, tuple(of_globals), tuple(of_attributes), frozenset(telling), asked)
+        names = _names[key] = _find_names(code, weakref.ref(code, lambda _: _names.pop(key, None)))
     return names
+
+
+def _find_names(code: types.CodeType, told: weakref.ref[types.CodeType]) -> Names:
+    of_globals, of_attributes, telling = dict[str, None](), dict[str, None](), set[str]()
+    asked = list[tuple[str, str]]()
+    for one in (codes := [code]):  # grows
+        codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
+        for step in dis.get_instructions(one):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                of_globals[step.argval] = None
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                of_attributes[step.argval] = None
+        telling |= _SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one)))
+        if _UNSURE.intersection(one.co_names):
+            done, asked_there = _done_in(one)
+            telling |= done
+            asked += asked_there if one is code else [(method, "") for method, _ in asked_there]
+    return Names(told, tuple(of_globals), tuple(of_attributes), frozenset(telling), asked)
 
 
 def _texts_in(code: types.CodeType) -> list[str]:

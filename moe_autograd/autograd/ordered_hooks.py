@@ -105,11 +105,7 @@ class OrderedHooks:
         try:
             with torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
                 yield
-            with self._lock:
-                self._has_ended[index] = True
-                while self._num_packed < len(self._boxes) and self._has_ended[self._num_packed]:
-                    turn, self._num_packed = self._num_packed, self._num_packed + 1
-                    self._pack_call(turn)
+            self._end(index)
         except BaseException:
             self._has_failed = True
             for i, has_ended in enumerate(self._has_ended):
@@ -119,13 +115,18 @@ class OrderedHooks:
         if self._has_failed:
             self._cut_off(index)
 
-    def _pack_call(self, index: int) -> None:
-        boxes = self._waiting[index]
-        for box in boxes:
-            box.pack()
-        # A call that ended early has the list of references. The other one goes with each node, as `put` does.
-        self._boxes[index] += [weakref.ref(box) for box in boxes]
-        boxes.clear()
+    def _end(self, index: int) -> None:
+        """Note that a call has ended; pack what calls have saved before which all have ended (Rule 1)."""
+        with self._lock:
+            self._has_ended[index] = True
+            while self._num_packed < len(self._boxes) and self._has_ended[self._num_packed]:
+                turn, self._num_packed = self._num_packed, self._num_packed + 1
+                boxes = self._waiting[turn]
+                for box in boxes:
+                    box.pack()
+                # A call that ended early has the list of references. The other goes with each node, as `put` does.
+                self._boxes[turn] += [weakref.ref(box) for box in boxes]
+                boxes.clear()
 
     def _cut_off(self, index: int) -> None:
         boxes = self._waiting[index]

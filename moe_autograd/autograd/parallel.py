@@ -39,6 +39,7 @@ from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.ranks import are_spread
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.autograd.runs import run_calls
+from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.autograd.units import must_be_in_turn, run_units
 from moe_autograd.timeline import is_recording
 
@@ -102,11 +103,10 @@ def map_with_parallel_backward(
         >>> x.grad
         tensor([14.])
     """
-    if torch.compiler.is_compiling():
-        return _map_uncompiled(func, args_per_call, max_concurrency)
     return _map(func, args_per_call, max_concurrency)
 
 
+@uncompiled
 def _map(
     func: type[Function], args_per_call: Sequence[Sequence[Any]], max_concurrency: int | None
 ) -> tuple[Any, ...]:
@@ -170,9 +170,6 @@ def _run_forwards(
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
         run_calls(forward, names, max_concurrency, title)
     return calls
-
-
-_map_uncompiled = torch._disable_dynamo(_map)
 
 
 class _Names(Sequence[str]):
@@ -258,13 +255,10 @@ def parallel_apply(
         >>> outputs = parallel_apply(experts, [(t,) for t in tokens])
         >>> sum(y.sum() for y in outputs).backward()
     """
-    if torch.compiler.is_compiling():
-        return _apply_uncompiled(
-            modules, inputs, kwargs_tup, max_concurrency, recompute, defer_weight_grads, names
-        )
     return _apply(modules, inputs, kwargs_tup, max_concurrency, recompute, defer_weight_grads, names)
 
 
+@uncompiled
 def _apply(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],
@@ -329,9 +323,6 @@ def _as_dict(kwargs: Any) -> dict[str, Any]:
             f"parallel_apply: expected a dict of keywords for each call, got {type(kwargs).__name__}. Pass {{}}."
         )
     return dict(kwargs)
-
-
-_apply_uncompiled = torch._disable_dynamo(_apply)
 
 
 def _is_observed() -> bool:

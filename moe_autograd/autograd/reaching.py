@@ -5,11 +5,13 @@ The words of `closures`, which looks into callables with this.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import dataclasses
 import itertools
 import types
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,29 +26,31 @@ _FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tupl
 Cut = tuple[GradientEdge, Tensor]  # where an inner graph ends, and the outer tensor that stands there
 
 
-class Held(NamedTuple):
-    """What a callable holds.
+@dataclasses.dataclass(slots=True)
+class Held:
+    """What a callable holds, as far as it was found.
 
     Args:
         cuts: the tensors with history (Rule 3 of `module_calls`).
-        talkers: the modules that run collectives, by themselves or for their weights, and such tensors (`ranks`).
-        compiled: the modules and functions that `torch.compile` has made (`compiled`).
-        changing: what changes a module for as long as it runs (`named`, rule 1).
-        setting: what sets something for the whole process (`named`, rule 2).
         parts: all modules.
+        compiled: the modules and functions that `torch.compile` has made (`compiled`).
+        talks: whether a module runs collectives, by itself or for its weights, or a tensor needs them (`ranks`).
+        changes: whether something changes a module for as long as it runs (`named`, rule 1).
+        sets: whether something sets what is there once for the whole process (`named`, rule 2).
     """
 
-    cuts: list[Cut]
-    talkers: list[object]
-    compiled: list[object]
-    changing: list[object]
-    setting: list[object]
-    parts: list[torch.nn.Module]
+    cuts: list[Cut] = dataclasses.field(default_factory=list)
+    parts: list[torch.nn.Module] = dataclasses.field(default_factory=list)
+    compiled: list[object] = dataclasses.field(default_factory=list)
+    talks: bool = False
+    changes: bool = False
+    sets: bool = False
 
-
-def holds_nothing() -> Held:
-    """Return lists to be filled."""
-    return Held([], [], [], [], [], [])
+    def note(self, telling: Collection[str]) -> None:
+        """Take note of names, some of `CHANGING` or `SETTING`."""
+        if telling:
+            self.changes = self.changes or not CHANGING.isdisjoint(telling)
+            self.sets = self.sets or not SETTING.isdisjoint(telling)
 
 
 def has_history(tensor: Tensor) -> bool:
@@ -63,17 +67,17 @@ def has_history(tensor: Tensor) -> bool:
 
 def within(container: Any) -> list[Tensor]:
     """Return the tensors with history in nested lists, tuples and dictionaries."""
-    found = []
+    return [value for value in flattened(container) if type(value) is Tensor and has_history(value)]
+
+
+def flattened(container: Any) -> Iterator[Any]:
+    """Yield what is in nested lists, tuples and dictionaries, these included."""
     containers = [container]
     for held in containers:  # grows
         for value in first(held.values() if type(held) is dict else held):
-            kind = type(value)
-            if kind is Tensor:
-                if has_history(value):
-                    found.append(value)
-            elif kind in CONTAINERS and len(containers) < MOST_LOOKED_AT:
+            if type(value) in CONTAINERS and len(containers) < MOST_LOOKED_AT:
                 containers.append(value)
-    return found
+            yield value
 
 
 def first(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -91,13 +95,13 @@ def around_all(function: Any, of_all: Held) -> list[Any]:
             elif value not in functions and len(functions) < MOST_LOOKED_AT:
                 functions.append(value)
     for one in functions:
-        note(one, telling_names(one), of_all)
+        of_all.note(telling_names(one))
     return values
 
 
 def around_function(function: types.FunctionType) -> list[Any]:
     """Return what is in a function's closure, and of the globals that it names those that are worth following."""
-    namespace, values = function.__globals__, _in_closure(function)
+    namespace, values = function.__globals__, in_closure(function)
     for name in () if is_torchs(namespace) else names_of(function.__code__).of_globals:
         value = namespace.get(name)
         # Functions and objects of other files would lead through whole libraries.
@@ -108,20 +112,10 @@ def around_function(function: types.FunctionType) -> list[Any]:
     return values
 
 
-def _in_closure(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents  # a cell tells only this way
-    except ValueError:
-        return True
-    return False
-
-
-def note(held: object, telling: frozenset[str], of_all: Held) -> None:
-    """Add `held` to the lists of `of_all` that it belongs into, by what it names (`telling`)."""
-    if telling:
-        of_all.changing.extend([held] if telling & CHANGING else ())
-        of_all.setting.extend([held] if telling & SETTING else ())
+def in_closure(function: Any) -> list[Any]:
+    """Return what the cells of a function's closure hold."""
+    values = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet; a cell tells only this way
+            values.append(cell.cell_contents)
+    return values

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.function import Function
 
-from moe_autograd.autograd.entry import WrappedHook, innermost, of_several, waited_for
+from moe_autograd.autograd.wrapped_hooks import WrappedHook, innermost, of_several, waited_for
 
 _TYING: set[type] = set()  # the kinds of nodes that tie the results of calls
 

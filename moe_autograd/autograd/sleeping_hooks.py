@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from moe_autograd.autograd.entry import WrappedHook, waited_for
+from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
 
 Ends = frozenset[int]  # the tensors where an inner backward ends: the `id`s of their dictionaries of hooks
 

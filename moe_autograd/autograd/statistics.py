@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -82,44 +82,40 @@ class Turns:
     """
 
     def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool = True) -> None:
-        shared = shared_modules([own.parts for own in held])
-        changed = {id(part): may_be_changed(part) for own in held if own.changing for part in own.parts}
-        modules = {id(part): part for own in shared for part in own}
-        takers = {key for key, part in modules.items() if changed.get(key) or _keeps_statistics(part)}
-        self._keepers = [[id(part) for part in own if id(part) in takers] for own in shared]
-        in_turn = _in_turn_anyway(shared, takers)
         self._names = names
-        first_of = {id(part): i for i, own in reversed([*enumerate(shared)]) for part in own}
-        self._watched = [
-            (names[first_of[key]], module, name, buffer, 0 if buffer.is_inference() else buffer._version)
-            for key, module in modules.items()
-            if side_by_side and module._buffers and key not in in_turn and not _is_settled(module)
-            for name, buffer in module._buffers.items()
+        self._shared = shared = shared_modules([own.parts for own in held])
+        modules = {id(part): part for own in shared for part in own}
+        changed = {id(part): may_be_changed(part) for own in held if own.changes for part in own.parts}
+        takers = {key for key, part in modules.items() if changed.get(key) or _keeps_statistics(part)}
+        self._taken = [[id(part) for part in own if id(part) in takers] for own in shared]
+        in_turn = _in_turn_anyway(shared, takers)
+        at_once = {key: part for key, part in modules.items() if side_by_side and key not in in_turn}
+        self._buffers = [
+            (part, name, buffer, _version_of(buffer))
+            for part in at_once.values()
+            if part._buffers and not _is_settled(part)
+            for name, buffer in part._buffers.items()
             if buffer is not None
         ]
-        free = {
-            key
-            for key, part in modules.items()
-            if key not in in_turn and key not in changed and _is_watched(part)
-        }
-        self._calls_watched = _watched(shared, names, free) if side_by_side else {}
+        watched = {key for key, part in at_once.items() if key not in changed and _is_watched(part)}
+        self._watched = _watched(shared, names, watched)
 
     def of(self, calls: Iterable[int]) -> dict[int, Turn]:
         """Return the turns of those among `calls`, which begin in this order, that have to take one, for one pass."""
         last: dict[int, Turn] = {}
         turns: dict[int, Turn] = {}
         for i in calls:
-            if self._keepers[i]:
-                before = {id(turn): turn for key in self._keepers[i] if (turn := last.get(key)) is not None}
+            if self._taken[i]:
+                before = {id(turn): turn for key in self._taken[i] if (turn := last.get(key)) is not None}
                 turns[i] = Turn(self._names[i], before.values())
-                last.update(dict.fromkeys(self._keepers[i], turns[i]))
+                last.update(dict.fromkeys(self._taken[i], turns[i]))
         return turns
 
     def wrap(self, called: Sequence[Callable[..., Any]], calls: Sequence[int]) -> list[Callable[..., Any]]:
         """Return `called`, where those that have to take turns do, and others look at what they share."""
         turns = self.of(calls)
         # Backwards may keep this object for its turns: it is not to keep the modules alive.
-        watched, self._calls_watched = self._calls_watched, {}
+        watched, self._watched = self._watched, {}
         wrapped = list(called)
         for place, i in enumerate(calls):
             if i in watched:
@@ -146,10 +142,10 @@ class Turns:
         error.add_note(message)
 
     def _find_changed(self) -> str | None:
-        watched, self._watched = self._watched, []
-        for call, module, name, buffer, version in watched:
-            is_same = getattr(module, name, None) is buffer
-            if not is_same or (not buffer.is_inference() and buffer._version != version):
+        buffers, shared, self._buffers, self._shared = self._buffers, self._shared, [], []
+        for module, name, buffer, version in buffers:
+            if getattr(module, name, None) is not buffer or _version_of(buffer) != version:
+                call = self._names[next(i for i, own in enumerate(shared) if module in own)]
                 return (
                     f"parallel_apply: expected calls that share a {type(module).__qualname__} to leave its buffers "
                     f"alone, got {name!r} changed (one of them is {call}). What it is now depends on who came first. "
@@ -188,12 +184,16 @@ def _in_turn_anyway(shared: Sequence[Sequence[nn.Module]], takers: Collection[in
 
 
 def _watched(
-    shared: Sequence[Sequence[nn.Module]], names: Sequence[str], free: Collection[int]
+    shared: Sequence[Sequence[nn.Module]], names: Sequence[str], watched: Collection[int]
 ) -> dict[int, Watched]:
-    """Return what calls look at: the modules they share that are `free`, by their `id`s."""
+    """Return by call what it looks at: those of its modules whose `id`s are among these."""
     states: dict[tuple[int, ...], State] = {}
-    watched = [[part for part in own if id(part) in free] for own in shared]
-    return {i: Watched(names[i], own, states) for i, own in enumerate(watched) if own}
+    parts_of = [[part for part in own if id(part) in watched] for own in shared if watched]
+    return {i: Watched(names[i], own, states) for i, own in enumerate(parts_of) if own}
+
+
+def _version_of(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def _in_turn(turn: Turn, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

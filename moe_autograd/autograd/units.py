@@ -18,7 +18,7 @@ from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.named import CHANGING, SETTING, function_in, globals_of
-from moe_autograd.autograd.reaching import Held, holds_nothing
+from moe_autograd.autograd.reaching import Held
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.statistics import Turns, may_be_changed, shared_modules
@@ -41,7 +41,7 @@ def run_units(
         defer_weight_grads: whether weight gradients may be computed later, where that can be.
     """
     held = [_held_by(unit, modules) for unit in units]
-    if any(own.talkers or own.setting for own in held):
+    if any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
     turns = Turns(held, [unit.name for unit in units], side_by_side=side_by_side)
@@ -84,14 +84,12 @@ def _in_place(position: int, call: Callable[..., Any], /, *args: Any, **kwargs: 
 def _held_by(unit: Unit, modules: Sequence[Any]) -> Held:
     if not unit.is_group:
         held = look_into(unit.call, (*unit.args, *unit.kwargs.values()))
-        held.changing.extend([unit.call] if CHANGING.intersection(unit.kwargs) else [])
+        held.note(CHANGING.intersection(unit.kwargs))
         return held
     # Of a group the modules with buffers that it calls here; what else it holds is its own business.
     members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]
     parts = [part for one in members for part in look_into(one).parts]
-    return holds_nothing()._replace(
-        parts=[part for part in parts if part._buffers or NOT_MADE_YET in vars(part)]
-    )
+    return Held(parts=[part for part in parts if part._buffers or NOT_MADE_YET in vars(part)])
 
 
 def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]) -> bool:

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import TypeAlias
 
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 Edge: TypeAlias = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
 
 
-def between(starts: Sequence[Edge], stop_at: Collection[Edge]) -> set[Node]:
-    """Return the nodes from `starts` to where it is to stop."""
+def plain(edges: Iterable[GradientEdge]) -> list[Edge]:
+    """Return edges as nodes have them, in `next_functions`."""
+    return [edge[:2] for edge in edges]
+
+
+def walk(starts: Iterable[Edge], stop_at: Collection[Edge | Node | None] = ()) -> Iterator[Edge]:
+    """Yield the edges that are met from `starts` on, up to those, edges or nodes, where it is to stop."""
     seen: set[Node] = set()
     to_visit = list(starts)
     while to_visit:
         edge = to_visit.pop()
         node = edge[0]
-        if edge not in stop_at and node is not None and node not in seen:
+        if node is None or edge in stop_at or node in stop_at:
+            continue
+        yield edge
+        if node not in seen:
             seen.add(node)
             to_visit += node.next_functions
-    return seen
 
 
 def leads(
-    edges: Sequence[Edge], ends: Collection[Edge | Node | None], stop_at: Collection[Edge] = ()
+    starts: Iterable[Edge], ends: Collection[Edge | Node | None], stop_at: Collection[Edge | Node | None] = ()
 ) -> bool:
-    """Whether one of `edges` leads to one of `ends`, edges or nodes, other than through where it is to stop."""
-    seen: set[Node] = set()
-    to_visit = list(edges)
-    while to_visit:
-        edge = to_visit.pop()
-        node = edge[0]
-        if edge in stop_at:
-            continue
-        if edge in ends or node in ends:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            to_visit += node.next_functions
-    return False
+    """Whether one of `starts` leads to one of `ends`, edges or nodes, other than through where it is to stop."""
+    return any(edge in ends or edge[0] in ends for edge in walk(starts, stop_at))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -59,19 +59,15 @@ class Attendance:
         """Call each expert with its tokens; return its output, or anything where it was lost."""
         self._start_wait("forward", range(len(self._experts)))
         how = as_recompute(recompute)
-        groups: dict[int, _Group | _StrictGroup] = {}
+        groups: dict[int, _Group] = {}
         calls: list[Callable[..., Any]] = []
         for position, expert in enumerate(self._experts):
             group = group_of(expert)
             if group is None:
                 calls.append(_LocalCall(self, expert, position, how))
-            elif _is_lenient(expert):
-                calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), expert, position))
-            else:
-                called = expert if how is None else recomputed_in_group(expert, how)
-                calls.append(
-                    _Member(groups.setdefault(id(group), _StrictGroup(group, self)), called, position)
-                )
+                continue
+            called = expert if how is None else recomputed_in_group(expert, how)
+            calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), called, position))
         return parallel_apply(
             calls,
             [(tokens,) for tokens in slices],
@@ -87,7 +83,7 @@ class Attendance:
         remote = [
             position
             for position, expert in enumerate(self._experts)
-            if position not in self.lost and _is_lenient(expert)
+            if position not in self.lost and _is_lenient(group_of(expert))
         ]
         if y.requires_grad:
             y.register_hook(lambda _: self._start_wait("backward", remote))
@@ -124,8 +120,8 @@ class Attendance:
         return error
 
 
-def _is_lenient(expert: nn.Module) -> bool:
-    return getattr(group_of(expert), "can_leave_out", False)
+def _is_lenient(group: CallGroup | None) -> TypeGuard[LenientCallGroup]:
+    return getattr(group, "can_leave_out", False)
 
 
 def name_of(expert: nn.Module, expert_index: int) -> str:
@@ -168,22 +164,7 @@ class _LocalCall(nn.Module):
 
 
 class _Group:
-    """The group of some experts, in one pass: it leaves out who fails."""
-
-    def __init__(self, group: LenientCallGroup, attendance: Attendance) -> None:
-        self._group = group
-        self._attendance = attendance
-
-    def call_together(
-        self, modules: Sequence[_Member], inputs: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
-    ) -> Sequence[Any]:
-        own = _GroupAttendance(self._attendance, [member.position for member in modules])
-        experts = [member.expert for member in modules]
-        return self._group.call_together(experts, inputs, kwargs, failures=own)
-
-
-class _StrictGroup:
-    """The group of some experts that are never left out, in one pass: it notes when they have answered."""
+    """The group of some experts, in one pass: it leaves out who fails, or else notes when all have answered."""
 
     def __init__(self, group: CallGroup, attendance: Attendance) -> None:
         self._group = group
@@ -192,7 +173,11 @@ class _StrictGroup:
     def call_together(
         self, modules: Sequence[_Member], inputs: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
     ) -> Sequence[Any]:
-        returned = self._group.call_together([member.expert for member in modules], inputs, kwargs)
+        experts = [member.expert for member in modules]
+        if _is_lenient(self._group):
+            own = _GroupAttendance(self._attendance, [member.position for member in modules])
+            return self._group.call_together(experts, inputs, kwargs, failures=own)
+        returned = self._group.call_together(experts, inputs, kwargs)
         for member in modules:
             self._attendance.wait_in("forward").settle(member.position, is_answered=True)
         return returned
@@ -201,7 +186,7 @@ class _StrictGroup:
 class _Member:
     """An expert of such a group; only its group calls it."""
 
-    def __init__(self, call_group: _Group | _StrictGroup, expert: nn.Module, position: int) -> None:
+    def __init__(self, call_group: _Group, expert: nn.Module, position: int) -> None:
         self.call_group, self.expert, self.position = call_group, expert, position
         self.__qualname__ = type(expert).__qualname__  # what errors call it
 

@@ -137,7 +137,7 @@ class Looked:
 
 
 def crew_of(threads: list[Looked], *, num_to_come: int = 0) -> _Crew:
-    crew = _Crew(void, range(1000), 1000, contextlib.nullcontext)
+    crew = _Crew(void, range(1000), 1000, contextlib.nullcontext, even_shares=False)
     crew._progress = dict(enumerate(threads))  # type: ignore[arg-type]
     crew._num_running = len(threads) + num_to_come
     crew._cores = 2

@@ -33,6 +33,7 @@ from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.split_backward import is_wanted_later
+from moe_autograd.autograd.this_backward import keeps_graph
 
 
 class _Piece(NamedTuple):
@@ -278,7 +279,7 @@ class _Node(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.is_spent:
             raise RuntimeError(BACKWARD_TWICE)
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep_graph = keeps_graph()
         ctx.is_spent = not keep_graph
         anchor = ctx.next_functions[0][0]
         for_weights = ctx.has_anchor and (

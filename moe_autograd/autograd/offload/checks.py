@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.walks import walk
 
 
 def check_choices(
@@ -104,13 +105,7 @@ def check_reached(
         own: the inputs and the weights.
     """
     known = {edge.node for edge in own if edge}
-    seen: set[Node] = set()
-    to_visit: list[Node | None] = [edge.node for edge in outputs if edge]
-    while to_visit:
-        node = to_visit.pop()
-        if node is None or node in seen or node in known:
-            continue
-        seen.add(node)
+    for node, _ in walk([edge[:2] for edge in outputs if edge], known):
         if type(node) is ACCUMULATE_GRAD:
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
             raise RuntimeError(
@@ -118,7 +113,6 @@ def check_reached(
                 f"{tuple(leaf.shape)} that requires a gradient and would get none. Pass it as an argument, register it "
                 "before OffloadedExperts takes the module over, or let it require no gradient."
             )
-        to_visit += [below for below, _ in node.next_functions]
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which tensor of which expert a tensor is

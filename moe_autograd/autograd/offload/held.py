@@ -310,10 +310,8 @@ class HeldExpert:
             raise CheckpointError(
                 f"{folder}: expected {self.name} with {_described(self.weights.layout)}, got {_described(layout)}."
             )
-        groups, saved = (
-            [] if self.optimizer is None else self.optimizer.param_groups,
-            options.get("groups", []),
-        )
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        saved = options.get("groups", [])
         if groups and len(groups) != len(saved):
             raise CheckpointError(
                 f"{folder}: {self.name}: expected an optimizer with {len(groups)} group(s) of parameters, got one with "

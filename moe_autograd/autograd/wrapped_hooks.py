@@ -1,0 +1,40 @@
+"""Hooks of users in hooks of ours, and those that `register_multi_grad_hook` puts on several tensors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd.graph import register_multi_grad_hook
+
+
+class WrappedHook:
+    """A hook of the user's in another.
+
+    Args:
+        hook: the user's, or one that is wrapped itself.
+    """
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self._hook = hook
+
+
+def of_several(hook: Any) -> bool:
+    """Whether a hook is one of those that `register_multi_grad_hook` puts on several tensors."""
+    return getattr(innermost(hook), "__globals__", None) is register_multi_grad_hook.__globals__
+
+
+def innermost(hook: Any) -> Any:
+    """Return the user's own hook."""
+    while isinstance(hook, WrappedHook):
+        hook = hook._hook
+    return hook
+
+
+def waited_for(hook: Any) -> list[Any]:
+    """Return the nodes that a hook of `register_multi_grad_hook(mode="all")` waits for, in its own list."""
+    if not of_several(hook):
+        return []
+    hook = innermost(hook)
+    names = hook.__code__.co_freevars
+    return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else []
