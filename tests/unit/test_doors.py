@@ -91,6 +91,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.hosting",
         "experts_server.queues",
         "moe_autograd._ambient",
+        "moe_autograd._intraop",
         "moe_autograd.errors",
         "moe_autograd.moe.experts",
         "moe_autograd.wire",
