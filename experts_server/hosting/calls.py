@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class Call:
         reply: given this call and its result, or the exception; called once, from any thread, never blocks.
         is_cancelled: set by anyone when nobody waits for the answer any more; looked at before it begins.
         deadline: on `time.monotonic`'s clock, or `None`.
-        arrived_at: on the same clock.
+        arrived_at, started_at: on the same clock.
         tag: the asker's own.
         num_tokens: rows of its inputs, or of the gradients of its outputs.
         num_bytes: of its tensors.
@@ -46,16 +46,17 @@ class Call:
 
     client_id: bytes
     reply: Callable[[Call, Any], None]
-    is_cancelled: bool = field(default=False, kw_only=True)
-    deadline: float | None = field(default=None, kw_only=True)
-    arrived_at: float = field(default=0.0, kw_only=True)
-    started_at: float = field(default=0.0, kw_only=True)
-    tag: Any = field(default=None, kw_only=True)
-    num_tokens: int = field(default=0, kw_only=True)
-    num_bytes: int = field(default=0, kw_only=True)
-    message: Message | None = field(default=None, kw_only=True)
-    is_finite: bool = field(default=False, kw_only=True)
-    reply_encoding: pb.Encoding = field(default=pb.RAW, kw_only=True)
+    _: KW_ONLY
+    is_cancelled: bool = False
+    deadline: float | None = None
+    arrived_at: float = 0.0
+    started_at: float = 0.0
+    tag: Any = None
+    num_tokens: int = 0
+    num_bytes: int = 0
+    message: Message | None = None
+    is_finite: bool = False
+    reply_encoding: pb.Encoding = pb.RAW
 
 
 @dataclass(slots=True)
@@ -85,9 +86,7 @@ class BackwardCall(Call):
     evaluate: bool = False
     random_seed: int = 0  # with inputs: that of the forward
     replica: int = 0  # with inputs: that made the forward; 0: whichever
-    wants_no_step: bool = (
-        False  # set when its gradients are taken in: whether they are applied without a step
-    )
+    wants_no_step: bool = False  # set when its gradients are taken in: they are applied without a step
 
     @property
     def wants_nothing(self) -> bool:

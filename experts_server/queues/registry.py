@@ -13,7 +13,6 @@ from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, Inspec
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.batching import ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool, take
-from experts_server.queues.replies import replying_to
 from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
 
 MAX_NAMES_IN_ERROR = 8
@@ -110,7 +109,7 @@ class Registry(Mapping[str, ExpertQueue]):
         futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in names]
         calls = []
         for name, future in zip(names, futures, strict=True):
-            call = make_call(replying_to(loop, future))
+            call = make_call(_replying_to(loop, future))
             call.arrived_at = time.monotonic()
             calls.append((name, call))
         self.submit(calls)
@@ -131,6 +130,22 @@ class Registry(Mapping[str, ExpertQueue]):
         names = list(self._queues)
         more = "" if len(names) <= MAX_NAMES_IN_ERROR else ", ..."
         return ", ".join(names[:MAX_NAMES_IN_ERROR]) + more
+
+
+def _replying_to(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any, Any], None]:
+    """Return a `reply` that gives its result to `future`, on the loop; from any thread."""
+
+    def set_result(result: Any) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def reply(_: Any, result: Any) -> None:
+        try:
+            loop.call_soon_threadsafe(set_result, result)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits any more
+
+    return reply
 
 
 async def _all_or_none_for(timeout_s: float | None, futures: Sequence[asyncio.Future[Any]]) -> None:

@@ -1,4 +1,5 @@
-"""Where RPCs come in and errors go out: counts them, turns them away while draining, and speaks gRPC's statuses.
+"""Where RPCs come in and errors go out: counts them, turns them away while draining, asks who calls, and speaks gRPC's
+statuses.
 
 A server that is told to stop keeps its port open while it drains: calls that come too late get a clean UNAVAILABLE
 ("nothing was done"), where a closing gRPC server would cancel some of them half way.
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from experts_server.budget import Budget
+from experts_server.serving.security import Gate, Permission
 from moe_autograd.errors import MoeAutogradError, ServerUnavailableError
 from moe_autograd.wire.status import rpc_status_of
 
@@ -29,12 +31,14 @@ class Doorway:
 
     Args:
         max_concurrent_rpcs: more are turned away with a hint when to come back.
+        gate: who may do what; by default everybody everything.
 
     Threads: the event loop's.
     """
 
-    def __init__(self, max_concurrent_rpcs: int) -> None:
+    def __init__(self, max_concurrent_rpcs: int, gate: Gate | None = None) -> None:
         self._inside = Budget(max_concurrent_rpcs, "RPCs at once")
+        self._gate = gate or Gate()
         self._is_closed = False
         self._is_empty = asyncio.Event()
 
@@ -42,8 +46,8 @@ class Doorway:
         return f"<Doorway {'closed' if self._is_closed else 'open'}, {self._inside.in_use} inside>"
 
     @contextlib.asynccontextmanager
-    async def passing(self, context: Context) -> AsyncIterator[None]:
-        """Around the handling of one RPC; an error within ends it with the status that says so.
+    async def passing(self, context: Context, permission: Permission = "read") -> AsyncIterator[None]:
+        """Around the handling of one RPC, which needs `permission`; an error ends it with the status that says so.
 
         It has left when its answer is written, which is after its handling: who waits for the last one to leave, to
         close the connections behind it, cuts off no answer.
@@ -51,6 +55,7 @@ class Doorway:
         try:
             self._enter()
             context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
+            self._gate.check(context.invocation_metadata(), permission)
             yield
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise

@@ -9,8 +9,7 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
@@ -18,7 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from experts_server.configuration.addresses import joined_address
-from experts_server.queues.stats import ENCODINGS, ExpertStats, Histogram, KindStats
+from experts_server.queues.batching import ExpertQueue
+from experts_server.queues.stats import ENCODINGS, Histogram, KindStats
 from experts_server.serving.ports import describe_refusal
 from moe_autograd.errors import ConfigError
 
@@ -28,26 +28,39 @@ PAUSE_S = 0.1  # before a connection is taken that there was no descriptor for
 READER_TIMEOUT_S = 10.0  # of a reader that neither asks nor takes the answer: each has a thread
 
 
-@dataclass(frozen=True)
-class Watched:
-    """An expert as the collector sees it: its name, its stats, and what changes by itself."""
-
-    name: str
-    stats: ExpertStats
-    num_waiting: Callable[[], int]
-    num_updates: Callable[[], int]
+_BY_EXPERT: tuple[tuple[Any, str, str, Callable[[ExpertQueue], int]], ...] = (
+    (GaugeMetricFamily, "experts_queue_calls", "calls that wait", len),
+    (
+        GaugeMetricFamily,
+        "experts_updates",
+        "updates so far, as in the checkpoint",
+        lambda queue: queue.hosted.num_updates,
+    ),
+    (
+        CounterMetricFamily,
+        "experts_refused_calls",
+        "calls that had no room or could not be right",
+        lambda queue: queue.stats.num_refused,
+    ),
+    (
+        CounterMetricFamily,
+        "experts_late_calls",
+        "calls given up, or past their deadline, before they began",
+        lambda queue: queue.stats.num_late,
+    ),
+)
 
 
 class ServerCollector(Collector):
     """Turns the stats into samples.
 
     Args:
-        experts: what is watched.
+        experts: by name.
         values: name -> (help, value), of the whole server; a name that ends in `_total` counts.
     """
 
     def __init__(
-        self, experts: Sequence[Watched], values: dict[str, tuple[str, Callable[[], float]]]
+        self, experts: Mapping[str, ExpertQueue], values: dict[str, tuple[str, Callable[[], float]]]
     ) -> None:
         self._experts = experts
         self._values = values
@@ -56,31 +69,15 @@ class ServerCollector(Collector):
         """Return the samples of now."""
         yield from self._counters()
         yield from self._histograms()
-        waiting = GaugeMetricFamily("experts_queue_calls", "calls that wait", labels=("expert",))
-        updates = GaugeMetricFamily(
-            "experts_updates", "updates so far, as in the checkpoint", labels=("expert",)
-        )
-        refused = CounterMetricFamily(
-            "experts_refused_calls", "calls that had no room or could not be right", labels=("expert",)
-        )
-        late = CounterMetricFamily(
-            "experts_late_calls",
-            "calls given up, or past their deadline, before they began",
-            labels=("expert",),
-        )
-        for watched in self._experts:
-            waiting.add_metric((watched.name,), watched.num_waiting())
-            updates.add_metric((watched.name,), watched.num_updates())
-            refused.add_metric((watched.name,), watched.stats.num_refused)
-            late.add_metric((watched.name,), watched.stats.num_late)
-        yield waiting
-        yield updates
-        yield refused
-        yield late
+        for family, name, help_text, count in _BY_EXPERT:
+            metric = family(name, help_text, labels=("expert",))
+            for expert, queue in self._experts.items():
+                metric.add_metric((expert,), count(queue))
+            yield metric
         yield self._sent()
         for name, (help_text, read) in self._values.items():
-            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield family(name, help_text, value=read())
+            of_all = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield of_all(name, help_text, value=read())
 
     def _counters(self) -> Iterator[Metric]:
         for name, help_text, attribute in (
@@ -101,9 +98,9 @@ class ServerCollector(Collector):
             "bytes of the results' tensors as they travel",
             labels=("expert", "encoding"),
         )
-        for watched in self._experts:
-            for encoding, num_bytes in watched.stats.sent_bytes.items():
-                family.add_metric((watched.name, ENCODINGS[encoding]), num_bytes)
+        for expert, queue in self._experts.items():
+            for encoding, num_bytes in queue.stats.sent_bytes.items():
+                family.add_metric((expert, ENCODINGS[encoding]), num_bytes)
         return family
 
     def _histograms(self) -> Iterator[Metric]:
@@ -121,9 +118,9 @@ class ServerCollector(Collector):
             yield family
 
     def _kinds(self) -> Iterator[tuple[tuple[str, str], KindStats]]:
-        for watched in self._experts:
-            for name, kind in watched.stats.kinds.items():
-                yield (watched.name, name), kind
+        for expert, queue in self._experts.items():
+            for name, kind in queue.stats.kinds.items():
+                yield (expert, name), kind
 
 
 class MetricsEndpoint:

@@ -12,7 +12,6 @@ Source: https://github.com/kserve/open-inference-protocol (specification/protoco
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -30,9 +29,7 @@ from experts_server.hosting.calls import ForwardCall, Outputs
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.queues.registry import Registry
-from experts_server.queues.replies import replying_to
 from experts_server.serving.doorway import Context, Doorway
-from experts_server.serving.security import Gate
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.wire.tensors import raw_bytes
@@ -142,8 +139,7 @@ class OpenInference:
 
     Args:
         registry: what is hosted; an expert's name is the model's.
-        gate: who may call; everything here needs "read".
-        doorway: the server's.
+        doorway: the server's; everything here needs "read".
         is_ready: whether the server is.
         max_tensor_bytes: of one input.
 
@@ -151,15 +147,9 @@ class OpenInference:
     """
 
     def __init__(
-        self,
-        registry: Registry,
-        gate: Gate,
-        doorway: Doorway,
-        is_ready: Callable[[], bool],
-        max_tensor_bytes: int,
+        self, registry: Registry, doorway: Doorway, is_ready: Callable[[], bool], max_tensor_bytes: int
     ) -> None:
         self._registry = registry
-        self._gate = gate
         self._doorway = doorway
         self._is_ready = is_ready
         self._max_tensor_bytes = max_tensor_bytes
@@ -183,8 +173,7 @@ class OpenInference:
 
     def _guarded(self, request_class: Any, answer: Answer) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def handle(sent: bytes, context: Context) -> bytes:
-            async with self._doorway.passing(context):
-                self._gate.check(context.invocation_metadata(), "read")
+            async with self._doorway.passing(context, "read"):
                 try:
                     request = request_class.FromString(sent)
                 except DecodeError as error:
@@ -219,21 +208,21 @@ class OpenInference:
 
     async def _infer(self, request: Any, context: Context) -> Any:
         inputs = self._inputs_of(request)
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        client_id = context.peer().encode()  # turns go round between connections
-        call = ForwardCall(client_id, replying_to(loop, done), 0, inputs, evaluate=True)
-        call.arrived_at = time.monotonic()
         remaining_s = context.time_remaining()
-        call.deadline = None if remaining_s is None else call.arrived_at + remaining_s
-        call.num_tokens = inputs[0].shape[0] if inputs[0].dim() else 1
-        call.num_bytes = sum(x.nbytes for x in inputs)
-        self._registry.submit([(request.model_name, call)])
-        try:
-            result = await done
-        finally:
-            call.is_cancelled = True
+
+        def call(reply: Any) -> ForwardCall:
+            return ForwardCall(
+                context.peer().encode(),  # turns go round between connections
+                reply,
+                0,
+                inputs,
+                evaluate=True,
+                deadline=None if remaining_s is None else time.monotonic() + remaining_s,
+                num_tokens=inputs[0].shape[0] if inputs[0].dim() else 1,
+                num_bytes=sum(x.nbytes for x in inputs),
+            )
+
+        (result,) = await self._registry.ask([request.model_name], call)
         if not isinstance(result, Outputs):
             raise result
         return _response(request, result.tensors)

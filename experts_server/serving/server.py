@@ -40,8 +40,9 @@ from experts_server.hosting.training import Training
 from experts_server.queues.batching import ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool
 from experts_server.queues.registry import Registry
+from experts_server.serving.doorway import Doorway
 from experts_server.serving.health import MAX_STREAMS, Health
-from experts_server.serving.metrics import MetricsEndpoint, ServerCollector, Watched
+from experts_server.serving.metrics import MetricsEndpoint, ServerCollector
 from experts_server.serving.open_inference import OpenInference
 from experts_server.serving.ports import open_port
 from experts_server.serving.security import Gate
@@ -49,7 +50,6 @@ from experts_server.serving.service import Service
 from moe_autograd._intraop import set_team_size
 from moe_autograd.errors import ConfigError
 from moe_autograd.wire.options import SERVER_OPTIONS
-from moe_autograd.wire.tensors import TensorLimits
 
 logger = logging.getLogger(__name__)
 
@@ -108,23 +108,11 @@ class ExpertServer:
             self.queue_limits,
         )
         self.saver = Saver(self.registry, config)
-        self.service = Service(
-            self.registry,
-            Gate(config.security.tokens_file),
-            self.saver.save,
-            limits=TensorLimits(limits.max_tensor_bytes, limits.max_pass_bytes),
-            max_calls_per_pass=limits.max_calls_per_pass,
-            max_concurrent_rpcs=limits.max_concurrent_passes,
-            max_received_bytes=limits.received_bytes,
-            latency_s=config.latency_ms / 1000,
-        )
+        self.doorway = Doorway(limits.max_concurrent_passes, Gate(config.security.tokens_file))
+        self.service = Service(self.registry, self.doorway, self.saver.save, config)
         self.health = Health(self.registry)
         self.open_inference = OpenInference(
-            self.registry,
-            self.service.gate,
-            self.service.doorway,
-            lambda: self.state == "ready",
-            limits.max_tensor_bytes,
+            self.registry, self.doorway, lambda: self.state == "ready", limits.max_tensor_bytes
         )
         self.metrics: MetricsEndpoint | None = None
         self._is_stopping = asyncio.Event()
@@ -199,7 +187,7 @@ class ExpertServer:
         until = time.monotonic() + self.config.drain_timeout_s
         logger.info("draining: at most %g s", self.config.drain_timeout_s)
         await self.health.set_draining()
-        is_at_rest = await self.service.drain(self.config.drain_timeout_s)
+        is_at_rest = await self.doorway.close(self.config.drain_timeout_s)
         if not is_at_rest:
             logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
         await self._grpc.stop(CLOSE_S)
@@ -251,13 +239,9 @@ class ExpertServer:
         self.registry.submit([(name, dataclasses.replace(call)) for name in lost])
 
     def _collector(self) -> ServerCollector:
-        experts = [
-            Watched(name, queue.stats, queue.__len__, functools.partial(getattr, queue.hosted, "num_updates"))
-            for name, queue in self.registry.items()
-        ]
         memory, queues = self.memory, self.queue_limits
         return ServerCollector(
-            experts,
+            self.registry,
             {
                 "experts_server_ready": ("1 while ready", lambda: self.state == "ready"),
                 "experts_server_kept_forward_bytes": (

@@ -1,29 +1,30 @@
 """The RPCs of `experts.proto`: decode, submit, encode. No numerics and no policy of its own.
 
-Streams are in `streams`; here are the registration, the checks that come before every RPC (state, credentials),
-the translation of errors at the edge, and the calls that are one message each.
+Streams are in `streams`, what every RPC passes through in `doorway`; here are the registration, and the calls that are
+one message each or carry weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import torch
 from google.protobuf.message import Message
 
 from experts_server.budget import Budget
+from experts_server.configuration.config import ServingConfig
 from experts_server.hosting.calls import Expected, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import check_size, check_state, copy_state, layout_of_expert, load_state
 from experts_server.queues.registry import Registry
 from experts_server.serving.doorway import Context, Doorway
-from experts_server.serving.security import Gate, Permission
+from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
@@ -46,116 +47,77 @@ class Service:
 
     Args:
         registry: what is hosted.
-        gate: who may do what.
+        doorway: that RPCs pass through.
         save: writes a checkpoint and returns its name; raises `CheckpointError` where there is no folder for it.
-        limits: of what a client sends.
-        max_calls_per_pass: in one stream.
-        max_received_bytes: of calls that have not come whole, over all streams.
-        max_concurrent_rpcs: at once; more are turned away with a hint when to come back.
-        latency_s: added to each message of calls, for demonstrations.
+        config: its limits of what clients send, and its latency.
 
     Threads: the event loop's.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        gate: Gate,
-        save: Save,
-        *,
-        limits: TensorLimits,
-        max_calls_per_pass: int,
-        max_concurrent_rpcs: int,
-        max_received_bytes: int,
-        latency_s: float = 0.0,
-    ) -> None:
+    def __init__(self, registry: Registry, doorway: Doorway, save: Save, config: ServingConfig) -> None:
+        limits = config.limits
         self.registry = registry
-        self.limits = limits
-        self.max_calls_per_pass = max_calls_per_pass
-        self.latency_s = latency_s
+        self.doorway = doorway
+        self.limits = TensorLimits(limits.max_tensor_bytes, limits.max_pass_bytes)
+        self.max_calls_per_pass = limits.max_calls_per_pass
+        self.latency_s = config.latency_ms / 1000
         self.server_id = secrets.token_hex(8)
         self.mark = mark_of(self.server_id)
-        self.received = Budget(max_received_bytes, "bytes of unfinished calls")
+        self.received = Budget(limits.received_bytes, "bytes of unfinished calls")
         self.weights_under_way = Budget(
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0
         )
-        self.doorway = Doorway(max_concurrent_rpcs)
-        self.gate = gate
         self._save = save
         # read once: it is that of what runs, and no file may be opened later
         self._version = metadata.version("moe-autograd")
         self._layouts: dict[str, bytes] = {}  # by expert; they never change, and take long to find out
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Turn new RPCs away and wait for those in flight; return whether all of them came to their end."""
-        return await self.doorway.close(timeout_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the handlers."""
         unary = grpc.unary_unary_rpc_method_handler
         handlers = {
             "Info": unary(self._unary(self._info, pb.InfoRequest, "read")),
-            "Step": unary(self._unary(self._step, pb.UpdateRequest, "train")),
-            "ZeroGrad": unary(self._unary(self._zero_grad, pb.UpdateRequest, "train")),
+            "Step": unary(self._unary(partial(self._update, "step"), pb.UpdateRequest, "train")),
+            "ZeroGrad": unary(self._unary(partial(self._update, "zero_grad"), pb.UpdateRequest, "train")),
             "Expect": unary(self._unary(self._expect, pb.ExpectRequest, "read")),
             "Forget": unary(self._unary(self._forget, pb.ForgetRequest, "read")),
             "Save": unary(self._unary(self._save_now, pb.SaveRequest, "train")),
-            "Forward": grpc.stream_stream_rpc_method_handler(self._guarded(self._forward, "read")),
-            "Backward": grpc.stream_stream_rpc_method_handler(self._guarded(self._backward, "train")),
+            "Forward": grpc.stream_stream_rpc_method_handler(self._pass(FORWARD, "read")),
+            "Backward": grpc.stream_stream_rpc_method_handler(self._pass(BACKWARD, "train")),
             "GetState": grpc.unary_stream_rpc_method_handler(self._get_state),
             "SetState": grpc.stream_unary_rpc_method_handler(self._set_state),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(methods.SERVICE, handlers),))
 
-    # ---- what comes before and after every RPC
-
     def _unary(
         self, answer: Callable[[Any], Awaitable[Message]], request_class: type[Any], permission: Permission
     ) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def handle(sealed: bytes, context: Context) -> bytes:
-            async with self.doorway.passing(context):
-                self.gate.check(context.invocation_metadata(), permission)
+            async with self.doorway.passing(context, permission):
                 request = unseal(request_class, sealed, required=request_class is not pb.InfoRequest)
                 return seal(await answer(request))
             raise AssertionError("abort raises")
 
         return handle
 
-    def _guarded(
-        self, serve: Callable[[AsyncIterator[bytes], Context], Awaitable[None]], permission: Permission
+    def _pass(
+        self, kind: tuple[type[Any], ...], permission: Permission
     ) -> Callable[[Any, Context], Awaitable[None]]:
         async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-            async with self.doorway.passing(context):
-                self.gate.check(context.invocation_metadata(), permission)
-                await serve(requests, context)
+            async with self.doorway.passing(context, permission):
+                await PassStream(self, kind, requests, context).run()
 
         return handle
 
-    # ---- passes
-
-    async def _forward(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        await PassStream(self, FORWARD, requests, context).run()
-
-    async def _backward(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        await PassStream(self, BACKWARD, requests, context).run()
-
     # ---- updates
 
-    async def _step(self, request: pb.UpdateRequest) -> pb.UpdateReply:
-        _check_kind(request, pb.STEP)
-        return await self._update(request, "step")
-
-    async def _zero_grad(self, request: pb.UpdateRequest) -> pb.UpdateReply:
-        _check_kind(request, pb.ZERO_GRAD)
-        return await self._update(request, "zero_grad")
-
-    async def _update(self, request: pb.UpdateRequest, kind: Any) -> pb.UpdateReply:
+    async def _update(self, kind: Literal["step", "zero_grad"], request: pb.UpdateRequest) -> pb.UpdateReply:
+        _check_kind(request, kind.upper())
         names = list(request.experts) or [n for n, queue in self.registry.items() if queue.hosted.training]
         if len(set(names)) != len(names):
             raise InvalidCallError(
                 f"{kind}: expected each expert once, got {len(names) - len(set(names))} repeated."
             )
-
         if len(request.gathered) not in (0, len(request.experts)):
             raise InvalidCallError(
                 f"{kind}: expected a count of backwards for each of {len(request.experts)} experts or for none, got "
@@ -168,18 +130,7 @@ class Service:
                 request.client_id, reply, kind, request.sequence, request.settled_below, next(counts, None)
             )
 
-        results = await self.registry.ask(names, call)
-        updates = []
-        for name, result in zip(names, results, strict=True):
-            failed = isinstance(result, BaseException)
-            updates.append(
-                pb.ExpertUpdate(
-                    expert=name,
-                    status=status_of(result) if failed else None,
-                    num_updates=0 if failed else result,
-                )
-            )
-        return pb.UpdateReply(updates=updates)
+        return _update_reply(names, await self.registry.ask(names, call))
 
     # ---- information, weights, checkpoints
 
@@ -220,8 +171,7 @@ class Service:
         return pb.SaveReply(generation=await self._save())
 
     async def _get_state(self, sealed: bytes, context: Context) -> None:
-        async with self.doorway.passing(context):
-            self.gate.check(context.invocation_metadata(), "read")
+        async with self.doorway.passing(context, "read"):
             request = unseal(pb.GetStateRequest, sealed)
             writer = ParcelWriter()
             with self._weights_under_way():
@@ -235,8 +185,7 @@ class Service:
                         await context.write(message)
 
     async def _set_state(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
-        async with self.doorway.passing(context):
-            self.gate.check(context.invocation_metadata(), "train")
+        async with self.doorway.passing(context, "train"):
             with self._weights_under_way():
                 head, states = await self._receive_state(requests)
                 return seal(await self._apply_state(head, states))
@@ -287,29 +236,29 @@ class Service:
         """Check all experts before the first is changed."""
         checks = [check_state(self.registry[name].hosted, state) for name, state in states.items()]
         _raise(next((error for error in checks if error is not None), None))
-        names = list(states)
         results = []
-        for name in names:
-            results += await self.registry.inspect(
-                [name], functools.partial(load_state, state=states[name], update=head)
-            )
-        return pb.UpdateReply(
-            updates=[
-                pb.ExpertUpdate(
-                    expert=name,
-                    status=status_of(result) if isinstance(result, BaseException) else None,
-                    num_updates=self.registry[name].hosted.num_updates,
-                )
-                for name, result in zip(names, results, strict=True)
-            ]
-        )
+        for name, state in states.items():
+            results += await self.registry.inspect([name], partial(load_state, state=state, update=head))
+        return _update_reply(list(states), results)
 
 
-def _check_kind(request: pb.UpdateRequest, kind: pb.UpdateKind) -> None:
+def _update_reply(names: Sequence[str], results: Sequence[Any]) -> pb.UpdateReply:
+    """Return for each expert the number of its updates, or what went wrong."""
+    return pb.UpdateReply(
+        updates=[
+            pb.ExpertUpdate(expert=name, status=status_of(result))
+            if isinstance(result, BaseException)
+            else pb.ExpertUpdate(expert=name, num_updates=result)
+            for name, result in zip(names, results, strict=True)
+        ]
+    )
+
+
+def _check_kind(request: pb.UpdateRequest, kind: str) -> None:
     """Refuse what was meant for the other RPC: grpc's own headers have no checksum, and a bit of them can flip."""
-    if request.kind not in (pb.ANY_UPDATE, kind):
+    if request.kind not in (pb.ANY_UPDATE, pb.UpdateKind.Value(kind)):
         raise CorruptDataError(
-            f"update: expected kind {pb.UpdateKind.Name(kind)}, got {request.kind}. It was meant for another RPC; "
+            f"update: expected kind {kind}, got {request.kind}. It was meant for another RPC; "
             "nothing was changed. Send it again."
         )
 
