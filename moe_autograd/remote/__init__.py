@@ -14,9 +14,9 @@ Begin with `expert`, where calls of a server become nodes of the graph. A pass g
 results come up again::
 
     modules and optimizers  experts, expert, optimizer, inputs, expecting, leaving, state, turns, updates
-    one connection          connection, operations, deadline, numbering, closing, awaiting, checking, config
+    one connection          connection, operations, deadline, numbering, awaiting, checking, config
     which server            finding, placement, servers, addresses
-    getting there           delivery, requests, jobs, fanout, retry, hedging
+    getting there           delivery, requests, jobs, fanout, pool, retry, hedging
     one server              calls, asking, streaming, channel, compression, security, forking, interrupts
 """
 

@@ -27,7 +27,6 @@ from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
-from moe_autograd.remote.closing import closed
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.forking import GATE, Passage
@@ -133,7 +132,7 @@ class Channel:
 
     def _stubs_now(self) -> _Stubs:
         if not self._is_open:
-            raise closed(self.address)
+            raise self._closed()
         if self._slow_at + _CALM_S < time.monotonic() and self._ping_timeout_ms != _PING_TIMEOUTS_MS[0]:
             with self._lock:
                 self._reconnect(_PING_TIMEOUTS_MS[0])
@@ -147,7 +146,13 @@ class Channel:
         except ValueError as error:
             if self._is_open:
                 raise
-            raise closed(self.address) from error
+            raise self._closed() from error
+
+    def _closed(self) -> ServerUnavailableError:
+        return ServerUnavailableError(
+            f"server at {self.address}: expected an open connection, got a closed one. "
+            "Call experts within the block of `connect`."
+        )
 
     def _check_thread(self, rpc: str) -> None:
         """Refuse an RPC for which grpc needs a thread that the system does not have.

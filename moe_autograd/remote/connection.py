@@ -283,41 +283,29 @@ class Connection:
                 raise
 
         with self._delivery.operations.begin() as operation:
-            found = self._delivery.at_each(names_at, once, operation, self._moved_names)
+            found = self._delivery.at_each(names_at, once, operation, self._moved)
         return {name: states[name] for states in found for name in states}
 
-    def _moved_names(self, address: str, own: list[str]) -> dict[str, list[str]]:
-        """Return where experts are now that were only at `address`; a replica has weights of its own."""
-        parts: dict[str, list[str]] = {}
-        for name in own:
-            new = next(iter(self._finding.placement.now_at(name, address)), address)
-            parts.setdefault(new, []).append(name)
-        return {} if parts.keys() == {address} else parts
+    def _moved(self, address: str, own: list[str]) -> dict[str, list[str]]:
+        return self._finding.moved(own, address)
 
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
-        states_at: dict[str, dict[str, Mapping[str, Tensor]]] = {}
-        for name, state in states.items():
+        names_at: dict[str, list[str]] = {}
+        for name in states:
             for address in self._finding.hosts_of(name):
-                states_at.setdefault(address, {})[name] = state
+                names_at.setdefault(address, []).append(name)
         with self.numbering.sequences(1) as ((sequence,), settled_below):
             update = pb.StateUpdate(
                 client_id=self.numbering.client_id, sequence=sequence, settled_below=settled_below
             )
 
-            def once(channel: Channel, own: Mapping[str, Mapping[str, Tensor]], operation: Operation) -> None:
-                reply = send_states(channel, own, update, operation)
+            def once(channel: Channel, own: list[str], operation: Operation) -> None:
+                reply = send_states(channel, {name: states[name] for name in own}, update, operation)
                 check_updates("SetState", channel, reply, operation)
 
             with self._delivery.operations.begin() as operation:
-                self._delivery.at_each(states_at, once, operation, self._moved_states)
+                self._delivery.at_each(names_at, once, operation, self._moved_to_all)
 
-    def _moved_states(
-        self, address: str, own: Mapping[str, Mapping[str, Tensor]]
-    ) -> dict[str, dict[str, Mapping[str, Tensor]]]:
-        """Return where all the servers are that have experts of `address` now; replicas are told anyway."""
-        parts: dict[str, dict[str, Mapping[str, Tensor]]] = {}
-        for name, state in own.items():
-            for new in self._finding.placement.now_at(name, address) or (address,):
-                parts.setdefault(new, {})[name] = state
-        return {} if parts.keys() == {address} else parts
+    def _moved_to_all(self, address: str, own: list[str]) -> dict[str, list[str]]:
+        return self._finding.moved(own, address, to_all=True)

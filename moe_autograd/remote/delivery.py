@@ -135,8 +135,7 @@ class Delivery:
                     self._send(address, rpc, group, operation)
             jobs = self._to_repeat(jobs, attempts, lost, operation)
             errors = [job.outcome.error for job in jobs if job.outcome.error is not None]
-            pause_s = attempts.pause_before_next(errors) if errors else None
-            if pause_s is None or operation.cancellation.wait(pause_s):
+            if not (errors and _has_paused(attempts, errors, operation)):
                 for job in jobs:
                     job.request.on_settled(False)
                 if attempts.num_retries:
@@ -203,15 +202,16 @@ class Delivery:
 
     def _is_worth_retrying(self, job: Job, attempts: Attempts, operation: Operation) -> bool:
         outcome = job.outcome
-        if isinstance(outcome.error, ExpertNotFoundError):  # it may have moved; one look tells
-            return (
-                self.finding.servers.may_change
-                and attempts.num_retries == 0
-                and self.finding.is_worth_looking([job.request.expert])
-            )
-        return outcome.error is not None and self._is_worth_it(
-            outcome.error, job.address, operation, was_answered=outcome.was_answered
-        )
+        assert outcome.error is not None
+        if isinstance(outcome.error, ExpertNotFoundError):
+            is_looked_for = self._is_looked_for(outcome.error, [job.request.expert], attempts)
+            return is_looked_for and self.finding.servers.may_change
+        return self._is_worth_it(outcome.error, job.address, operation, was_answered=outcome.was_answered)
+
+    def _is_looked_for(self, error: RemoteError, names: Collection[str], attempts: Attempts) -> bool:
+        """Tell whether experts that a server does not host may have moved; one look tells."""
+        is_first = isinstance(error, ExpertNotFoundError) and attempts.num_retries == 0
+        return is_first and self.finding.is_worth_looking(names)
 
     def _is_worth_it(
         self, error: RemoteError, address: str, operation: Operation, *, was_answered: bool
@@ -269,37 +269,30 @@ class Delivery:
         def until_done(address: str, own: NamesT) -> list[R]:
             attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
             lost: Mapping[str, Exception] = {}
-            if self.finding.placement.is_lost(address):
-                lost = self.finding.look_briefly(operation)
-                if address in lost and (parts := moved(address, own)):
-                    return at_parts(parts)
+            may_have_moved = self.finding.placement.is_lost(address)
             while True:
+                if may_have_moved:
+                    lost = self.finding.look_briefly(operation)
+                    if parts := moved(address, own):
+                        return at_parts(parts)
                 try:
                     if address in lost:
                         raise error_of_lost(f"server at {address}", lost[address])
                     return [once(self._channel(address), own, operation)]
                 except RemoteError as error:
                     is_lost = isinstance(error, ServerUnavailableError)
-                    may_have_moved = (
-                        isinstance(error, ExpertNotFoundError)
-                        and attempts.num_retries == 0
-                        and self.finding.is_worth_looking(own)
-                    )
                     is_gone = is_lost and (address in lost or attempts.num_retries > 0)
+                    is_looked_for = self._is_looked_for(error, own, attempts)
                     is_needed = is_patient(own) and not (is_gone and failures is not None)
                     may_pass = isinstance(error, DeadlineExceededError)  # of this attempt only
                     may_pass = may_pass or self._is_worth_it(error, address, operation, was_answered=False)
-                    is_worth = may_have_moved or (is_needed and may_pass)
-                    pause_s = attempts.pause_before_next([error]) if is_worth else None
                     if is_lost and not operation.cancellation.wait(0.0):
                         # else the next operation would not look for it
                         self.finding.placement.note_failure(address)
-                    if pause_s is None or operation.cancellation.wait(pause_s):
+                    is_worth = is_looked_for or (is_needed and may_pass)
+                    if not (is_worth and _has_paused(attempts, [error], operation)):
                         raise
-                if is_lost or may_have_moved:
-                    lost = self.finding.look_briefly(operation)
-                    if parts := moved(address, own):
-                        return at_parts(parts)
+                    may_have_moved = is_lost or is_looked_for
 
         outcomes = self._fanout.at_each(work, until_done, operation.cancellation)
         if failures is not None:
@@ -318,6 +311,12 @@ class Delivery:
         self.finding.close()
         if self._hedging is not None:
             self._hedging.close()
+
+
+def _has_paused(attempts: Attempts, errors: Sequence[RemoteError], operation: Operation) -> bool:
+    """Wait before what failed is tried again; return False at once if it should not be, or if it is cancelled."""
+    pause_s = attempts.pause_before_next(errors)
+    return pause_s is not None and not operation.cancellation.wait(pause_s)
 
 
 def _may_be_mended(outcome: object) -> bool:

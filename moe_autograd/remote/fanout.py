@@ -4,8 +4,8 @@ The calling thread serves the first itself; each other one gets a thread of a sm
 where the system has no thread to give. All come to rest before the caller goes on, except on Ctrl-C: then what is under
 way is cancelled and the caller goes on at once.
 
-Mutable state: the pool, made when first needed, under `_lock`. A pool's threads wait for servers only, never for
-each other. The calling thread waits for them at a queue, since Ctrl-C can leave the lock of a future locked.
+The threads wait for servers only, never for each other. The calling thread waits for them at a queue, since Ctrl-C can
+leave the lock of a future locked.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
-from moe_autograd.remote.closing import closed
-from moe_autograd.remote.interrupts import interrupts_held_back
+from moe_autograd.remote.pool import Pool
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-Taken = Future[list[R | BaseException]]  # what came of it; the list is emptied when that is taken
 
 _PASSES_AT_ONCE = 8
 
@@ -72,17 +69,14 @@ class Cancellation:
 
 
 class Fanout:
-    """A pool of threads for some servers.
+    """Threads for some servers.
 
     Args:
         num_servers: how many there are.
     """
 
     def __init__(self, num_servers: int) -> None:
-        self._num_servers = num_servers
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._is_open = True
+        self._pool = Pool(_PASSES_AT_ONCE * max(num_servers, 1), "remote")
 
     def at_each(
         self, work: Mapping[str, T], do: Callable[[str, T], R], cancellation: Cancellation
@@ -95,26 +89,27 @@ class Fanout:
         Raises:
             BaseException: such as Ctrl-C on the calling thread, after `cancellation` has been called.
         """
-        if not work:
-            return {}
-        first, *others = work
-        futures: dict[str, Taken[R]] = {}
-        ended: queue.SimpleQueue[Taken[R]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[str, R | BaseException]] = queue.SimpleQueue()
+
+        def do_on_thread(address: str, own: T) -> None:
+            try:
+                ended.put((address, _attempt(do, address, own)))
+            except BaseException as error:
+                ended.put((address, error))
+
+        results: dict[str, R | Exception] = {}
+        here = list(work)[:1]
         try:
-            for address in others:
-                with interrupts_held_back():
-                    futures[address] = self._submit(do, address, work[address])
-                    futures[address].add_done_callback(ended.put)
-            here = [first, *(address for address, future in futures.items() if future.cancelled())]
-            results: dict[str, R | Exception] = {}
+            for address in list(work)[1:]:
+                if not self._pool.has_taken(partial(do_on_thread, address, work[address])):
+                    here.append(address)
             for address in here:
                 results[address] = _attempt(do, address, work[address])
-            for _ in others:
-                ended.get()
-            for address, future in futures.items():
-                if address not in results:
-                    outcome = _result(future, address)
-                    results[address] = outcome
+            while len(results) < len(work):
+                address, outcome = ended.get()
+                if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+                    raise outcome
+                results[address] = outcome
         except BaseException:
             cancellation.cancel()
             raise
@@ -122,48 +117,7 @@ class Fanout:
 
     def close(self) -> None:
         """Let the threads go when they are done."""
-        with self._lock:
-            self._is_open = False
-            if self._pool is not None:
-                self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self, do: Callable[[str, T], R], address: str, work: T) -> Taken[R]:
-        """Let a thread of the pool do it; return a cancelled future where the system has none to give.
-
-        The pool keeps what it has no thread for, and would do it when everybody has gone on: so it is cancelled.
-        """
-        future: Taken[R] = Future()
-        try:
-            in_pool = self._threads().submit(_run, future, do, address, work)
-            in_pool.add_done_callback(lambda own: own.cancelled() and future.cancel())  # by `close`
-        except RuntimeError as error:
-            if not self._is_open:
-                future.set_result([closed(address, error)])
-            else:
-                future.cancel()
-        return future
-
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(
-                    max_workers=_PASSES_AT_ONCE * self._num_servers, thread_name_prefix="moe_autograd remote"
-                )
-            return self._pool
-
-
-def _run(future: Taken[R], do: Callable[[str, T], R], address: str, work: T) -> None:
-    """Let the future hold what `do` returns or raises, in a list, from which it is taken out.
-
-    An exception has this frame in its traceback, and with it the future: held there it would hold itself.
-    """
-    if future.set_running_or_notify_cancel():
-        outcome: list[R | BaseException] = []
-        try:
-            outcome.append(do(address, work))
-        except BaseException as error:
-            outcome.append(error)
-        future.set_result(outcome)
+        self._pool.close()
 
 
 def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
@@ -171,17 +125,6 @@ def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
         return do(address, work)
     except Exception as error:
         return error
-
-
-def _result(future: Taken[R], address: str) -> R | Exception:
-    """Return what a thread returned or raised."""
-    try:
-        outcome = future.result().pop()
-    except CancelledError as cancelled:  # by `close`, before a thread took it
-        return closed(address, cancelled)
-    if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 def values_or_raise(results: Mapping[str, R | Exception]) -> list[R]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from moe_autograd.errors import (
     DeadlineExceededError,
@@ -88,6 +88,21 @@ class Finding:
         is found when it is there again.
         """
         return self.placement.hosts_of(name) or self.hosted[name].addresses
+
+    def moved(self, names: Iterable[str], address: str, *, to_all: bool = False) -> dict[str, list[str]]:
+        """Return, by address, where experts are now that were at one; empty: all of them are still there.
+
+        Args:
+            names: of the experts.
+            address: where they were.
+            to_all: whether each is wanted at all the servers that it has moved to, and not at the first alone.
+        """
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            hosts = self.placement.now_at(name, address) or (address,)
+            for host in hosts if to_all else hosts[:1]:
+                parts.setdefault(host, []).append(name)
+        return {} if parts.keys() == {address} else parts
 
     def is_worth_looking(self, names: Collection[str]) -> bool:
         """Tell whether to look for experts that a server does not host: not all the time if nobody did just now."""

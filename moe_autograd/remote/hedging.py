@@ -31,17 +31,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from moe_autograd.errors import DeadlineExceededError, RemoteError
 from moe_autograd.remote.calls import Outcome, Request, exchange
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.closing import closed
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
-from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation
+from moe_autograd.remote.pool import Pool
 from moe_autograd.remote.retry import RetryBudget
 from moe_autograd.wire.heads import BackwardHead, ForwardHead
 
@@ -118,8 +116,7 @@ class Hedging:
         self._budget = budget
         self._channel = channel
         self._note = note
-        self._is_open = True
-        self._threads = ThreadPoolExecutor(_MOST_REQUESTS, thread_name_prefix="moe_autograd hedging")
+        self._pool = Pool(_MOST_REQUESTS, "hedging")
 
     def send(
         self, address: str, requests: Sequence[Request], elsewhere: Sequence[str | None], operation: Operation
@@ -149,8 +146,7 @@ class Hedging:
 
     def close(self) -> None:
         """Let the threads go when they are done."""
-        self._is_open = False
-        self._threads.shutdown(wait=False)
+        self._pool.close()
 
     def _start(
         self,
@@ -163,23 +159,12 @@ class Hedging:
     ) -> None:
         leg = _Leg(address, tuple(indices), Cancellation())
         race.enter(leg)
-        try:
-            with interrupts_held_back():
-                self._threads.submit(self._run_once, race, leg, operation)
-        except RuntimeError as error:
-            if not self._is_open:
-                raise closed(address) from error
-            if not leg.claim.acquire(blocking=False):  # one of the threads that there are has just taken it
-                return
-            if is_first:  # the system has no thread to give
-                self._run(race, leg, operation)
-            else:
-                race.leave(leg, None)
-
-    def _run_once(self, race: _Race, leg: _Leg, operation: Operation) -> None:
-        """Run a leg, unless that was done where there was no thread for it: the pool keeps it all the same."""
-        if leg.claim.acquire(blocking=False):
+        if self._pool.has_taken(functools.partial(self._run, race, leg, operation)):
+            return
+        if is_first:
             self._run(race, leg, operation)
+        else:
+            race.leave(leg, None)
 
     def _run(self, race: _Race, leg: _Leg, operation: Operation) -> None:
         def cancel() -> None:
@@ -249,7 +234,6 @@ class _Leg:
     indices: tuple[int, ...]
     cancellation: Cancellation
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    claim: threading.Lock = field(default_factory=threading.Lock)  # of whoever runs it
 
 
 class _Race:

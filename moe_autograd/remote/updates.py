@@ -209,15 +209,15 @@ class Updates:
 
     def _move_gathered(self, address: str, own: dict[str, _Gathered]) -> dict[str, dict[str, _Gathered]]:
         """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""
-        parts: dict[str, dict[str, _Gathered]] = {}
+        moved: dict[str, dict[str, _Gathered]] = {}
         with self._lock:
-            for name, gathered in own.items():
-                new = next(iter(self._delivery.finding.placement.now_at(name, address)), address)
-                if new != address:
+            for new, names in self._delivery.finding.moved(own, address).items():
+                moved[new] = {name: own[name] for name in names}
+                for name in names if new != address else ():
                     del self._gathered[name][address]
-                    gathered = self._gathered[name].setdefault(new, _Gathered()).joined_by(gathered)
-                parts.setdefault(new, {})[name] = gathered
-        return {} if parts.keys() == {address} else parts
+                    there = self._gathered[name].setdefault(new, _Gathered())
+                    moved[new][name] = there.joined_by(own[name])
+        return moved
 
 
 def _has_news(own: Mapping[str, _Gathered]) -> bool:

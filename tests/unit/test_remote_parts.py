@@ -243,8 +243,7 @@ class TestFanout:
         try:
             fanout = Fanout(2)
             results = fanout.at_each({"a": 0, "b": 0}, do, Cancellation())
-            assert fanout._pool is not None
-            fanout._pool.shutdown()  # its thread holds nothing any more
+            fanout._pool._executor.shutdown()  # its thread holds nothing any more
             raised = weakref.ref(results["b"])
             del results
             assert raised() is None
