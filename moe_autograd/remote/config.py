@@ -19,8 +19,8 @@ is wrong raises `ConfigError` with one line a mistake, each naming the key, the 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,6 @@ def _readers(folder: Path) -> dict[str, Reader | _Table]:
         return folder / _text(value)
 
     tls: dict[str, Reader] = {"ca_file": path, "cert_file": path, "key_file": path, "server_name": _text}
-    retry: dict[str, Reader] = {
-        "patience_s": _at_least_zero,
-        "max_retries": _count,
-        "update_attempt_s": _positive,
-        "initial_pause_s": _positive,
-        "max_pause_s": _positive,
-        "budget": _at_least_zero,
-        "budget_per_success": _at_least_zero,
-    }
-    hedge: dict[str, Reader] = {"quantile": _fraction, "first_after_s": _positive}
 
     def token_file(value: Any) -> Path:
         read_token(path(value))
@@ -89,14 +79,23 @@ def _readers(folder: Path) -> dict[str, Reader | _Table]:
         "addresses": _addresses,
         "token": _token,
         "token_file": token_file,
-        "timeout_s": _timeout,
+        "timeout_s": lambda value: Deadline(value).timeout_s,
         "allow_missing": _flag,
         "max_tensor_bytes": _positive_count,
         "compression": _Table({"forward": _text, "backward": _text}, Compression, alone=Compression.of),
-        "hedge": _Table(hedge, HedgePolicy, alone=_flag),
+        "hedge": _Table(_numbers_of(HedgePolicy), HedgePolicy, alone=_flag),
         "tls": _Table(tls, _tls),
-        "retry": _Table(retry, RetryPolicy),
+        "retry": _Table(_numbers_of(RetryPolicy), RetryPolicy),
     }
+
+
+def _numbers_of(policy: type[HedgePolicy | RetryPolicy]) -> dict[str, Reader]:
+    """Return what reads each number of a policy, which itself refuses what is none."""
+
+    def reader(name: str) -> Reader:
+        return lambda value: getattr(policy(**{name: value}), name)
+
+    return {field.name: reader(field.name) for field in dataclasses.fields(policy)}
 
 
 class _Table:
@@ -174,37 +173,10 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _number(value: Any, expected: str, is_allowed: Callable[[float], bool]) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not is_allowed(value):
-        raise ValueError(expected)
-    return float(value)
-
-
-def _positive(value: Any) -> float:
-    return _number(value, "expected a positive, finite number", lambda number: number > 0)
-
-
-def _timeout(value: Any) -> float:
-    return Deadline(_positive(value)).timeout_s
-
-
-def _at_least_zero(value: Any) -> float:
-    return _number(value, "expected a finite number of at least 0", lambda number: number >= 0)
-
-
-def _fraction(value: Any) -> float:
-    return _number(value, "expected a number between 0 and 1", lambda number: 0 < number < 1)
-
-
-def _count(value: Any) -> int:
-    expected = "expected a whole number of at least 0"
-    return int(_number(value, expected, lambda number: isinstance(value, int) and number >= 0))
-
-
 def _positive_count(value: Any) -> int:
-    expected = "expected a positive whole number"
-    return int(_number(value, expected, lambda number: isinstance(value, int) and number > 0))
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("expected a positive whole number")
+    return value
 
 
 def _addresses(value: Any) -> list[str]:

@@ -66,7 +66,9 @@ class HedgePolicy:
     first_after_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.quantile < 1 or not 0 < self.first_after_s < math.inf:
+        numbers = (self.quantile, self.first_after_s)
+        are_numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
+        if not (are_numbers and 0 < self.quantile < 1 and 0 < self.first_after_s < math.inf):
             raise ValueError(
                 "HedgePolicy: expected 0 < quantile < 1 and a positive first_after_s, got "
                 f"quantile={self.quantile!r}, first_after_s={self.first_after_s!r}. Leave them out for the defaults."

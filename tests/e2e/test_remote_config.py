@@ -128,8 +128,11 @@ ADDRESSES = "addresses = ['127.0.0.1:9']\n"
             "key 'timeout': expected one of addresses, allow_missing, compression, hedge, max_tensor_bytes, retry, "
             "timeout_s, tls, token, token_file, got an unknown key (value 3). Did you mean 'timeout_s'?",
         ),
-        (ADDRESSES + "timeout_s = 0", "key 'timeout_s': expected a positive, finite number, got 0."),
-        (ADDRESSES + "timeout_s = inf", "key 'timeout_s': expected a positive, finite number, got inf."),
+        (
+            ADDRESSES + "timeout_s = 0",
+            "key 'timeout_s': timeout_s: expected a positive, finite number of seconds",
+        ),
+        (ADDRESSES + "timeout_s = inf", "finite number of seconds (up to 1e+08), got inf."),
         (ADDRESSES + "allow_missing = 1", "key 'allow_missing': expected true or false, got 1."),
         (ADDRESSES + "max_tensor_bytes = 1.5", "expected a positive whole number, got 1.5."),
         (ADDRESSES + "compression = 'zip'", "key 'compression': compression: expected one of"),
@@ -148,12 +151,13 @@ ADDRESSES = "addresses = ['127.0.0.1:9']\n"
         ),
         (
             ADDRESSES + "[retry]\nmax_retries = -1",
-            "key 'retry.max_retries': expected a whole number of at least 0",
+            "key 'retry.max_retries': RetryPolicy: expected max_retries to be a finite whole number of at least 0",
         ),
         (
             ADDRESSES + "[hedge]\nquantile = 1",
-            "key 'hedge.quantile': expected a number between 0 and 1, got 1.",
+            "key 'hedge.quantile': HedgePolicy: expected 0 < quantile < 1 and a positive first_after_s",
         ),
+        (ADDRESSES + "[hedge]\nfirst_after_s = 'soon'", "key 'hedge.first_after_s': HedgePolicy: expected"),
         (ADDRESSES + "token_file = 'none'", "key 'token_file': expected a readable text file at"),
         (ADDRESSES + "token = ''", "key 'token': expected a text that is not empty, got a str."),
         (
