@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.calls import Outputs
-from experts_server.hosting.failing import told
 from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
 from experts_server.spec import infer_spec
 from moe_autograd.errors import ExpertFailedError, InvalidCallError, RemoteError
+from moe_autograd.wire.status import told
 from moe_autograd.wire.tensors import check_can_travel
 
 MAX_KNOWN_SHAPES = 1024

@@ -84,15 +84,6 @@ class FailureLog:
         return num_since
 
 
-def told(error: BaseException) -> str:
-    """Return type and text of an exception, for clients."""
-    kind = type(error).__name__
-    try:
-        return f"{kind}: {error}"
-    except Exception as mute:
-        return f"{kind}, whose text cannot be had ({type(mute).__name__})"
-
-
 def _kind_of(error: BaseException) -> Kind:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__) if error.__traceback__ else [(None, 0)]
     return (

@@ -27,11 +27,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from experts_server.hosting.calls import BackwardCall
-from experts_server.hosting.failing import FailureLog, told
+from experts_server.hosting.failing import FailureLog
 from experts_server.hosting.gradients import Gradients, dense
 from experts_server.hosting.ledger import Ledger, Reply
 from experts_server.hosting.training import Trainer
 from moe_autograd.errors import GradientsLostError
+from moe_autograd.wire.status import told
 
 MAX_REFUSED = 4096  # clients; a step of one that is forgotten fails for its count of backwards
 

@@ -27,10 +27,10 @@ from experts_server.budget import Budget
 from experts_server.configuration.config import UpdateMode
 from experts_server.hosting.calls import Expected
 from experts_server.hosting.checks import check_finite
-from experts_server.hosting.failing import told
 from experts_server.hosting.gathered import Gathered, GatheredGradients
 from experts_server.hosting.gradients import Gradients, added, clipped_to_norm, clipped_to_value
 from moe_autograd.errors import ExpertFailedError, GradientsLostError
+from moe_autograd.wire.status import told
 
 logger = logging.getLogger(__name__)
 

@@ -3,15 +3,12 @@
 `asyncio.to_thread` leaves three things out: torch keeps grad mode and autocast for each thread, so `torch.no_grad()`
 around it does nothing; a task that is cancelled leaves its thread waiting for the server; and so `asyncio.run`, which
 waits for threads, ends after Ctrl-C only with the deadline.
-
-Mutable state: the operations begun in a scope, under its lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
@@ -23,36 +20,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Scope:
-    """What one call of `in_thread` has begun. Threads: any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._begun: set[Cancellation] = set()
-        self._is_cancelled = False
-
-    def add(self, cancellation: Cancellation) -> None:
-        """Have an operation cancelled with the scope; at once if that has been."""
-        with self._lock:
-            self._begun.add(cancellation)
-        if self._is_cancelled:
-            cancellation.cancel()
-
-    def remove(self, cancellation: Cancellation) -> None:
-        """Forget an operation: it has ended."""
-        with self._lock:
-            self._begun.discard(cancellation)
-
-    def cancel(self) -> None:
-        """Cancel what is under way, and whatever is begun later."""
-        self._is_cancelled = True
-        with self._lock:
-            begun = tuple(self._begun)
-        for cancellation in begun:
-            cancellation.cancel()
-
-
-SCOPE: ContextVar[Scope | None] = ContextVar("moe_autograd.remote.in_thread", default=None)
+# What one call of `in_thread` has begun: operations are cancelled with it.
+SCOPE: ContextVar[Cancellation | None] = ContextVar("moe_autograd.remote.in_thread", default=None)
 
 
 async def in_thread(func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -77,7 +46,7 @@ async def in_thread(func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) 
 
     Threads: on that of the loop; `func` runs in the loop's default executor.
     """
-    scope = Scope()
+    scope = Cancellation()
     token = SCOPE.set(scope)
     try:
         ambient = Ambient()

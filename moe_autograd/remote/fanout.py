@@ -25,7 +25,7 @@ _PASSES_AT_ONCE = 8
 
 
 class Cancellation:
-    """What one operation has under way, so that it can be cancelled from another thread.
+    """What is under way, so that it can be cancelled from another thread: of one operation, or several operations.
 
     `_bell` is a lock that is held until then: an interrupt that comes in an event leaves it locked for ever.
     """
@@ -66,6 +66,9 @@ class Cancellation:
         if not self._is_cancelled and pause_s > 0 and self._bell.acquire(timeout=pause_s):
             self._bell.release()  # for others that wait
         return self._is_cancelled
+
+    def __repr__(self) -> str:
+        return f"Cancellation({len(self._cancels)} under way)"
 
 
 class Fanout:

@@ -1,14 +1,11 @@
 """What users have under way on a connection: each operation has one deadline, and all its parts are cancelled together.
 
-Mutable state: the operations under way, under `_lock`.
-
 Threads: any number of operations at once.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,9 +38,7 @@ class Operations:
     def __init__(self, given: Sequence[str], timeout_s: float) -> None:
         self._given = given
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._under_way: set[Cancellation] = set()
-        self._is_open = True
+        self._all = Cancellation()  # of what is under way
         self._process = os.getpid()
 
     @property
@@ -63,28 +58,19 @@ class Operations:
                 f"connection to {', '.join(self._given)}: expected to be used in the process that made it, "
                 f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
             )
-        cancellation, scope = Cancellation(), SCOPE.get()
-        if scope is not None:
-            scope.add(cancellation)
-        with self._lock:
-            self._under_way.add(cancellation)
-            if not self._is_open:  # nothing is waited for any more: what is tried fails, once
-                cancellation.cancel()
+        cancellation = Cancellation()
+        groups = [group for group in (self._all, SCOPE.get()) if group is not None]
+        for group in groups:
+            group.add(cancellation.cancel)
         try:
             yield Operation(Deadline(self._timeout_s), cancellation)
         finally:
-            with self._lock:
-                self._under_way.discard(cancellation)
-            if scope is not None:
-                scope.remove(cancellation)
+            for group in groups:
+                group.remove(cancellation.cancel)
 
     def close(self) -> None:
-        """Cancel what is under way."""
-        with self._lock:
-            self._is_open = False
-            under_way = tuple(self._under_way)
-        for cancellation in under_way:
-            cancellation.cancel()
+        """Cancel what is under way; nothing is waited for any more: what is begun later fails, once."""
+        self._all.cancel()
 
     def __repr__(self) -> str:
-        return f"Operations({len(self._under_way)} under way, timeout_s={self._timeout_s})"
+        return f"Operations({self._all!r}, timeout_s={self._timeout_s})"

@@ -102,14 +102,20 @@ def _codes_of(error: BaseException) -> tuple[pb.Code, grpc.StatusCode]:
 
 def _text(error: BaseException) -> str:
     """Return what fits into a message whatever a user's module raised; of a long text, its beginning and its end."""
-    try:
-        text = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
-    except Exception:
-        text = f"{type(error).__name__}, whose text cannot be had"
+    text = str(error) if isinstance(error, RemoteError) else told(error)
     raw = text.encode("utf-8", "backslashreplace")
     if len(raw) > MAX_TEXT_BYTES:
         raw = raw[: MAX_TEXT_BYTES * 3 // 4] + b" [...] " + raw[-MAX_TEXT_BYTES // 4 :]
     return raw.decode("utf-8", "ignore")
+
+
+def told(error: BaseException) -> str:
+    """Return type and text of an exception, whatever a user's module raised."""
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except Exception as mute:
+        return f"{kind}, whose text cannot be had ({type(mute).__name__})"
 
 
 def _retry_after_s(error: BaseException) -> float | None:

@@ -146,4 +146,4 @@ def test_an_error_that_cannot_tell_its_text_tells_its_type():
         def __str__(self):
             raise RuntimeError
 
-    assert status_of(Mute()).message == "Mute, whose text cannot be had"
+    assert status_of(Mute()).message == "Mute, whose text cannot be had (RuntimeError)"
