@@ -24,32 +24,42 @@ Threads: any.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 _PATIENCE_S = 10.0
 
 
 class Passage:
-    """One RPC under way.
+    """One RPC under way, made in a `with` block.
 
     Args:
+        gate: that it goes through.
         may_interrupt: whether a fork may cancel it.
 
     Attributes:
         is_interrupted: whether one has, so that what has not come is to be asked for again.
     """
 
-    def __init__(self, *, may_interrupt: bool) -> None:
+    def __init__(self, gate: Gate, *, may_interrupt: bool) -> None:
         self.is_interrupted = False
+        self._gate = gate
         self._may_interrupt = may_interrupt
         self._call: Any = None
         self._has_thread = False
+
+    def __enter__(self) -> Passage:
+        self._gate.let_in(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not (self._has_thread and self._call.add_callback(self._end)):
+            self._end()
+
+    def _end(self) -> None:
+        self._gate.let_out(self)
 
     def carry(self, call: Any, *, has_thread: bool) -> None:
         """Have a call of grpc cancelled when the process is about to fork; at once if it is.
@@ -68,10 +78,6 @@ class Passage:
         if self.is_interrupted and self._call is not None:
             self._call.cancel()
 
-    def has_left_to(self, end: Callable[[], object]) -> bool:
-        """Have a thread of grpc call `end` as the last thing that it does; False if there is none, or none any more."""
-        return self._has_thread and bool(self._call.add_callback(end))
-
 
 class Gate:
     """What RPCs pass, and forks close."""
@@ -87,25 +93,20 @@ class Gate:
         self._under_way: weakref.WeakSet[Passage] = weakref.WeakSet()
         self._num_forks = 0
 
-    @contextmanager
-    def passage(self, *, may_interrupt: bool = False) -> Iterator[Passage]:
-        """Make an RPC in this block; waits while a thread forks.
+    def passage(self, *, may_interrupt: bool = False) -> Passage:
+        """Return one to make an RPC in.
 
         Args:
             may_interrupt: whether a fork may cancel it; otherwise forks wait for it.
+        """
+        return Passage(self, may_interrupt=may_interrupt)
+
+    def let_in(self, passage: Passage) -> None:
+        """Let an RPC begin; waits while a thread forks.
 
         Raises:
             RuntimeError: grpc does not work in this process.
         """
-        passage = Passage(may_interrupt=may_interrupt)
-        try:
-            self._begin(passage)
-            yield passage
-        finally:
-            if not passage.has_left_to(functools.partial(self._end, passage)):
-                self._end(passage)
-
-    def _begin(self, passage: Passage) -> None:
         if self._num_torn:
             raise RuntimeError(
                 f"process {os.getpid()}: expected to be forked between RPCs, got forked with {self._num_torn} under "
@@ -116,7 +117,8 @@ class Gate:
                 self._changed.wait()
             self._under_way.add(passage)
 
-    def _end(self, passage: Passage) -> None:
+    def let_out(self, passage: Passage) -> None:
+        """Note that an RPC has ended."""
         with self._lock:
             self._under_way.discard(passage)
             if self._num_forks:

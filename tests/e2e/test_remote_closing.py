@@ -21,14 +21,14 @@ from moe_autograd.remote.asking import ask
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
-from moe_autograd.remote.forking import Passage
+from moe_autograd.remote.forking import GATE
 from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb
 from tests.support.hosting import sgd
 from tests.support.servers import wait_until
 
 ENDLESS = RetryPolicy(patience_s=1e6)  # a call that waits for a closed connection would not return
-PASSAGE = Passage(may_interrupt=False)
+PASSAGE = GATE.passage(may_interrupt=False)
 
 
 @pytest.fixture(scope="module")
