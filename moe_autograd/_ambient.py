@@ -92,12 +92,8 @@ def _flushes_denormals() -> bool:
     return _HALF_OF_SMALLEST_NORMAL * 1.0 == 0.0
 
 
-def _autocast_device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()  # what torch was built for
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-_AUTOCAST_DEVICE_TYPES = _autocast_device_types()
+_accelerator = torch.accelerator.current_accelerator()  # what torch was built for
+_AUTOCAST_DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator.type)
 
 
 def autocast_state() -> list[tuple[str, bool, torch.dtype]]:

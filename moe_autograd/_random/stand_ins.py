@@ -40,39 +40,31 @@ class StandIns:
     """Puts the stand-ins in place for the first thread that runs calls, and back for the last one to end."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._num_threads = 0
         self._accelerator: Any = None  # whose generators are away, if any
         self._away: tuple[torch.Generator, ...] = ()
 
     def begin(self) -> None:
         """Call it on a thread that is about to run calls."""
-        with self._lock:
+        with self.lock:
             self._num_threads += 1
             if self._num_threads == 1:
                 self._stand_in()
 
     def end(self) -> None:
         """Call it on the same thread after them."""
-        with self._lock:
+        with self.lock:
             self._num_threads -= 1
             if self._num_threads == 0:
                 self._step_back()
-
-    def before_fork(self) -> None:
-        """A child forked while another thread holds the lock would never get it."""
-        self._lock.acquire()
-
-    def after_fork(self) -> None:
-        """Let others go on."""
-        self._lock.release()
 
     def after_fork_in_child(self) -> None:
         """No other thread runs calls here."""
         self._num_threads = 0 if running.seeds is None else 1
         if self._num_threads == 0:
             self._step_back()
-        self._lock.release()
+        self.lock.release()
 
     def _stand_in(self) -> None:
         torch.random.default_generator = cast(torch.Generator, _STAND_IN)
@@ -104,8 +96,8 @@ _STAND_IN = _StandIn(CPU, PROCESS_GENERATOR)
 stand_ins = StandIns()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=stand_ins.before_fork,
-        after_in_parent=stand_ins.after_fork,
+    os.register_at_fork(  # a child forked while another thread holds the lock would never get it
+        before=stand_ins.lock.acquire,
+        after_in_parent=stand_ins.lock.release,
         after_in_child=stand_ins.after_fork_in_child,
     )

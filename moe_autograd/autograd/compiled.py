@@ -43,7 +43,20 @@ class _Known:
     num_graphs: int = -1  # when the last one began
     shapes: set[Hashable] = dataclasses.field(default_factory=set)
     had_new_shapes: bool = False  # the last one
-    takes_any_shape: bool = False
+    takes_any_shape: bool = False  # nothing was compiled for the last new ones
+
+    def needs_nothing_for(self, shapes: set[Hashable]) -> bool:
+        """Whether a map of these shapes will need nothing new, as far as those before tell; take note of it."""
+        before, self.num_graphs = self.num_graphs, _num_graphs()
+        if self.num_graphs != before:
+            self.takes_any_shape = False
+        elif self.had_new_shapes:
+            self.takes_any_shape = True
+        self.had_new_shapes = not shapes <= self.shapes
+        if len(self.shapes) > MOST_SHAPES:
+            self.shapes.clear()
+        self.shapes |= shapes
+        return self.num_graphs == before and (self.takes_any_shape or not self.had_new_shapes)
 
 
 _known: dict[Hashable, _Known] = {}
@@ -70,21 +83,11 @@ def may_compile(compiled: Sequence[Any], args: Iterable[Any]) -> bool:
     if len(_known) > MOST_KINDS:
         _known.clear()
     known = _known.setdefault(_kind_of(compiled, leaves), _Known())
-    before, known.num_graphs = known.num_graphs, _num_graphs()
-    if known.num_graphs != before:
-        known.takes_any_shape = False
-    elif known.had_new_shapes:
-        known.takes_any_shape = True
-    shapes = {_shapes_of(own) for own in leaves}
-    known.had_new_shapes = not shapes <= known.shapes
-    if len(known.shapes) > MOST_SHAPES:
-        known.shapes.clear()
-    known.shapes |= shapes
+    needs_nothing = known.needs_nothing_for({_shapes_of(own) for own in leaves})
     made = [getattr(one, _COMPILED_IN_PLACE, None) or one for one in compiled]
     are_met = all(one in _met for one in made)
     _met.update(made)
-    is_usual = are_met and known.num_graphs == before
-    return not is_usual or (known.had_new_shapes and not known.takes_any_shape)
+    return not (are_met and needs_nothing)
 
 
 def _kind_of(compiled: Iterable[Any], leaves: Iterable[Sequence[Any]]) -> Hashable:

@@ -7,6 +7,8 @@ import threading
 from torch import Tensor
 
 from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import RamStore
 
 
@@ -40,3 +42,11 @@ class WatchedStore(RamStore):
     def wait_for(self, event: str) -> None:
         with self.happened:
             assert self.happened.wait_for(lambda: event in self.events, timeout=60)
+
+
+def put_all_out(residency: Residency) -> None:
+    """Need all the memory for a moment, so that every other part leaves it."""
+    large = residency.add(Part("large", Layout({}, residency.limit_bytes)))
+    with residency.hold([large]):
+        pass
+    residency.forget(large)

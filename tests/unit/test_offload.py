@@ -22,7 +22,7 @@ from moe_autograd.autograd.offload import OffloadedExperts, read_ahead
 from moe_autograd.autograd.offload.stores import RamStore
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import ConfigError
-from tests.support.stores import WatchedStore
+from tests.support.stores import WatchedStore, put_all_out
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -246,7 +246,7 @@ def test_read_ahead_starts_with_the_backward_of_the_layer_above(
     read_ahead(below, above)
     below.residency.flush()
     y = call(above, call(below, torch.ones(1, 8), **options), **options)
-    below.residency.drop_all()  # as more layers above would have done
+    put_all_out(below.residency)  # as more layers above would have done
     store.events.clear()
     y.sum().backward()
     assert store.events.count("read expert-00000.weights") == 1

@@ -22,7 +22,7 @@ from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.stores import FolderStore
 from moe_autograd.errors import CheckpointError
-from tests.support.stores import WatchedStore
+from tests.support.stores import WatchedStore, put_all_out
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -99,7 +99,7 @@ def test_evaluating_in_inference_mode_first_and_training_then() -> None:
     plain = [nn.Linear(4, 4) for _ in range(6)]
     experts = OffloadedExperts(copy.deepcopy(plain), sgd, max_resident_bytes=500)
     experts.residency.flush()
-    experts.residency.drop_all()
+    put_all_out(experts.residency)
     optimizers = [sgd(module.parameters()) for module in plain]
     for _ in range(3):
         with torch.inference_mode():

@@ -17,7 +17,7 @@ from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore
 from moe_autograd.autograd.offload.to_write import ToWrite
-from tests.support.stores import WatchedStore
+from tests.support.stores import WatchedStore, put_all_out
 
 CPU = torch.device("cpu")
 
@@ -122,7 +122,7 @@ def test_a_wish_is_read_ahead_and_not_read_again(residency: Residency, store: Wa
 
 def test_a_wish_takes_nothing_from_an_earlier_one(residency: Residency, store: WatchedStore) -> None:
     parts = [part_of(residency, "x" * n) for n in range(1, 6)]
-    residency.drop_all()
+    put_all_out(residency)
     store.events.clear()
     residency.prefetch(parts)
     store.wait_for("read xxx")
@@ -135,7 +135,7 @@ def test_a_wish_takes_nothing_from_an_earlier_one(residency: Residency, store: W
 
 def test_who_needs_a_part_goes_before_wishes(residency: Residency, store: WatchedStore) -> None:
     parts = [part_of(residency, "x" * n) for n in range(1, 6)]
-    residency.drop_all()
+    put_all_out(residency)
     residency.prefetch(parts[:3])
     store.wait_for("read xxx")
     with residency.hold(parts[3:]):
@@ -179,7 +179,7 @@ def test_a_read_that_fails_raises_and_leaves_nobody_holding(
     residency: Residency, store: WatchedStore
 ) -> None:
     a, b = part_of(residency, "a", 100), part_of(residency, "bb", 100)
-    residency.drop_all()
+    put_all_out(residency)
     store.failing = "read a"
     with pytest.raises(OSError, match="No space left"), residency.hold([a, b]):
         pass

@@ -18,28 +18,27 @@ class Passing:
     """Parts that go, and the names of those that have gone. `Residency` has the lock, but for `lose`."""
 
     def __init__(self) -> None:
-        self._free_names: dict[tuple[str, int], list[str]] = {}
-        self._lost: deque[tuple[str, Part]] = deque()
+        self._free_names: dict[int, list[str]] = {}  # by size
+        self._lost: deque[Part] = deque()
         self._serial_numbers = itertools.count()
 
-    def new(self, prefix: str, layout: Layout) -> Part:
+    def new(self, layout: Layout) -> Part:
         """Return a part; it gets the name of one of its size that has gone, if there is any."""
-        names = self._free_names.get((prefix, layout.num_bytes))
-        name = names.pop() if names else f"{prefix}-{next(self._serial_numbers):08}"
-        return Part(name, layout)
+        names = self._free_names.get(layout.num_bytes)
+        return Part(names.pop() if names else f"activations-{next(self._serial_numbers):08}", layout)
 
-    def lose(self, prefix: str, part: Part) -> None:
+    def lose(self, part: Part) -> None:
         """Say that nobody has a part any more; from anywhere, at any time."""
-        self._lost.append((prefix, part))
+        self._lost.append(part)
 
     def take_lost(self) -> list[Part]:
         """Return those that are to be put away, and can be now; their names are free."""
         taken = []
         for _ in range(len(self._lost)):
-            prefix, part = self._lost.popleft()
+            part = self._lost.popleft()
             if part.is_busy:
-                self._lost.append((prefix, part))
+                self._lost.append(part)
             else:
-                self._free_names.setdefault((prefix, part.layout.num_bytes), []).append(part.name)
+                self._free_names.setdefault(part.layout.num_bytes, []).append(part.name)
                 taken.append(part)
         return taken

@@ -192,16 +192,16 @@ class Residency:
         with self._lock:
             self._known_bytes -= part.layout.num_bytes
 
-    def add_passing(self, prefix: str, layout: Layout) -> Part:
+    def add_passing(self, layout: Layout) -> Part:
         """Add a part that will be lost; it gets the name of one that was, which the store can write over."""
         with self._lock:
             self._put_lost_away()
-            part = self._passing.new(prefix, layout)
+            part = self._passing.new(layout)
         return self.add(part)
 
-    def lose_passing(self, prefix: str, part: Part) -> None:
+    def lose_passing(self, part: Part) -> None:
         """Discard such a part for good, but for its place in the store. Waits for nothing, not even for the lock."""
-        self._passing.lose(prefix, part)
+        self._passing.lose(part)
         if self._lock.acquire(blocking=False):
             try:
                 self._put_lost_away()
@@ -231,16 +231,6 @@ class Residency:
         self._check_is_open()
         with self._lock:
             self._transfers.write_all()
-
-    def drop_all(self) -> None:
-        """Take every part that nobody holds out of memory, without writing it."""
-        with self._lock:
-            self._transfers.withdraw_all()
-            self._transfers.to_write.clear()
-            while self._transfers.is_any_busy:
-                self._lock.wait()
-            for part in [part for part in self._resident if part.num_holders == 0]:
-                self._resident.put_out(part)
 
     def freed(self, num_bytes: int) -> None:
         """Say that as much memory beside the buffers was let go of (Rule 5)."""

@@ -115,8 +115,8 @@ class MovedActivations:
 
     def seal(self) -> None:
         """Copy what was taken into a part, and let go of it."""
-        part = self._residency.add_passing("activations", Layout.of(self._tensors))
-        weakref.finalize(self, self._residency.lose_passing, "activations", part)
+        part = self._residency.add_passing(Layout.of(self._tensors))
+        weakref.finalize(self, self._residency.lose_passing, part)
         with self._residency.hold([part]):
             assert part.buffer is not None
             for name, view in part.layout.views(part.buffer).items():

@@ -29,10 +29,6 @@ class ToWrite:
         """Write it in any case: somebody waits for the store to have everything."""
         self._queue[part] = True
 
-    def clear(self) -> None:
-        """Write none of them."""
-        self._queue.clear()
-
     @property
     def has_next(self) -> bool:
         """Whether any may be written now."""
