@@ -6,6 +6,7 @@ The rules, and the words, are those of `module_calls`, which is about one of the
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,8 @@ from moe_autograd.autograd.runs import run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.statistics import Turns
+
+_NO_HOOKS = contextlib.nullcontext()
 
 
 class JoinedModules(Joined):
@@ -196,19 +199,15 @@ class _Forwards:
     def _run_one(self, i: int) -> None:
         if self._has_streams:
             use_here(tree_leaves(self._flats[i][0]))
-        call = self.calls[i] = self._make(i)
+        with _NO_HOOKS if self._hooks is None else self._hooks.of(i):
+            call = self.calls[i] = ModuleCall(
+                self._modules[i], self._flats[i], self.entrance.aliases, self._cuts[i], self._shares_graph
+            )
+        if self._hooks is not None:
+            call.boxes = self._hooks.boxes(i)
         if any(type(cut) is LooseCut for cut in self._cuts[i]):
             call.cuts, self._held[i] = without_changed(call.cuts, self._cuts[i], self._held[i])
         call.find_leaves(self._owners)
-
-    def _make(self, i: int) -> ModuleCall:
-        of_map = self.entrance.aliases, self._cuts[i], self._shares_graph
-        if self._hooks is None:
-            return ModuleCall(self._modules[i], self._flats[i], *of_map)
-        with self._hooks.of(i):
-            call = ModuleCall(self._modules[i], self._flats[i], *of_map)
-        call.boxes = self._hooks.boxes(i)
-        return call
 
     def _refuse_changes(self) -> None:
         if not self._shares_graph:

@@ -46,6 +46,7 @@ from moe_autograd.timeline import is_recording
 _NOT_RUN = cast(FunctionCall, None)
 
 
+@uncompiled
 def map_with_parallel_backward(
     func: type[Function], *args_per_call: Sequence[Any], max_concurrency: int | None = None
 ) -> tuple[Any, ...]:
@@ -103,13 +104,6 @@ def map_with_parallel_backward(
         >>> x.grad
         tensor([14.])
     """
-    return _map(func, args_per_call, max_concurrency)
-
-
-@uncompiled
-def _map(
-    func: type[Function], args_per_call: Sequence[Sequence[Any]], max_concurrency: int | None
-) -> tuple[Any, ...]:
     check_is_function("map_with_parallel_backward", func)
     check_max_concurrency("map_with_parallel_backward", max_concurrency)
     _check_arguments(args_per_call)
@@ -121,11 +115,8 @@ def _map(
     if are_spread(itertools.chain.from_iterable(args_per_call)) or must_be_in_turn(func, args_per_call):
         max_concurrency = 1
     if not applies_as_usual(func):
-        return tuple(
-            _apply(
-                [func.apply] * len(args_per_call), args_per_call, None, max_concurrency, False, False, None
-            )
-        )
+        applied = [func.apply] * len(args_per_call)
+        return tuple(parallel_apply(applied, args_per_call, max_concurrency=max_concurrency))
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
     calls = _run_forwards(func, args_per_call, names, max_concurrency, f"{title}, forward")  # step 1
     changed = [call.changed for call in calls]
@@ -161,14 +152,15 @@ def _run_forwards(
     def forward(index: int) -> None:
         if has_streams:
             use_here(args_per_call[index])
-        if hooks is None:
-            calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
-            return
+        calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
+
+    def forward_in_order(index: int) -> None:
+        assert hooks is not None
         with hooks.of(index):  # for what a nested graph saves; what the join saves meets them there
-            calls[index] = FunctionCall(func, tuple(args_per_call[index]), is_recorded=is_recorded)
+            forward(index)
 
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
-        run_calls(forward, names, max_concurrency, title)
+        run_calls(forward if hooks is None else forward_in_order, names, max_concurrency, title)
     return calls
 
 
@@ -187,6 +179,7 @@ class _Names(Sequence[str]):
         return self._template.format(index)
 
 
+@uncompiled
 def parallel_apply(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],
@@ -255,19 +248,6 @@ def parallel_apply(
         >>> outputs = parallel_apply(experts, [(t,) for t in tokens])
         >>> sum(y.sum() for y in outputs).backward()
     """
-    return _apply(modules, inputs, kwargs_tup, max_concurrency, recompute, defer_weight_grads, names)
-
-
-@uncompiled
-def _apply(
-    modules: Sequence[Callable[..., Any]],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None,
-    max_concurrency: int | None,
-    recompute: bool | Recompute,
-    defer_weight_grads: bool,
-    names: Sequence[str] | None,
-) -> list[Any]:
     if not isinstance(modules, Iterable):
         raise TypeError(
             f"parallel_apply: expected several modules, got one {type(modules).__name__}. Write [module] * len(inputs)."
