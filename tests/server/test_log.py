@@ -122,6 +122,5 @@ def test_a_handler_of_an_experts_file_that_cannot_be_flushed_does_not_hinder_the
         "logging.getLogger().addHandler(handler)\n"
         "Expert = torch.nn.Identity\n"
     )
-    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    with ServerProcess("--expert", "own_log:Expert", environment=environment) as server:
+    with ServerProcess("--expert", "own_log:Expert", path=tmp_path) as server:
         assert server.stop() == 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from moe_autograd.remote import RemoteOptimizer, connect
-from tests.support.servers import ROOT, ServerProcess, WireClient, tokens
+from tests.support.servers import ServerProcess, WireClient, tokens
 
 D = 4
 
@@ -162,10 +162,9 @@ def test_what_a_file_leaves_on_changes_no_other_expert(what: str, tmp_path: Path
         args = { in_features = 4, out_features = 4, device = "cpu" }
         """
     )
-    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     x = tokens(3, 4)
     with (
-        ServerProcess("--config", str(tmp_path / "server.toml"), environment=path) as server,
+        ServerProcess("--config", str(tmp_path / "server.toml"), path=tmp_path) as server,
         WireClient(server.address) as client,
     ):
         state = client.get_state()
@@ -191,7 +190,7 @@ def test_a_file_that_goes_to_another_folder_takes_no_checkpoint_with_it(
     )
     flags = ("--expert", "goes:Goes", "--checkpoint-dir", "saved")
     monkeypatch.chdir(tmp_path)
-    with ServerProcess(*flags, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"}) as server:
+    with ServerProcess(*flags, path=tmp_path) as server:
         assert server.stop() == 0
     assert (tmp_path / "saved").is_dir()
     assert list((tmp_path / "elsewhere").iterdir()) == []

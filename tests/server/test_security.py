@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from tests.support.certificates import make_certificates
-from tests.support.servers import ROOT, ServerProcess, WireClient, tokens
+from tests.support.servers import ServerProcess, WireClient, tokens
 
 TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
 D = 8
@@ -201,9 +200,8 @@ def test_what_an_experts_own_errors_tell_of_its_tensors_is_told_to_the_client_al
         '[experts.e]\nclass = "tells:Tells"\n'
     )
     secret = torch.tensor([[1234.5, 8765.5]])
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with (
-        ServerProcess("--config", str(file), "--log-level", "debug", environment=environment) as server,
+        ServerProcess("--config", str(file), "--log-level", "debug", path=tmp_path) as server,
         WireClient(server.address) as client,
     ):
         assert "1234.5" in client.forward("e", -secret).text

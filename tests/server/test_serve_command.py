@@ -36,7 +36,7 @@ def command(*arguments: str) -> Result:
 
 
 def test_serve_prints_one_line_with_its_address_serves_and_exits_0_on_sigterm() -> None:
-    with ServerProcess(*FLAGS) as server:
+    with ServerProcess(*FLAGS, is_warm=False) as server:
         with WireClient(server.address) as client:
             assert [e.name for e in client.info().experts] == ["ffn.0", "ffn.1", "ffn.2"]
             assert client.forward("ffn.2", tokens(4, 8)).code == "OK"
@@ -88,7 +88,7 @@ def children_begin_with(number: signal.Signals, handler: signal.Handlers) -> Ite
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "terminal closed"])
 def test_serve_stops_on_these_too(number: signal.Signals) -> None:
-    with children_begin_with(signal.SIGHUP, signal.SIG_DFL), ServerProcess(*FLAGS) as server:
+    with children_begin_with(signal.SIGHUP, signal.SIG_DFL), ServerProcess(*FLAGS, is_warm=False) as server:
         server.signal(number)
         assert server.wait() == 0
     assert any("stopped" in line for line in server.log)
@@ -123,7 +123,7 @@ def test_serve_saves_when_the_terminal_of_its_shell_is_closed(tmp_path: Path) ->
 def test_serve_goes_on_without_its_terminal_under_nohup() -> None:
     with (
         children_begin_with(signal.SIGHUP, signal.SIG_IGN),
-        ServerProcess(*FLAGS) as server,
+        ServerProcess(*FLAGS, is_warm=False) as server,
         WireClient(server.address) as client,
     ):
         server.signal(signal.SIGHUP)

@@ -1,8 +1,8 @@
 """Real expert servers for tests: processes of their own, or in this one; and a client that speaks plain wire.
 
-`ServerProcess` runs `python -m experts_server serve` and knows its address from the line it prints. `WireClient`
-says exactly what it is told to say, right or wrong: the tests of the server do not depend on `moe_autograd.remote`.
-For servers in this process use `experts_server.ExpertsServer` itself.
+`ServerProcess` runs `experts-server serve` and knows its address from the line it prints. `WireClient` says exactly
+what it is told to say, right or wrong: the tests of the server do not depend on `moe_autograd.remote`. For servers in
+this process use `experts_server.ExpertsServer` itself.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from tests.support.parcels import messages_of
+from tests.support.warm import ROOT, WarmProcess
 
 START_S = 120.0  # patience with a busy machine; nothing that works comes near it
 _OPTIONS = (  # without pings: a machine too busy to answer one is no fault that these tests are about
@@ -36,7 +37,6 @@ _OPTIONS = (  # without pings: a machine too busy to answer one is no fault that
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_retries", 0),
 )
-ROOT = Path(__file__).parents[2]
 
 
 class ServerProcess:
@@ -44,31 +44,42 @@ class ServerProcess:
 
     Args:
         arguments: of `serve`; without `--listen`, a free port of loopback is taken.
-        environment: added to this process's own.
+        path: where Python looks for modules as well.
+        is_warm: whether it is a warm process (see `warm`); otherwise it is `python -m experts_server`, started anew.
+        environment: of one that is not: added to this process's own.
     """
 
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        path: Path | None = None,
+        is_warm: bool = True,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         listen = () if "--listen" in arguments or "--config" in arguments else ("--listen", "127.0.0.1:0")
-        self._command = [sys.executable, "-m", "experts_server", "serve", *listen, *arguments]
-        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+        self._arguments = ["serve", *listen, *arguments]
+        self._path = [str(ROOT)] if path is None else [str(path), str(ROOT)]
+        self._is_warm = is_warm and environment is None
+        self._environment = environment or {}
         self.address = ""
         self.log: list[str] = []
 
     def start(self) -> ServerProcess:
         """Start it; return when it serves, or raise with its log if it does not come up."""
-        self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self._environment
-        )
+        (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+        self.process = self._started(stdout, stderr)
+        os.close(stdout)
+        os.close(stderr)
+        self._stdout, self._stderr = os.fdopen(out), os.fdopen(err)
         self._log_reader = threading.Thread(target=self._read_log, daemon=True)
         self._log_reader.start()
         watchdog = threading.Timer(START_S, self.process.kill)
         watchdog.start()
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._stdout.readline()
         watchdog.cancel()
         if not line.startswith("experts-server: serving"):
             self.wait()
-            raise AssertionError(f"{self._command} did not come up:\n{''.join(self.log)}")
+            raise AssertionError(f"{self._arguments} did not come up:\n{''.join(self.log)}")
         self.address = line.split()[-1]
         return self
 
@@ -80,10 +91,8 @@ class ServerProcess:
         """Wait for its end; return its exit status (negative: the signal that killed it)."""
         status = self.process.wait(timeout_s)
         self._log_reader.join(timeout_s)
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.process.stdout.close()
-        self.process.stderr.close()
+        self._stdout.close()
+        self._stderr.close()
         return status
 
     def stop(self) -> int:
@@ -103,9 +112,16 @@ class ServerProcess:
         if self.process.returncode is None:
             self.kill()
 
+    def _started(self, stdout: int, stderr: int) -> subprocess.Popen[bytes] | WarmProcess:
+        if self._is_warm:
+            program = f"import sys; sys.path[:0] = {self._path}; from experts_server.command.cli import main; main()"
+            return WarmProcess(program, *self._arguments, stdout=stdout, stderr=stderr)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(self._path), **self._environment}
+        command = [sys.executable, "-m", "experts_server", *self._arguments]
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
+
     def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._stderr:
             self.log.append(line)
 
 

@@ -1,29 +1,35 @@
 """Run a program in a Python process of its own: for signals, exits and forks.
 
-Guarantees: the program sees the repository and the same interpreter; one that hangs is killed and fails the
-test with what it printed so far.
+Guarantees: the program sees the repository and the same interpreter, where torch is imported already (see `warm`); one
+that hangs is killed and fails the test with what it printed so far.
 """
 
 from __future__ import annotations
 
 import subprocess
-import sys
+import tempfile
 import textwrap
-from pathlib import Path
+from typing import IO
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.warm import ROOT, WarmProcess
+
+__all__ = ["ROOT", "assert_prints", "run_python"]
 
 
 def run_python(program: str, *, limit_s: float = 250.0) -> subprocess.CompletedProcess[str]:
     """Run `program` (indented source) and return how it ended."""
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-W", "error", "-c", textwrap.dedent(program)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = WarmProcess(
+            textwrap.dedent(program), stdout=out.fileno(), stderr=err.fileno(), raises_warnings=True
+        )
+        try:
+            status = process.wait(limit_s)
+        except TimeoutError as error:
+            error.add_note(_told(out, err))
+            raise
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(program, status, _whole(out), _whole(err))
 
 
 def assert_prints(program: str, expected: str, *, limit_s: float = 250.0) -> None:
@@ -33,3 +39,12 @@ def assert_prints(program: str, expected: str, *, limit_s: float = 250.0) -> Non
     assert ended.returncode == 0, told
     assert ended.stdout.split() == expected.split(), told
     assert ended.stderr == "", told
+
+
+def _told(out: IO[str], err: IO[str]) -> str:
+    return f"--- stdout\n{_whole(out)}\n--- stderr\n{_whole(err)}"
+
+
+def _whole(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
