@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.remote import connect
+from tests.support.subprocesses import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -114,10 +116,14 @@ def test_an_expert_has_no_attributes_of_the_weights_that_are_elsewhere(model):
 
 def test_two_ranks_save_and_restore_as_one(modules, tmp_path):
     with ExpertsServer(modules) as server:
-        multiprocessing.spawn(in_a_group, (server.address, tmp_path), nprocs=2)
+        program = (
+            f"import sys; from {__name__} import in_a_group; in_a_group(int(sys.argv[1]), *sys.argv[2:])"
+        )
+        run_ranks(program, server.address, tmp_path)
 
 
 def in_a_group(rank, address, folder):
+    folder = Path(folder)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from tests.support.comparing_modules import ORDER, PROGRAMS, assert_same_modules
 from tests.support.comparison import MapFunction, assert_same, loss_of, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import leaves, parameters, seeded
+from tests.support.subprocesses import run_python
 
 deferring = functools.partial(parallel_apply, defer_weight_grads=True)
 
@@ -316,9 +315,7 @@ sys.exit(0 if same and os.waitstatus_to_exitcode(status) == 0 else 4)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 def test_a_forked_child_defers_with_workers_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING], timeout=PATIENCE_S, capture_output=True, text=True, check=False
-    )
+    done = run_python(FORKING, limit_s=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 

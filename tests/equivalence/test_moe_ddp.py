@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
+from tests.support.subprocesses import run_ranks
 
 D_MODEL, NUM_EXPERTS, NUM_RANKS, NUM_STEPS = 6, 4, 2, 3
 
@@ -63,7 +63,10 @@ def train_one_rank(rank: int, folder: str) -> None:
 
 
 def test_two_processes_train_the_layer_as_one_does(tmp_path: Path) -> None:
-    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
+    program = (
+        f"import sys; from {__name__} import train_one_rank; train_one_rank(int(sys.argv[1]), sys.argv[2])"
+    )
+    run_ranks(program, tmp_path, num_ranks=NUM_RANKS)
     weights, grads = load_file(tmp_path / "weights"), load_file(tmp_path / "grads")
 
     layer = layer_whose_last_expert_is_idle()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd import in_turn
 from tests.support.comparison import MapFunction, one_after_another
 from tests.support.plain_layer import plain_loop
+from tests.support.subprocesses import run_ranks
 
 WIDTH, NUM_RANKS, NUM_STEPS = 8, 2, 2
 CPU = torch.device("cpu")
@@ -124,4 +124,7 @@ def train_one_rank(rank: int, folder: str) -> None:
 
 def test_layers_spread_over_two_ranks_learn_as_plain_loops_there(tmp_path: Path) -> None:
     """Also where each call talks with the other rank: then they take turns, for they have to talk in one order."""
-    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
+    program = (
+        f"import sys; from {__name__} import train_one_rank; train_one_rank(int(sys.argv[1]), sys.argv[2])"
+    )
+    run_ranks(program, tmp_path, num_ranks=NUM_RANKS)
