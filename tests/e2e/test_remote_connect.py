@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +23,7 @@ from moe_autograd.errors import (
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import connect
 from moe_autograd.remote.channel import Channel
-from tests.support.subprocesses import ROOT, assert_prints
+from tests.support.subprocesses import assert_prints, run_command
 
 
 class Failing(nn.Module):
@@ -276,11 +274,5 @@ def test_a_proxy_for_web_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
             """,
             "(2, 4)",
         )
-        info = subprocess.run(
-            [sys.executable, "-m", "experts_server", "info", server.address],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (info.returncode, info.stderr) == (0, "")
+        info = run_command("info", server.address)
+        assert (info.returncode, info.stderr) == (0, b"")

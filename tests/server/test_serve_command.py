@@ -26,6 +26,7 @@ from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
+from tests.support.subprocesses import run_command
 
 NO_ADDRESS = "address: expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:31415"
 FLAGS = ("--expert", "ffn", "--num-experts", "3", "--d-model", "8", "--optimizer", "adam", "--lr", "1e-3")
@@ -237,15 +238,9 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = subprocess.run(
-            [sys.executable, "-m", "experts_server", "serve", *FLAGS, "--listen", address],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.strip() == (
+        ended = run_command("serve", *FLAGS, "--listen", address)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert ended.stderr.decode().strip() == (
         f"Error: server: expected an address that is free, got {address} (Address already in use). "
         "Stop what listens there, or choose another port; port 0 takes any free one."
     )

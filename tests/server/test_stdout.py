@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from experts_server.configuration.config import ServingConfig
 from tests.support.servers import ROOT, START_S, WireClient
+from tests.support.subprocesses import run_command
 
 FULL = (
     "stdout: expected to be written to, got 'No space left on device'. Look at where it goes, and try again."
@@ -36,14 +36,6 @@ def buffered() -> dict[str, str]:
     return {**own, "PYTHONPATH": str(ROOT)}
 
 
-def run(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "experts_server", *arguments]
-    given = {"stdout": subprocess.PIPE, **streams}
-    return subprocess.run(
-        command, stderr=subprocess.PIPE, timeout=START_S, check=False, env=buffered(), **given
-    )
-
-
 @pytest.mark.parametrize(
     "command", ["info", "info --json", "save", "export", "top", "config", "--help", "info --help"]
 )
@@ -59,7 +51,7 @@ def test_a_stdout_that_takes_nothing_is_one_line_and_exits_1(
     }
     arguments = rest.get(command, [] if "--help" in command else [server.address])
     with open("/dev/full", "wb") as full:
-        ended = run(*command.split(), *arguments, stdout=full)
+        ended = run_command(*command.split(), *arguments, stdout=full.fileno())
     assert (ended.returncode, ended.stderr.decode()) == (1, f"Error: {FULL}\n")
 
 
@@ -83,12 +75,15 @@ def test_serve_goes_on_with_a_stdout_that_takes_nothing_and_exits_0() -> None:
     assert (process.returncode, log.splitlines()[-1].endswith("stopped")) == (0, True), log
 
 
-def test_the_file_called_minus_is_stdout_and_stdin(server: ExpertsServer, tmp_path: Path) -> None:
-    ended = run("export", server.address, "e", "-", cwd=tmp_path)
+def test_the_file_called_minus_is_stdout_and_stdin(
+    server: ExpertsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run_command("export", server.address, "e", "-")
     assert (ended.returncode, ended.stderr) == (0, b"")
     state = load(ended.stdout)
     doubled = save({key: 2 * tensor for key, tensor in state.items()})
-    ended = run("import", server.address, "e", "-", cwd=tmp_path, input=doubled)
+    ended = run_command("import", server.address, "e", "-", stdin=doubled)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
     with WireClient(server.address) as client:
         assert torch.equal(client.get_state()["e"]["weight"], 2 * state["weight"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,8 @@ from experts_server import ExpertsServer
 from experts_server.configuration.config import MemoryConfig, OffloadConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
+from tests.support.servers import ServerProcess, WireClient, tokens
+from tests.support.subprocesses import run_command
 
 D = 8
 CONFIG = """
@@ -32,19 +31,6 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "experts_server", *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def test_neither_a_check_nor_a_second_server_harms_the_weights_of_one_that_runs(config: Path) -> None:
     with ServerProcess("--config", str(config)) as server, WireClient(server.address) as client:
         names = [f"ffn.{n}" for n in range(6)]
@@ -53,11 +39,11 @@ def test_neither_a_check_nor_a_second_server_harms_the_weights_of_one_that_runs(
             assert client.backward(name, tokens(4, D)).code == "OK"
         client.step()
         trained = client.get_state()
-        assert run("config", "--check", str(config)).returncode == 0
-        second = run("serve", "--config", str(config))
+        assert run_command("config", "--check", str(config)).returncode == 0
+        second = run_command("serve", "--config", str(config))
         assert second.returncode == 1
-        assert "offload.store" in second.stderr
-        assert "got one that another server uses" in second.stderr
+        assert "offload.store" in second.stderr.decode()
+        assert "got one that another server uses" in second.stderr.decode()
         now = client.get_state()
         for name in names:
             for key, tensor in trained[name].items():

@@ -10,8 +10,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 
@@ -26,7 +24,9 @@ from experts_server.command.top import Reading, Totals, read, table_of
 from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
+from tests.support.servers import START_S, ServerProcess, WireClient, tokens
+from tests.support.subprocesses import run_command
+from tests.support.warm import COMMAND, WarmProcess
 
 D = 8
 NUM_EXPERTS = 40
@@ -48,15 +48,9 @@ class Terminal:
     def __init__(self, *arguments: str, columns: int, lines: int) -> None:
         self._screen, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "experts_server", *arguments],
-            cwd=ROOT,
-            env={**environment, "TERM": "xterm"},
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-        )
+        drops = "[os.environ.pop(name, None) for name in ('COLUMNS', 'LINES', 'NO_COLOR')]"
+        program = f"import os; {drops}; os.environ['TERM'] = 'xterm'; {COMMAND}"
+        self.process = WarmProcess(program, *arguments, stdin=inner, stdout=inner, stderr=inner)
         os.close(inner)
         self.written = ""
 
@@ -195,10 +189,7 @@ def test_a_narrow_terminal_shows_names_and_as_many_columns_as_fit(
 
 
 def test_info_shows_whole_names_in_a_terminal_and_in_a_pipe(server: ExpertsServer) -> None:
-    command = [sys.executable, "-m", "experts_server", "info", server.address]
-    piped = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=True
-    ).stdout
+    piped = run_command("info", server.address).stdout.decode()
     assert re.search(rf"^{re.escape(LONG)} +FeedForwardExpert +\(\*, 8\) float32", piped, re.MULTILINE), piped
     terminal = Terminal("info", server.address, columns=200, lines=60)
     assert terminal.end() == 0

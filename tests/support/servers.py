@@ -29,7 +29,7 @@ from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from tests.support.parcels import messages_of
-from tests.support.warm import ROOT, WarmProcess
+from tests.support.warm import COMMAND, ROOT, WarmProcess
 
 START_S = 120.0  # patience with a busy machine; nothing that works comes near it
 _OPTIONS = (  # without pings: a machine too busy to answer one is no fault that these tests are about
@@ -114,7 +114,7 @@ class ServerProcess:
 
     def _started(self, stdout: int, stderr: int) -> subprocess.Popen[bytes] | WarmProcess:
         if self._is_warm:
-            program = f"import sys; sys.path[:0] = {self._path}; from experts_server.command.cli import main; main()"
+            program = f"import sys; sys.path[:0] = {self._path}; {COMMAND}"
             return WarmProcess(program, *self._arguments, stdout=stdout, stderr=stderr)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(self._path), **self._environment}
         command = [sys.executable, "-m", "experts_server", *self._arguments]

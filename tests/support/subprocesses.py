@@ -14,20 +14,22 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from tests.support.warm import ROOT, WarmProcess
+from tests.support.warm import COMMAND, ROOT, WarmProcess
 
-__all__ = ["ROOT", "assert_prints", "run_python", "run_ranks"]
+__all__ = ["ROOT", "assert_prints", "run_command", "run_python", "run_ranks"]
 
 
 def run_python(program: str, *, limit_s: float = 250.0) -> subprocess.CompletedProcess[str]:
     """Run `program` (indented source) and return how it ended; warnings are errors there."""
-    return _run(program, [()], limit_s, raises_warnings=True)[0]
+    ended = _run(program, [()], limit_s, raises_warnings=True)[0]
+    out, err = ended.stdout.decode(), ended.stderr.decode()
+    return subprocess.CompletedProcess(ended.args, ended.returncode, out, err)
 
 
 def assert_prints(program: str, expected: str, *, limit_s: float = 250.0) -> None:
     """Assert that `program` exits 0, prints exactly `expected` and complains about nothing."""
     ended = run_python(program, limit_s=limit_s)
-    told = _told(ended)
+    told = f"exit {ended.returncode}\n--- stdout\n{ended.stdout}\n--- stderr\n{ended.stderr}"
     assert ended.returncode == 0, told
     assert ended.stdout.split() == expected.split(), told
     assert ended.stderr == "", told
@@ -36,21 +38,49 @@ def assert_prints(program: str, expected: str, *, limit_s: float = 250.0) -> Non
 def run_ranks(program: str, *arguments: object, num_ranks: int = 2, limit_s: float = 250.0) -> list[str]:
     """Run `program` side by side, with a rank and these as arguments; all have to exit 0. Return what they printed."""
     given = [tuple(map(str, (rank, *arguments))) for rank in range(num_ranks)]
-    ended = _run(program, given, limit_s, raises_warnings=False)
+    ended = _run(program, given, limit_s)
     assert not any(rank.returncode for rank in ended), "\n".join(map(_told, ended))
-    return [rank.stdout for rank in ended]
+    return [rank.stdout.decode() for rank in ended]
+
+
+def run_command(
+    *arguments: str, stdin: bytes = b"", stdout: int | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run `experts-server` with these arguments; return how it ended.
+
+    Args:
+        stdin: what it reads.
+        stdout: a file to write to; `None`: what it writes is returned.
+    """
+    with tempfile.TemporaryFile() as given:
+        given.write(stdin)
+        given.seek(0)
+        return _run(COMMAND, [arguments], 250.0, stdin=given.fileno(), stdout=stdout)[0]
 
 
 def _run(
-    program: str, arguments: Sequence[tuple[str, ...]], limit_s: float, *, raises_warnings: bool
-) -> list[subprocess.CompletedProcess[str]]:
+    program: str,
+    arguments: Sequence[tuple[str, ...]],
+    limit_s: float,
+    *,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    raises_warnings: bool = False,
+) -> list[subprocess.CompletedProcess[bytes]]:
+    """Run it side by side, once for each of `arguments`."""
     until, program = time.monotonic() + limit_s, textwrap.dedent(program)
     with contextlib.ExitStack() as stack:
-        started: list[tuple[WarmProcess, IO[str], IO[str]]] = []
+        started: list[tuple[WarmProcess, IO[bytes], IO[bytes]]] = []
         for given in arguments:
-            out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            files = {"stdout": out.fileno(), "stderr": err.fileno()}
-            process = WarmProcess(program, *given, **files, raises_warnings=raises_warnings)
+            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            process = WarmProcess(
+                program,
+                *given,
+                stdin=stdin,
+                stdout=out.fileno() if stdout is None else stdout,
+                stderr=err.fileno(),
+                raises_warnings=raises_warnings,
+            )
             stack.callback(process.kill)
             started.append((process, out, err))
         with contextlib.suppress(TimeoutError):  # told below, with what all have printed
@@ -65,10 +95,11 @@ def _run(
     return ended
 
 
-def _told(ended: subprocess.CompletedProcess[str]) -> str:
-    return f"exit {ended.returncode}\n--- stdout\n{ended.stdout}\n--- stderr\n{ended.stderr}"
+def _told(ended: subprocess.CompletedProcess[bytes]) -> str:
+    out, err = ended.stdout.decode(), ended.stderr.decode()
+    return f"exit {ended.returncode}\n--- stdout\n{out}\n--- stderr\n{err}"
 
 
-def _whole(file: IO[str]) -> str:
+def _whole(file: IO[bytes]) -> bytes:
     file.seek(0)
     return file.read()

@@ -28,29 +28,38 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "from experts_server.command.cli import main; main()"  # what `python -m experts_server` runs
 IMPORTED = ("moe_autograd.remote", "experts_server.command.cli", "tests.support.functions_waiting")
 _NUM_BYTES = 8
 
 
 class WarmProcess:
-    """A process that runs a program, in our folder; its names are those of `subprocess.Popen`.
+    """A process that runs a program in our folder, with our environment; its names are those of `subprocess.Popen`.
 
     Args:
         program: the source of its `__main__`.
         arguments: of `sys.argv`, without the first.
-        stdout: a file to write to; its stdin is empty.
+        stdout: a file to write to.
         stderr: likewise.
+        stdin: a file to read from; `None`: an empty one.
         raises_warnings: as with `-W error`.
     """
 
     def __init__(
-        self, program: str, *arguments: str, stdout: int, stderr: int, raises_warnings: bool = False
+        self,
+        program: str,
+        *arguments: str,
+        stdout: int,
+        stderr: int,
+        stdin: int | None = None,
+        raises_warnings: bool = False,
     ) -> None:
         self.returncode: int | None = None
         self._told, tells = os.pipe()
         with open(os.devnull) as nothing:
-            what = json.dumps([os.getcwd(), program, arguments, raises_warnings]).encode()
-            socket.send_fds(_forking(), [what], [nothing.fileno(), stdout, stderr, tells])
+            what = json.dumps([os.getcwd(), dict(os.environ), program, arguments, raises_warnings]).encode()
+            files = [nothing.fileno() if stdin is None else stdin, stdout, stderr, tells]
+            socket.send_fds(_forking(), [what], files)
         os.close(tells)
         self.pid = _number_from(self._told)
 
@@ -92,7 +101,12 @@ def _forking() -> socket.socket:
     with its:
         program = f"from tests.support import warm; exec(warm.what_to_run({its.fileno()}))"
         command = [sys.executable, "-X", "faulthandler", "-c", program]
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
+        buffered = {
+            name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"
+        }  # as by default
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=buffered, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()]
+        )
     atexit.register(process.wait)
     atexit.register(ours.close)  # before that
     return ours
@@ -137,13 +151,22 @@ def what_to_run(told: int) -> str:
     return _became(files, *json.loads(what))
 
 
-def _became(files: list[int], folder: str, program: str, arguments: list[str], raises_warnings: bool) -> str:
+def _became(
+    files: list[int],
+    folder: str,
+    environment: dict[str, str],
+    program: str,
+    arguments: list[str],
+    raises_warnings: bool,
+) -> str:
     """Make this process the one that was asked for; return its program."""
     for number, file in enumerate(files):
         if number < 3:
             os.dup2(file, number)
         os.close(file)
     os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[1:] = arguments
     if raises_warnings:
