@@ -112,7 +112,7 @@ def _objects_among(args: Iterable[object]) -> list[object]:
 def _cuts(found: Iterable[Tensor]) -> list[Cut]:
     """Return one for each place in the graph: a module may hold a tensor in several places."""
     cuts = [(get_gradient_edge(tensor), tensor) for tensor in found]
-    return list({(edge.node, edge.output_nr): (edge, tensor) for edge, tensor in cuts}.values())
+    return list({cut[0][:2]: cut for cut in cuts}.values())
 
 
 def _held_by(value: object, of_all: Held) -> Iterable[object]:

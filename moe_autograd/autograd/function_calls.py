@@ -246,7 +246,7 @@ class JoinedFunctions(Joined):
         ]
 
     def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
-        """See `Joined`; a call that is not needed gets no gradient, and so does not run (Rule 3)."""
+        """See `Joined`; a call that is not needed gets no gradient, and so does not run (the join's Rule 3)."""
         if not wanted:
             return super().backward(saved_of, grad_outputs, wanted)
         start = 0

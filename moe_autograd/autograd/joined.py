@@ -1,4 +1,4 @@
-"""The calls of one map, as the nodes that tie them see them; `join` explains what for."""
+"""The calls of one map, as the nodes that tie them see them; `join` explains what for, and has the rules."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Rule 3. A result of the node itself is kept without its history, which would lea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,29 +56,24 @@ def take_saved(
     Threads: any; one after the other, as a node must not forget what another thread unpacks.
     """
     with joined.taking:
-        return _taken_or_left(node, joined, grad_outputs, wanted)
-
-
-def _taken_or_left(
-    node: Any, joined: Joined, grad_outputs: Sequence[Tensor | None], wanted: Sequence[Wanted]
-) -> list[Sequence[Tensor | None]]:
-    left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
-    if left is not None:  # an earlier backward has let the node forget
-        reached = _reached(joined, grad_outputs, wanted)
-        return [
-            _taken(left, i, count, joined.reads_saved) if i in reached else []
-            for i, count in enumerate(joined.num_saved)
-        ]
-    if not any(joined.num_saved):
-        return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
-    saved = split([*node.saved_tensors], joined.num_saved)
-    if not keeps_graph() and not is_compiled():
-        node.left = {}
-        if wanted or has_missing(grad_outputs):
+        left: dict[int, list[_Kept | None]] | None = getattr(node, "left", None)
+        if left is not None:  # an earlier backward has let the node forget
             reached = _reached(joined, grad_outputs, wanted)
-            node.left = {i: _keep(own, node) for i, own in enumerate(saved) if i not in reached}
-    node.maybe_clear_saved_tensors()  # not under `retain_graph`
-    return saved
+            return [
+                _taken(left, i, count, joined.reads_saved) if i in reached else []
+                for i, count in enumerate(joined.num_saved)
+            ]
+        if not any(joined.num_saved):
+            return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
+        saved = split([*node.saved_tensors], joined.num_saved)
+        if not keeps_graph() and not is_compiled():
+            node.left = {}
+            if wanted or has_missing(grad_outputs):
+                reached = _reached(joined, grad_outputs, wanted)
+                unreached = [(i, own) for i, own in enumerate(saved) if i not in reached]
+                node.left = {i: [_keep(tensor, node) for tensor in own] for i, own in unreached}
+        node.maybe_clear_saved_tensors()  # not under `retain_graph`
+        return saved
 
 
 def _reached(
@@ -90,11 +85,10 @@ def _reached(
     return {i for i, own in enumerate(grads_of) if has_any(own) and (not wanted_of or any(wanted_of[i]))}
 
 
-def _keep(saved: Iterable[Tensor | None], node: Any) -> list[_Kept | None]:
-    return [None if tensor is None else _kept(tensor, tensor.grad_fn is node) for tensor in saved]
-
-
-def _kept(tensor: Tensor, is_own: bool) -> _Kept:
+def _keep(tensor: Tensor | None, node: Any) -> _Kept | None:
+    if tensor is None:
+        return None
+    is_own = tensor.grad_fn is node
     return _Kept(tensor.detach() if is_own else tensor, tensor._version, is_own)
 
 

@@ -125,14 +125,12 @@ class ModuleCall(CallResults):
         outer_of = {id(alias): tensor for tensor, alias in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
         changed = [both for both, v in zip(entered, versions, strict=True) if both[0]._version != v]
-        self._take_results(
-            returned, [value for value in inner if isinstance(value, Tensor)], outer_of, changed
-        )
+        given = [value for value in inner if isinstance(value, Tensor)]
+        self._take_results(returned, given, outer_of, changed)
         if spec is not None:
             known = {*map(id, inner), *outer_of, *self._places}
-            refuse_lost(
-                tree_leaves((inner_args, inner_kwargs), is_leaf=lambda value: id(value) in known), known
-            )
+            left = tree_leaves((inner_args, inner_kwargs), is_leaf=lambda value: id(value) in known)
+            refuse_lost(left, known)
         if changed:
             self._take_changed(changed)
 
@@ -150,11 +148,10 @@ class ModuleCall(CallResults):
             self._shares_graph = True  # with the outer graph, which must find it unfreed
             met, leaf_nodes = self._walk(owners)
         self.leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
-        ends_at_leaves = [GradientEdge(node, 0) for node in leaf_nodes]
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
             self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
-        self._ends = [*[edge for edge, _ in self.cuts], *ends_at_leaves]
+        self._ends = [*[edge for edge, _ in self.cuts], *[GradientEdge(node, 0) for node in leaf_nodes]]
         self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
 
     def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
@@ -200,10 +197,8 @@ class ModuleCall(CallResults):
     def _cuts_above(self, ends: set[Edge]) -> set[Edge]:
         """Return those cuts that lead on to others of the ends, by whichever output: the engine marks nodes."""
         nodes = {node for node, _ in ends}
-        met = [
-            edge[:2] for edge, _ in self.cuts if edge[:2] in ends and type(edge.node) is not ACCUMULATE_GRAD
-        ]
-        return {cut for cut in met if leads(cut[0].next_functions, nodes)}
+        met = ends.intersection(plain([edge for edge, _ in self.cuts]))
+        return {(node, nr) for node, nr in met if node is not None and leads(node.next_functions, nodes)}
 
     def leads_to(self, tensor: Tensor) -> bool:
         """Whether its graph, which ends at the cuts, goes through the history that an outer tensor has now."""
