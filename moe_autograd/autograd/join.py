@@ -188,8 +188,8 @@ class _Part:
         return split(tied, self.joined.num_results)
 
 
-class _Step(Function):
-    """A node that a token leads to, which carries nothing."""
+class _Link(Function):
+    """A node that passes on no gradient, but a token: it only settles which node runs when."""
 
     @staticmethod
     def forward(ctx: Any, part: _Part, *leads_to: Tensor | None) -> Tensor:
@@ -198,14 +198,14 @@ class _Step(Function):
         return torch.empty(0, dtype=torch.float32, device="cpu")  # wherever tensors are made by default
 
 
-class _Departure(_Step):
+class _Departure(_Link):
     @_backward
     def backward(ctx: Any, _: Grads) -> Tensors:
         part: _Part = ctx.part
         return (None, *part.joined.hand_out(_arrivals_of(part.whole).take_grads(part)))
 
 
-class _Waiting(_Step):
+class _Waiting(_Link):
     @_backward
     def backward(ctx: Any, _: Grads) -> Tensors:
         _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
