@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,12 @@ class Call:
         message: where its tensors are; `None`: in memory of their own.
         is_finite: whether all their values are known to be.
         reply_encoding: how the tensors of the answer will travel.
+
+    Attributes:
+        takes_room: whether it counts among the calls that may wait.
     """
+
+    takes_room: ClassVar[bool] = True
 
     client_id: bytes
     reply: Callable[[Call, Any], None]
@@ -119,7 +124,12 @@ class UpdateCall(Call):
 
 @dataclass(slots=True)
 class InspectCall(Call):
-    """Run a function on the expert between its other calls: nothing else touches it meanwhile."""
+    """Run a function on the expert between its other calls: nothing else touches it meanwhile.
+
+    It takes no room, since there are few: a server that is full has to save as well.
+    """
+
+    takes_room: ClassVar[bool] = False
 
     function: Callable[[Any], Any]
 

@@ -53,16 +53,17 @@ class QueueLimits:
         Raises:
             ServerBusyError: there is none for all of them.
         """
-        self.calls.take(len(calls))
+        num_calls = sum([call.takes_room for call in calls])
+        self.calls.take(num_calls)
         try:
             self.bytes.take(sum([call.num_bytes for call in calls]))
         except BaseException:
-            self.calls.give_back(len(calls))
+            self.calls.give_back(num_calls)
             raise
 
     def give_back(self, call: Call) -> None:
         """Return the room of one call."""
-        self.calls.give_back(1)
+        self.calls.give_back(call.takes_room)
         self.bytes.give_back(call.num_bytes)
 
 

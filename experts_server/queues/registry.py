@@ -98,6 +98,11 @@ class Registry(Mapping[str, ExpertQueue]):
             return False
         return True
 
+    @property
+    def max_waiting(self) -> int:
+        """How many calls may wait at most, over all experts."""
+        return self._limits.calls.limit
+
     async def ask(
         self, names: Sequence[str], make_call: Callable[[Any], Any], timeout_s: float | None = None
     ) -> list[Any]:

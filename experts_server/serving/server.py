@@ -119,6 +119,7 @@ class ExpertServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: grpc.aio.Server | None = None
         self._upkeep: asyncio.Future[list[None]] | None = None
+        self._forgetting: set[str] = set()  # experts that were told to forget what is stale, and have not yet
 
     def _queue_of(self, name: str, hosting: Hosting) -> ExpertQueue:
         hosted = hosting.host(check_name(name), self.memory)
@@ -232,11 +233,15 @@ class ExpertServer:
         lost = [
             name
             for name, trainer in trainers.items()
-            if trainer and trainer.gathered.stale(is_crowded=is_crowded)
+            if trainer and name not in self._forgetting and trainer.gathered.stale(is_crowded=is_crowded)
         ]
+        self._forgetting.update(lost)
         forget = functools.partial(_forget_stale, is_crowded=is_crowded)
-        call = InspectCall(b"", lambda call, result: None, forget)
-        self.registry.submit([(name, dataclasses.replace(call)) for name in lost])
+
+        def call(name: str) -> InspectCall:
+            return InspectCall(b"", lambda call, result: self._forgetting.discard(name), forget)
+
+        self.registry.submit([(name, call(name)) for name in lost])
 
     def _collector(self) -> ServerCollector:
         memory, queues = self.memory, self.queue_limits

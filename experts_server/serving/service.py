@@ -130,7 +130,10 @@ class Service:
                 request.client_id, reply, kind, request.sequence, request.settled_below, next(counts, None)
             )
 
-        return _update_reply(names, await self.registry.ask(names, call))
+        results, most = [], self.registry.max_waiting
+        for first in range(0, len(names), most):  # more at once would never find room
+            results += await self.registry.ask(names[first : first + most], call)
+        return _update_reply(names, results)
 
     # ---- information, weights, checkpoints
 

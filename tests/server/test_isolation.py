@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import urllib.request
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
 from torch import nn
 
+from experts_server import ExpertsServer
 from experts_server.budget import Budget
-from experts_server.configuration.config import LimitsConfig
+from experts_server.configuration.config import LimitsConfig, ServingConfig
 from experts_server.hosting.calls import ForwardCall, InspectCall
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
@@ -21,6 +23,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import methods
 from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.gated import D, Gated, Waiting, serving, wait_until_queued
+from tests.support.hosting import sgd
 from tests.support.parcels import messages_of
 from tests.support.servers import (
     START_S,
@@ -163,6 +166,63 @@ def test_calls_that_nobody_waits_for_behind_an_expert_that_hangs_take_no_room(
         assert client.forward("hangs", tokens(1, D)).code == "OK"
 
 
+def test_a_server_that_is_full_saves_and_tells_its_weights(tmp_path: Path) -> None:
+    gated, limits = Gated(), LimitsConfig(max_queued_calls=1)
+    with (
+        serving({"hangs": gated, "e": nn.Linear(D, D)}, limits=limits, checkpoint_dir=tmp_path) as server,
+        WireClient(server.address) as client,
+    ):
+        first = Waiting(lambda: client.forward("hangs", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        assert client.forward("e", tokens(1, D)).code == "BUSY"
+        assert set(client.get_state("e")) == {"e"}
+        saved = Waiting(client.save)
+        wait_until_inside(server, 2)
+        gated.let_go()
+        assert first.result().code == "OK"
+        assert saved.result() == "generation-00000002"
+
+
+def test_an_update_of_more_experts_than_calls_may_wait_is_made_in_parts() -> None:
+    experts = {f"e.{index}": nn.Linear(D, D) for index in range(5)}
+    config = ServingConfig(limits=LimitsConfig(max_queued_calls=2))
+    with (
+        ExpertsServer(experts, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        for call_id, name in enumerate(experts):
+            client.forward(name, tokens(3, D), call_id=call_id)
+            assert client.backward(name, tokens(3, D), call_id=call_id).code == "OK"
+        reply = client.step(*experts)
+        assert [(update.expert, update.num_updates) for update in reply.updates] == [(n, 1) for n in experts]
+        assert [update.num_updates for update in client.zero_grad(*experts).updates] == [1] * 5
+
+
+def test_an_expert_that_hangs_is_told_once_to_forget_what_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
+    gated, limits = Gated(), LimitsConfig(gathered_gradient_s=0.1)
+    with (
+        ExpertsServer({"e": gated}, optimizer=sgd, config=ServingConfig(limits=limits)) as server,
+        WireClient(server.address) as client,
+    ):
+        assert server._server is not None
+        gated.let_go(1)
+        client.forward("e", tokens(1, D))
+        assert client.backward("e", tokens(1, D)).code == "OK"
+        budget, queue = server._server.memory.gathered, server._server.registry["e"]
+        hangs = Waiting(lambda: client.forward("e", tokens(1, D), call_id=2))
+        assert gated.started.acquire(timeout=START_S)
+        assert gated.started.acquire(timeout=START_S)
+        wait_until(lambda: len(queue) == 1)
+        looks: list[None] = []
+        monkeypatch.setattr(server._server.memory.kept, "let_go_expired", lambda: looks.append(None))
+        wait_until(lambda: len(looks) == 5)
+        assert len(queue) == 1
+        gated.let_go()
+        assert hangs.result().code == "OK"
+        wait_until(lambda: budget.in_use == 0)
+
+
 def test_late_calls_go_from_wherever_they_wait_and_the_others_keep_their_order() -> None:
     answered: list[object] = []
     budget = Budget(100, "queued")
@@ -182,7 +242,6 @@ def test_late_calls_go_from_wherever_they_wait_and_the_others_keep_their_order()
     look = InspectCall(b"", lambda call, result: answered.append((call, type(result))), lambda hosted: None)
     good = [waits(b"a", 0, is_late=False)]
     bad = [waits(b"a", 1, is_late=True), waits(b"b", 2, is_late=True)]
-    budget.take(1)
     queue.add(look)
     look.is_cancelled = True
     good.append(waits(b"a", 3, is_late=False))
