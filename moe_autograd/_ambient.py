@@ -228,17 +228,18 @@ def _recording_as(wanted: _Settings, own: _Settings, function: Callable[[], R]) 
 
 
 class contained:
-    """Undo what is left on inside: grad mode, inference mode, autocast, a default device, modes.
+    """Undo what is left on inside: grad mode, inference mode, autocast, a default device, modes, saved-tensor hooks.
 
     A script may enter one of them and never leave it. What follows on its thread is another's, and would be computed
     with other numbers, or not be differentiated. A class, since this is done for each turn of an expert.
     """
 
-    __slots__ = ("_autocast", "_flags", "_num_modes")
+    __slots__ = ("_autocast", "_flags", "_hooks", "_num_modes")
 
     def __enter__(self) -> None:
         self._autocast = _autocast_nesting(), autocast_state(), torch.is_autocast_cache_enabled()
         self._num_modes = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
+        self._hooks = _C._autograd._top_saved_tensors_default_hooks(True)
         self._flags = _C._InferenceMode(False)  # its end puts back all that is a flag of the thread
         self._flags.__enter__()
 
@@ -258,6 +259,8 @@ class contained:
             _C._pop_torch_function_stack()
         while _C._len_torch_dispatch_stack() > num_dispatch_modes:
             _pop_mode()
+        while _C._autograd._top_saved_tensors_default_hooks(True) not in (None, self._hooks):
+            _C._autograd._pop_saved_tensors_default_hooks()
 
 
 def _autocast_nesting() -> int:
