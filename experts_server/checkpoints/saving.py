@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 60.0
 HANGING_TIMEOUT_S = 10.0
+SLOW_DISK_S = 20.0
 
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
@@ -141,11 +142,11 @@ class Saver:
     async def save_when_due(self) -> None:
         """Save if the interval has passed; a failure is logged, and tried again after the next interval.
 
-        An expert that hangs keeps the state that was saved before, and holds up no other's. Before the last save none
-        is due.
+        An expert that hangs keeps the state that was saved before, and holds up no other's. None is due before the last
+        save, nor while another one is under way.
         """
-        is_due = self.age_s >= self._config.checkpoint_interval_s and not self._is_ending
-        if self._folder is None or not is_due:
+        is_due = self.age_s >= self._config.checkpoint_interval_s
+        if self._folder is None or not is_due or self._is_ending or self._is_saving.locked():
             return
         try:
             await self._save(self._folder, SNAPSHOT_TIMEOUT_S, goes_on=True)
@@ -171,10 +172,21 @@ class Saver:
                     taken[expert] = await self.in_thread(_saved_before, folder, expert, timeout_s, goes_on)
                 elif isinstance(result, BaseException):
                     raise CheckpointError(f"server: expected a copy of each expert, got {result}") from result
-            name = await self.in_thread(folder.write, list(taken.values()))
+            name = await self._written(folder, list(taken.values()))
             self._saved_at = self._clock()
             logger.info("saved %s", name)
             return name
+
+    async def _written(self, folder: CheckpointFolder, snapshots: list[Snapshot]) -> str:
+        """Write a generation; tell of a disk that is slow, or hangs, as nothing else would: a stop waits for it."""
+        writing = asyncio.ensure_future(self.in_thread(folder.write, snapshots))
+        started = time.monotonic()
+        while not (await asyncio.wait({writing}, timeout=SLOW_DISK_S))[0]:
+            taken_s = time.monotonic() - started
+            logger.warning(
+                "checkpoint_dir %r: a save is not on the disk after %.0f s", str(folder.folder), taken_s
+            )
+        return await writing
 
     async def _take_all(self, timeout_s: float, is_last: bool) -> dict[str, Any]:
         """Copy each expert, all between the same calls; what an expert raised, or a `TimeoutError`, is in its place."""

@@ -1,7 +1,8 @@
-"""A server that is told to stop while a save waits for an expert that hangs: it does not wait that long, and saves."""
+"""A server that is told to stop while a save waits, for an expert that hangs or a slow disk: it saves all the same."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,3 +152,36 @@ def test_a_stop_when_a_save_is_due_is_no_failure(
         train(client)
     assert saved_updates(tmp_path) == {"well": 1}
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_stop_waits_for_a_save_that_a_slow_disk_takes_and_says_so(
+    tmp_path: Path, hanging: Gated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saving_module, "SLOW_DISK_S", 0.1)
+    monkeypatch.setattr(server_module, "UPKEEP_S", 0.01)
+    server = serve(tmp_path, hanging, drain_timeout_s=0.05, interval_s=0.5)
+    disk_is_asked, disk_answers, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def slow_fsync(descriptor: int) -> None:
+        disk_is_asked.set()
+        assert disk_answers.wait(START_S)
+        fsync(descriptor)
+
+    with monkeypatch.context() as slow, WireClient(server.address) as client:
+        slow.setattr(os, "fsync", slow_fsync)
+        saving = until_cut_off(client.save)
+        assert disk_is_asked.wait(START_S)
+        with WireClient(server.address, client_id=b"other") as other:
+            train(other)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        assert server._server is not None
+        saver = server._server.saver
+        wait_until(lambda: saver._is_ending)
+        num_lines = len(caplog.records)
+        wait_until(lambda: len(caplog.records) > num_lines + 5, 20.0)
+        disk_answers.set()
+        stopping.join(START_S)
+        saving.join(START_S)
+    assert saved_updates(tmp_path) == {"hanging": 0, "well": 1}
+    assert "ERROR" not in caplog.text
