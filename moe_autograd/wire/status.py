@@ -53,6 +53,7 @@ _ERROR_OF_GRPC[grpc.StatusCode.UNAUTHENTICATED] = PermissionDeniedError
 # Our servers never end an RPC so: grpc itself does, when a connection breaks or a server stops in the middle.
 _ERROR_OF_GRPC[grpc.StatusCode.CANCELLED] = ServerUnavailableError
 _ERROR_OF_GRPC[grpc.StatusCode.UNKNOWN] = ServerUnavailableError
+_ERROR_OF_GRPC[grpc.StatusCode.UNIMPLEMENTED] = ServerUnavailableError  # it is at this address no longer
 _NOT_CONNECTED = re.compile(
     r"(?:failed to connect to all addresses; last error: \w+: (?:\S+: )?(?:Failed to connect to remote host: )?"
     r"|errors resolving .*: )(.*?)\.?\]?",
@@ -147,6 +148,8 @@ def error_of_rpc(
     details = details or code.name
     if (untrusted := _certificate_trouble(details)) is not None:
         return _error(UntrustedServerError, untrusted, None, place)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        details = f"expected a server of experts, got another one ({details!r}). Is this its address?"
     return _error(_ERROR_OF_GRPC.get(code, RemoteError), _in_our_words(details), _seconds(hint), place)
 
 

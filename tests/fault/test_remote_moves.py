@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ class Servers:
 
     def __init__(self) -> None:
         self._running: list[ExpertsServer | None] = []
+        self._another: grpc.Server | None = None
         self.addresses: list[str] = []
 
     def start(self, *hosted: dict[str, nn.Module]) -> None:
@@ -44,11 +47,19 @@ class Servers:
             for address, modules in zip(self.addresses, hosted, strict=True)
         ]
 
+    def start_another(self) -> None:
+        """Start a server of something else at the first address."""
+        self._another = grpc.server(ThreadPoolExecutor(1))
+        self._another.add_insecure_port(self.addresses[0])
+        self._another.start()
+
     def stop(self) -> None:
+        if self._another is not None:
+            self._another.stop(None).wait()
         for server in self._running:
             if server is not None:
                 server.stop()
-        self._running = []
+        self._running, self._another = [], None
 
 
 @pytest.fixture
@@ -119,10 +130,16 @@ class TestOnce:
         with connected(servers) as experts:
             yield experts
 
-    @pytest.fixture(params=["its server lives", "its server is gone"])
+    @pytest.fixture(params=["its server lives", "its server is gone", "its address is another's"])
     def move(self, request, servers, modules) -> Callable[[], None]:
         stays = {"ffn.9": nn.Linear(4, 4)} if request.param == "its server lives" else None
-        return lambda: servers.restart(stays, modules)
+
+        def move() -> None:
+            servers.restart(stays, modules)
+            if request.param == "its address is another's":
+                servers.start_another()
+
+        return move
 
     def test_a_forward_finds_it(self, modules, experts, move):
         move()

@@ -88,8 +88,15 @@ def test_codes_of_grpc_itself_are_understood():
     assert isinstance(error_of_rpc(grpc.StatusCode.UNAUTHENTICATED, None, None), errors.PermissionDeniedError)
     for broken in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
         assert isinstance(error_of_rpc(broken, "the server stops", None), errors.ServerUnavailableError)
-    unknown = error_of_rpc(grpc.StatusCode.UNIMPLEMENTED, None, None)
-    assert (type(unknown), str(unknown)) == (errors.RemoteError, "UNIMPLEMENTED")
+    unknown = error_of_rpc(grpc.StatusCode.ALREADY_EXISTS, None, None)
+    assert (type(unknown), str(unknown)) == (errors.RemoteError, "ALREADY_EXISTS")
+
+
+def test_a_server_of_something_else_is_none_of_experts():
+    error = error_of_rpc(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", None, "server at h:1")
+    assert type(error) is errors.ServerUnavailableError
+    told = "expected a server of experts, got another one ('Method not found!'). Is this its address?"
+    assert str(error) == f"server at h:1: {told}"
 
 
 @pytest.mark.parametrize(
