@@ -52,6 +52,15 @@ class Gathered:
         return is_digest_of(self.digest, expected.digest, expected.unsure, num_unsure)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """What one client has gathered, when it gave the last of it, and whether it has stepped since."""
+
+    gathered: Gathered
+    touched_at: float
+    is_applied: bool = False
+
+
 class GatheredGradients:
     """What the clients of one expert have gathered.
 
@@ -67,21 +76,20 @@ class GatheredGradients:
         self.max_age_s = max_age_s
         self._budget = budget
         self._clock = clock
-        self._by_client: dict[bytes, Gathered] = {}
-        self._touched_at: dict[bytes, float] = {}
-        self._applied: set[bytes] = set()  # clients that stepped, and gave nothing since
+        self._waiting: dict[bytes, _Waiting] = {}  # by client
         self._lost: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._by_client)
+        return len(self._waiting)
 
     def by_client(self) -> Mapping[bytes, Gathered]:
         """Return what each client has gathered."""
-        return self._by_client
+        return {client_id: waiting.gathered for client_id, waiting in self._waiting.items()}
 
     def get(self, client_id: bytes) -> Gathered | None:
         """Return what a client has gathered."""
-        return self._by_client.get(client_id)
+        waiting = self._waiting.get(client_id)
+        return None if waiting is None else waiting.gathered
 
     def put(self, client_id: bytes, gathered: Gathered) -> None:
         """Replace what a client has gathered.
@@ -89,11 +97,9 @@ class GatheredGradients:
         Raises:
             ServerBusyError: there is no room; what was there stays.
         """
-        before = self._by_client.get(client_id)
+        before = self.get(client_id)
         self._budget.take(num_bytes(gathered.grads) - num_bytes(before.grads if before else ()))
-        self._by_client[client_id] = gathered
-        self._touched_at[client_id] = self._clock()
-        self._applied.discard(client_id)
+        self._waiting[client_id] = _Waiting(gathered, self._clock())
 
     def put_back(self, client_id: bytes, gathered: Gathered) -> None:
         """Put what a checkpoint held; where there is less room than there was, it is let go, and its client told."""
@@ -104,10 +110,8 @@ class GatheredGradients:
 
     def forget(self, client_id: bytes) -> None:
         """Let go of a client's gradients, as it wished or because they are applied."""
-        gathered = self._by_client.pop(client_id, None)
-        self._budget.give_back(num_bytes(gathered.grads if gathered else ()))
-        self._touched_at.pop(client_id, None)
-        self._applied.discard(client_id)
+        waiting = self._waiting.pop(client_id, None)
+        self._budget.give_back(num_bytes(waiting.gathered.grads if waiting else ()))
         self._lost.pop(client_id, None)
 
     def has_lost(self, client_id: bytes) -> bool:
@@ -118,14 +122,17 @@ class GatheredGradients:
 
     def note_applied(self, client_id: bytes) -> None:
         """Remember that a step has applied them; they stay, for a second step, as long as there is room."""
-        self._applied.add(client_id)
+        self._waiting[client_id].is_applied = True
 
     def stale(self, *, is_crowded: bool) -> list[bytes]:
         """Return the clients that have been away for too long, which is sooner where there is no room for others."""
         longest = min(self.max_age_s, CROWDED_AGE_S) if is_crowded else self.max_age_s
         oldest = self._clock() - longest
-        is_over = self._applied.copy() if is_crowded else ()
-        return [client for client, at in list(self._touched_at.items()) if at < oldest or client in is_over]
+        return [
+            client_id
+            for client_id, waiting in list(self._waiting.items())
+            if waiting.touched_at < oldest or (is_crowded and waiting.is_applied)
+        ]
 
     def forget_stale(self, *, is_crowded: bool) -> None:
         """Let go of the gradients of clients that have been away for too long."""

@@ -27,7 +27,6 @@ from experts_server.configuration.addresses import split_address
 from experts_server.configuration.config import (
     SAVING_NOTHING,
     MemoryConfig,
-    OffloadConfig,
     ServingConfig,
 )
 from experts_server.configuration.names import check_name, counted
@@ -229,11 +228,11 @@ class ExpertServer:
             if len(queue):
                 queue.let_go_of_late()
         is_crowded = self.memory.gathered.has_refused()
-        trainers = {name: queue.hosted.trainer for name, queue in self.registry.items()}
         lost = [
             name
-            for name, trainer in trainers.items()
-            if trainer and name not in self._forgetting and trainer.gathered.stale(is_crowded=is_crowded)
+            for name, queue in self.registry.items()
+            if (trainer := queue.hosted.trainer) and name not in self._forgetting
+            if trainer.gathered.stale(is_crowded=is_crowded)
         ]
         self._forgetting.update(lost)
         forget = functools.partial(_forget_stale, is_crowded=is_crowded)
@@ -291,14 +290,14 @@ def _check_shared(experts: Mapping[str, Hosting]) -> None:
 
 
 def _memory_for_all(config: ServingConfig) -> SharedMemory:
-    limits = config.limits
+    limits, offload = config.limits, config.offload
     return SharedMemory(
         KeptForwards(limits.kept_forward_bytes, limits.kept_forward_s),
         Budget(limits.gathered_gradient_bytes, "bytes of gathered gradients", retry_after_s=UPKEEP_S),
         Budget(limits.ledger_reply_bytes, "bytes of kept answers"),
         limits.max_clients,
         limits.gathered_gradient_s,
-        _open_offload_memory(config.offload),
+        None if offload is None else OffloadMemory(offload.max_resident_bytes, offload.store),
     )
 
 
@@ -309,10 +308,6 @@ def _queue_limits(config: ServingConfig) -> QueueLimits:
         config.batching.max_batch_tokens,
         config.batching.max_wait_ms / 1000,
     )
-
-
-def _open_offload_memory(config: OffloadConfig | None) -> OffloadMemory | None:
-    return None if config is None else OffloadMemory(config.max_resident_bytes, config.store)
 
 
 def _forget_stale(hosted: HostedExpert, *, is_crowded: bool) -> None:

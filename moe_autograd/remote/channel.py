@@ -15,6 +15,7 @@ Threads: any number may call at once; they share the connection.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -160,7 +161,7 @@ class Channel:
         It would begin the call all the same and let nobody read its events: that channel never closes, and each later
         call that needs a thread waits there for ever.
         """
-        probe = threading.Thread(target=_do_nothing)
+        probe = threading.Thread()  # which does nothing
         try:
             probe.start()
         except RuntimeError as error:
@@ -252,9 +253,10 @@ class Channel:
             if rest is None:
                 stream = stubs.reply_stream[rpc](first, timeout=timeout_s, metadata=metadata)
             else:
-                stream = stubs.both_stream[rpc](_chain(first, rest), timeout=timeout_s, metadata=metadata)
+                messages = itertools.chain([first], rest)
+                stream = stubs.both_stream[rpc](messages, timeout=timeout_s, metadata=metadata)
         passage.carry(stream, has_thread=rest is not None)
-        self._take_ends()
+        self._end_left(1)  # but the last: whoever has answered a later one has ended those before
         return stream
 
     def leave(self, stream: Any) -> None:
@@ -264,11 +266,8 @@ class Channel:
         """
         self._left.append(stream)
 
-    def _take_ends(self) -> None:
-        """Take the ends of streams that were left, but the last: whoever has answered a later one has ended these."""
-        self._end_left(1)
-
     def _end_left(self, num_kept: int) -> None:
+        """Take the ends of streams that were left."""
         while len(self._left) > num_kept:
             with contextlib.suppress(IndexError):  # another thread took it
                 end(self._left.popleft())
@@ -344,12 +343,3 @@ def end(stream: Any) -> None:
     if hasattr(stream, "_consume_next_event"):
         while stream._state.due:
             stream._consume_next_event()
-
-
-def _do_nothing() -> None:
-    return None
-
-
-def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest

@@ -32,7 +32,6 @@ _ENCODINGS: dict[str, pb.Encoding] = {
     "int8": pb.AS_INT8_BLOCKS,
     "auto": pb.RAW,
 }
-_DIRECTIONS = {"Forward": "forward", "Backward": "backward"}
 
 MEASURED_BYTES = 1 << 18
 _ENOUGH_STREAMS, _ENOUGH_BYTES = 4, 1 << 22
@@ -109,7 +108,7 @@ class Encodings:
             self._measured[rpc] = streams, total_bytes, bytes_per_s
             is_enough = streams >= _ENOUGH_STREAMS and total_bytes >= _ENOUGH_BYTES
             if is_enough and self.is_measuring(rpc):
-                self._names[rpc] = choose(_DIRECTIONS[rpc], bytes_per_s)
+                self._names[rpc] = choose(rpc.lower(), bytes_per_s)
 
     @property
     def compression(self) -> Compression:

@@ -98,6 +98,7 @@ def _numbers_of(policy: type[HedgePolicy | RetryPolicy]) -> dict[str, Reader]:
     return {field.name: reader(field.name) for field in dataclasses.fields(policy)}
 
 
+@dataclasses.dataclass(frozen=True)
 class _Table:
     """A key whose value is a table.
 
@@ -107,12 +108,9 @@ class _Table:
         alone: reads a value that is no table; None if there is none.
     """
 
-    def __init__(
-        self, readers: Mapping[str, Reader], make: Callable[..., Any], alone: Reader | None = None
-    ) -> None:
-        self.readers = readers
-        self.make = make
-        self.alone = alone
+    readers: Mapping[str, Reader]
+    make: Callable[..., Any]
+    alone: Reader | None = None
 
 
 def _read_table(
