@@ -26,7 +26,7 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.training import Trainer
 from moe_autograd.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 
 # Optimizers that want some state only with a setting, look for it only in their first step, and then begin with zeros.
 _STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
@@ -87,7 +87,7 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     if "random" in snapshot.tensors:
         hosted.caller.random.set_state(snapshot.tensors["random"])
     hosted.ledger.load_plain(snapshot.plain["ledger"])
-    hosted.replica = snapshot.plain.get("replica", hosted.replica)  # those of before have none
+    hosted.replica = snapshot.plain["replica"]
 
 
 def _identity(hosted: HostedExpert) -> dict[str, Any]:
@@ -127,10 +127,12 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,
-        "gathered": {client: [entry.num_backwards, entry.num_samples] for client, entry in gathered.items()},
-        "gathered_digests": {client: entry.digest for client, entry in gathered.items()},
+        "gathered": {
+            client: [entry.num_backwards, entry.num_samples, entry.digest]
+            for client, entry in gathered.items()
+        },
         "schedule_class": _schedule_class(trainer),
-        "schedule": _changed(f"{place}.schedule", schedule, built_schedule) if schedule else None,
+        "schedule": _changed(f"{place}.schedule", schedule, built_schedule),
         "groups": [
             _changed(f"{place}, group", group, built)
             for group, built in zip(groups, built_groups, strict=True)
@@ -155,9 +157,7 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _add_state_of_new_settings(optimizer)
-    is_same = (schedule is None) == (plain["schedule"] is None)
-    mine = _schedule_class(trainer)
-    if is_same and plain.get("schedule_class", mine) == mine:  # otherwise rates begin as configured now
+    if plain["schedule_class"] == _schedule_class(trainer):  # otherwise rates begin as configured now
         if schedule is not None:
             schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
         for group, changed in zip(optimizer.param_groups, plain["groups"], strict=True):
@@ -186,15 +186,14 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device
     for name, grad in _group(snapshot.tensors, "gathered").items():
         client, place = name.split(".")
         grads[client][int(place)] = grad.to(device)
-    digests = snapshot.plain.get("gathered_digests", {})  # those of before have none
-    update = trainer.training.update
-    is_for_others = snapshot.plain.get("update", update) != update  # those of steps may be applied already
-    for client, (num_backwards, num_samples) in snapshot.plain["gathered"].items():
+    is_for_others = (
+        snapshot.plain["update"] != trainer.training.update
+    )  # those of steps may be applied already
+    for client, counts in snapshot.plain["gathered"].items():
         if is_for_others:
             trainer.gathered.note_lost(bytes.fromhex(client))
-            continue
-        gathered = Gathered(grads[client], num_backwards, num_samples, digests.get(client, 0))
-        trainer.gathered.put_back(bytes.fromhex(client), gathered)
+        else:
+            trainer.gathered.put_back(bytes.fromhex(client), Gathered(grads[client], *counts))
 
 
 def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:

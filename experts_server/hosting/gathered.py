@@ -25,10 +25,7 @@ MAX_LOST = 4096  # clients; a step of one that is forgotten fails for its count 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What one client has gathered: the sum, of how many backwards and rows, and the digest of their sequence numbers.
-
-    (See `wire.gathered`; 0: not known, since a checkpoint of an older version does not say.)
-    """
+    """What one client has gathered: the sum, of how many backwards and rows, and their digest (`wire.gathered`)."""
 
     grads: Gradients
     num_backwards: int
@@ -37,8 +34,7 @@ class Gathered:
 
     def joined_by(self, total: Gradients, num_samples: int, sequence: int) -> Gathered:
         """Return the same with one backward more."""
-        is_known = self.digest or not self.num_backwards
-        digest = self.digest ^ digest_of([sequence]) if is_known else 0
+        digest = self.digest ^ digest_of([sequence])
         return Gathered(total, self.num_backwards + 1, self.num_samples + num_samples, digest)
 
     def may_be_of(self, expected: Expected) -> bool:
@@ -46,7 +42,7 @@ class Gathered:
         num_unsure = self.num_backwards - expected.at_least
         if not 0 <= num_unsure <= expected.at_most - expected.at_least:
             return False
-        is_told = self.digest and (expected.digest or expected.unsure)
+        is_told = expected.digest or expected.unsure
         if not is_told or len(expected.unsure) > MAX_UNSURE:
             return True
         return is_digest_of(self.digest, expected.digest, expected.unsure, num_unsure)
