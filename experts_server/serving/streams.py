@@ -252,18 +252,15 @@ class PassStream:
             await self._wake.wait()
             self._wake.clear()
             while self._results:
-                self._answer_call(*self._results.popleft())
+                call, result = self._results.popleft()
+                self._outstanding.pop(call.tag, None)
+                self._answer(call.tag, result, call)
             while (message := self._writer.next_message()) is not None:
                 await self._context.write(message)
             if self._failure is not None:
                 raise self._failure
             if self._has_all and not self._outstanding:
                 return
-
-    def _answer_call(self, call: Call, result: Any) -> None:
-        number = call.tag
-        self._outstanding.pop(number, None)
-        self._answer(number, result, call)
 
     def _answer(self, number: int, result: Any, call: Call | None) -> None:
         plain = ResultHead(number, server=self._settings.mark)

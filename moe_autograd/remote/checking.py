@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -21,15 +22,15 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def check_arguments(**arguments: Any) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `connect` that cannot be meant.
 
     Raises:
         TypeError: one is of another type.
         ValueError: or of another value.
     """
-    for name, value in arguments.items():
-        types, expected = _KINDS[name]
+    for name, (types, expected) in _KINDS.items():
+        value = arguments[name]
         advice = "Pass TLS(ca_file=...)." if name == "tls" else "Leave it out for the default."
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             shown = f"a {type(value).__name__}" if name == "token" else repr(value)

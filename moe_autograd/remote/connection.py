@@ -283,11 +283,8 @@ class Connection:
                 raise
 
         with self._delivery.operations.begin() as operation:
-            found = self._delivery.at_each(names_at, once, operation, self._moved)
+            found = self._delivery.at_each(names_at, once, operation, self._finding.moved)
         return {name: states[name] for states in found for name in states}
-
-    def _moved(self, address: str, own: list[str]) -> dict[str, list[str]]:
-        return self._finding.moved(own, address)
 
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
@@ -305,7 +302,5 @@ class Connection:
                 check_updates("SetState", channel, reply, operation)
 
             with self._delivery.operations.begin() as operation:
-                self._delivery.at_each(names_at, once, operation, self._moved_to_all)
-
-    def _moved_to_all(self, address: str, own: list[str]) -> dict[str, list[str]]:
-        return self._finding.moved(own, address, to_all=True)
+                moved = partial(self._finding.moved, to_all=True)
+                self._delivery.at_each(names_at, once, operation, moved)

@@ -81,31 +81,24 @@ def connect(
 
     Threads: any.
     """
+    given = {
+        "token": token,
+        "tls": tls,
+        "timeout_s": timeout_s,
+        "compression": compression,
+        "retry": retry,
+        "hedge": hedge,
+        "allow_missing": allow_missing,
+        "max_tensor_bytes": max_tensor_bytes,
+    }
     if isinstance(addresses, Path) or (isinstance(addresses, str) and addresses.endswith(".toml")):
-        given = {
-            "token": token,
-            "tls": tls,
-            "timeout_s": timeout_s,
-            "compression": compression,
-            "retry": retry,
-            "hedge": hedge,
-            "allow_missing": allow_missing,
-            "max_tensor_bytes": max_tensor_bytes,
-        }
         return connect(**_merged(Path(addresses), given))
     if not isinstance(addresses, Iterable):
         raise TypeError(
             f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
             "`experts-server serve` printed."
         )
-    check_arguments(
-        token=token,
-        tls=tls,
-        retry=retry,
-        hedge=hedge,
-        allow_missing=allow_missing,
-        max_tensor_bytes=max_tensor_bytes,
-    )
+    check_arguments(given)
     listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
     settings = Settings(

@@ -89,12 +89,12 @@ class Finding:
         """
         return self.placement.hosts_of(name) or self.hosted[name].addresses
 
-    def moved(self, names: Iterable[str], address: str, *, to_all: bool = False) -> dict[str, list[str]]:
+    def moved(self, address: str, names: Iterable[str], *, to_all: bool = False) -> dict[str, list[str]]:
         """Return, by address, where experts are now that were at one; empty: all of them are still there.
 
         Args:
-            names: of the experts.
             address: where they were.
+            names: of the experts.
             to_all: whether each is wanted at all the servers that it has moved to, and not at the first alone.
         """
         parts: dict[str, list[str]] = {}

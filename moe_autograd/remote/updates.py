@@ -211,7 +211,7 @@ class Updates:
         """Expect gradients of experts that have moved where those are now: their server knows whether it has them."""
         moved: dict[str, dict[str, _Gathered]] = {}
         with self._lock:
-            for new, names in self._delivery.finding.moved(own, address).items():
+            for new, names in self._delivery.finding.moved(address, own).items():
                 moved[new] = {name: own[name] for name in names}
                 for name in names if new != address else ():
                     del self._gathered[name][address]
