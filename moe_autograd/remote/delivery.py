@@ -281,15 +281,15 @@ class Delivery:
                     return [once(self._channel(address), own, operation)]
                 except RemoteError as error:
                     is_lost = isinstance(error, ServerUnavailableError)
-                    is_gone = is_lost and (address in lost or attempts.num_retries > 0)
-                    is_looked_for = self._is_looked_for(error, own, attempts)
-                    is_needed = is_patient(own) and not (is_gone and failures is not None)
-                    may_pass = isinstance(error, DeadlineExceededError)  # of this attempt only
-                    may_pass = may_pass or self._is_worth_it(error, address, operation, was_answered=False)
                     if is_lost and not operation.cancellation.wait(0.0):
                         # else the next operation would not look for it
                         self.finding.placement.note_failure(address)
-                    is_worth = is_looked_for or (is_needed and may_pass)
+                    is_gone = is_lost and (address in lost or attempts.num_retries > 0)
+                    is_given_up = not is_patient(own) or (is_gone and failures is not None)
+                    may_pass = isinstance(error, DeadlineExceededError)  # of this attempt only
+                    may_pass = may_pass or self._is_worth_it(error, address, operation, was_answered=False)
+                    is_looked_for = self._is_looked_for(error, own, attempts)
+                    is_worth = is_looked_for or (may_pass and not is_given_up)
                     if not (is_worth and _has_paused(attempts, [error], operation)):
                         raise
                     may_have_moved = is_lost or is_looked_for
