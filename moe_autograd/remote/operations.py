@@ -60,9 +60,9 @@ class Operations:
             )
         cancellation = Cancellation()
         groups = [group for group in (self._all, SCOPE.get()) if group is not None]
-        for group in groups:
-            group.add(cancellation.cancel)
         try:
+            for group in groups:
+                group.add(cancellation.cancel)
             yield Operation(Deadline(self._timeout_s), cancellation)
         finally:
             for group in groups:
