@@ -46,7 +46,7 @@ class Doorway:
         return f"<Doorway {'closed' if self._is_closed else 'open'}, {self._inside.in_use} inside>"
 
     @contextlib.asynccontextmanager
-    async def passing(self, context: Context, permission: Permission = "read") -> AsyncIterator[None]:
+    async def passing(self, context: Context, permission: Permission) -> AsyncIterator[None]:
         """Around the handling of one RPC, which needs `permission`; an error ends it with the status that says so.
 
         It has left when its answer is written, which is after its handling: who waits for the last one to leave, to

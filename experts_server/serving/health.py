@@ -72,7 +72,7 @@ class _HealthServicer(health.aio.HealthServicer):  # type: ignore[name-defined,m
         self._doorway = doorway
 
     async def Watch(self, request: Any, context: Any) -> None:
-        async with self._doorway.passing(context):
+        async with self._doorway.passing(context, "read"):
             await super().Watch(request, context)
 
 
@@ -82,7 +82,7 @@ class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[na
         self._doorway = doorway
 
     async def ServerReflectionInfo(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        async with self._doorway.passing(context):
+        async with self._doorway.passing(context, "read"):
             async for answer in super().ServerReflectionInfo(requests, context):
                 yield answer
 
