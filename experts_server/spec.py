@@ -7,6 +7,7 @@ refuses nothing: it explains afterwards why the module raised, and keeps the cal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
-from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.tensors import DTYPES
+from moe_autograd.wire.specs import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -35,40 +35,16 @@ class InputSpec:
     rank: int | None = None
     is_certain: bool = False
 
+    @functools.cached_property
+    def tensor(self) -> TensorSpec:
+        """What clients are told, so that they can check their calls before anything travels."""
+        leading = (None,) * ((self.rank or 2) - 1)
+        return TensorSpec((*leading, self.width), self.dtype, may_have_more=self.rank is None)
+
     def mismatch(self, expert: str, inputs: Sequence[Tensor]) -> InvalidCallError | None:
         """Return what is wrong with these inputs for the expert called `expert`, if anything is."""
-        x = inputs[0]
-        shape = x.shape
-        has_rank = len(shape) >= 2 if self.rank is None else len(shape) == self.rank
-        if not has_rank or (self.width is not None and shape[-1] != self.width):
-            return InvalidCallError(
-                f"expert {expert!r}: expected shape {self.shape_text()}, got {tuple(shape)} (dtype={x.dtype}). "
-                "Give it the rank and width it was made for."
-            )
-        if self.dtype is not None and x.dtype != self.dtype:
-            return InvalidCallError(
-                f"expert {expert!r}: expected dtype {self.dtype}, got {x.dtype} (shape={tuple(shape)}). "
-                f"Convert the input with .to({self.dtype})."
-            )
-        return None
-
-    def shape_text(self) -> str:
-        """Return the expected shape in words: `(num_tokens, 64)`."""
-        leading = {None: "..., num_tokens", 2: "num_tokens", 3: "batch, num_tokens"}
-        width = "d_model" if self.width is None else str(self.width)
-        return f"({leading.get(self.rank, f'{self.rank} dimensions')}, {width})"
-
-    def wire_shape(self) -> list[int]:
-        """Return the shape as it is announced: -1 stands for any size."""
-        return [-1] * ((self.rank or 2) - 1) + [self.width or -1]
-
-    def announcement(self) -> pb.TensorSpec:
-        """Return what clients are told, so that they can check their calls before anything travels."""
-        return pb.TensorSpec(
-            dtype=pb.DTYPE_NONE if self.dtype is None else DTYPES[self.dtype],
-            shape=self.wire_shape(),
-            may_have_more=self.rank is None,
-        )
+        wrong = self.tensor.mismatch(inputs[0])
+        return None if wrong is None else InvalidCallError(f"expert {expert!r}: {wrong}")
 
 
 def infer_spec(module: nn.Module) -> InputSpec:

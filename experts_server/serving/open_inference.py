@@ -202,7 +202,7 @@ class OpenInference:
         hosted = self._registry[request.name].hosted
         _check_version(request.name, request.version)
         reply = _make("ModelMetadataResponse", name=request.name, versions=[VERSION], platform="pytorch")
-        reply.inputs.add(name="input.0", datatype=_datatype_of(hosted), shape=hosted.spec.wire_shape())
+        reply.inputs.add(name="input.0", datatype=_datatype_of(hosted), shape=_input_shape_of(hosted))
         reply.outputs.add(name="output.0", datatype=_datatype_of(hosted), shape=_output_shape_of(hosted))
         return reply
 
@@ -300,9 +300,13 @@ def _datatype_of(hosted: HostedExpert) -> str:
     return _NAMES.get(hosted.spec.dtype or torch.float32, "FP32")
 
 
+def _input_shape_of(hosted: HostedExpert) -> list[int]:
+    return list(hosted.spec.tensor.message().shape)
+
+
 def _output_shape_of(hosted: HostedExpert) -> list[int]:
     """Return the shape of its output, -1 for what is not known without calling it."""
-    *leading, width = hosted.spec.wire_shape()
+    *leading, width = _input_shape_of(hosted)
     if isinstance(hosted.module, nn.Linear):
         return [*leading, hosted.module.out_features]
     return [*leading, width if isinstance(hosted.module, KEEPS_SHAPE) else -1]

@@ -276,7 +276,7 @@ def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
     return pb.ExpertInfo(
         name=hosted.name,
         kind=type(hosted.module).__name__,
-        inputs=[spec.announcement()] if spec.is_certain else [],
+        inputs=[spec.tensor.message()] if spec.is_certain else [],
         num_parameters=sum(p.numel() for p in hosted.module.parameters()),
         is_trained=training is not None,
         update="ON_STEP" if training is None else training.update.upper(),

@@ -16,9 +16,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_autograd.remote.inputs import InputSpec
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import mark_of
+from moe_autograd.wire.specs import TensorSpec
 
 _FIRST_REST_S = 0.5
 _LONGEST_REST_S = 30.0
@@ -53,7 +53,7 @@ class HostedExpert:
     update: str
     num_updates: int
     optimizer: str
-    inputs: tuple[InputSpec, ...] = ()
+    inputs: tuple[TensorSpec, ...] = ()
     wants_hints: bool = False
     may_draw: bool = False
     layout: pb.StateLayout = field(default_factory=pb.StateLayout, repr=False, compare=False)
@@ -73,7 +73,7 @@ _TOLD = ("kind", "inputs", "is_trained", "update", "optimizer", "num_parameters"
 def _told(hosted: HostedExpert, key: str) -> str:
     """Return what a server says of an expert, as text."""
     value = getattr(hosted, key)
-    return ", ".join(map(InputSpec.describe, value)) or "any" if key == "inputs" else repr(value)
+    return ", ".join(map(TensorSpec.describe, value)) or "any" if key == "inputs" else repr(value)
 
 
 class Placement:
@@ -268,7 +268,7 @@ def _hosted(
         update=pb.UpdateMode.Name(info.update).lower(),
         num_updates=info.num_updates,
         optimizer=info.optimizer,
-        inputs=tuple(InputSpec.of(spec) for spec in info.inputs),
+        inputs=tuple(TensorSpec.of(spec) for spec in info.inputs),
         wants_hints=info.wants_hints,
         may_draw=any(info.may_draw for _, info in places),
         layout=layouts[info.layout] if info.layout < len(layouts) else pb.StateLayout(),

@@ -8,6 +8,7 @@
 `framing`          messages with a checksum at their end, written without copying tensors
 `compression`      what may travel in fewer bytes
 `status`           errors <-> status, in calls and in RPCs
+`specs`            what an expert takes
 `options`          channel and server options, message sizes, limits
 `addresses`        what users give to reach a server, looked at before grpc sees it; so are `tokens`
 `certificates`     and these
