@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,11 +13,24 @@ T = TypeVar("T")
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Break the graph at a function. Where nothing is compiled, the compiler is not even imported."""
+    """Break the graph at a function. Where nothing is compiled, the compiler is not even imported.
+
+    After the break the compiler looks at `choose` by itself, and would compile it anew for each number of arguments,
+    their shapes and autocast, until it warns of `recompile_limit`. So it is told to leave that alone.
+    """
     break_graph: Callable[P, T] = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def choose(*args: P.args, **kwargs: P.kwargs) -> T:
         return (break_graph if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
+    _leave_alone(choose)
     return choose
+
+
+def _leave_alone(function: Any) -> None:
+    """Let the compiler run a function, and what that calls, as they are, where it does not trace through it."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd.autograd.parallel import check_max_concurrency, parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute
+from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.errors import UnsupportedTransformError
 from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch, select
 from moe_autograd.moe.experts import check_output
@@ -183,6 +184,7 @@ class MixtureOfExperts(nn.Module):
             f"{name}={chosen[name]!r}" for name, default in defaults.items() if chosen[name] != default
         )
 
+    @uncompiled
     def _call_experts(self, active: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
         experts = list(self.experts)
         outputs = parallel_apply(
@@ -197,6 +199,7 @@ class MixtureOfExperts(nn.Module):
             check_output(index, tokens, output)
         return list(outputs)
 
+    @uncompiled
     def _call_tolerantly(
         self, x_TD: Tensor, routing: Routing, plan: DispatchPlan
     ) -> tuple[Tensor, Sequence[int]]:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import parallel_apply
+from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import compiled
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.module_programs import finish, parameters, seeded
@@ -30,6 +31,16 @@ def nothing_is_compiled() -> Iterator[None]:
     compiled._met.clear()
     yield
     torch._dynamo.reset()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
 
 
 class Expert(nn.Module):
@@ -172,3 +183,22 @@ def test_once_compiled_experts_may_wait_for_each_other() -> None:
         x = torch.ones(rows, 4, dtype=torch.float64)
         is_open = rows < 7
         parallel_apply(calls, [(x,)] * 2)
+
+
+def test_of_a_map_within_a_compiled_function_nothing_is_compiled_for_each_number_of_calls() -> None:
+    layer = MixtureOfExperts(TopKRouter(4, 4, 1), [Expert() for _ in range(4)])
+    tolerant = MixtureOfExperts(layer.router, layer.experts, on_failure="drop")
+
+    def all_of_them(xs: list[Tensor]) -> Tensor:
+        doubled = map_with_parallel_backward(Double, *[(x,) for x in xs])
+        applied = parallel_apply([*layer.experts, *layer.experts][: len(xs)], doubled)
+        return torch.cat([*applied, layer(xs[0]), tolerant(xs[0])]).sum()
+
+    function = torch.compile(all_of_them, backend="eager", dynamic=False)
+    for num_calls in range(1, 5):
+        xs = [torch.randn(num_calls, 4, requires_grad=True) for _ in range(num_calls)]
+        torch.testing.assert_close(function(xs), all_of_them(xs))
+    own: Any = [map_with_parallel_backward, parallel_apply, layer._call_experts, layer._call_tolerantly]
+    for function in own:
+        assert not _debug_get_cache_entry_list(function.__code__), function
+    assert counters["stats"]["unique_graphs"] > 0
