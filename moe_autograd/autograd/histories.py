@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.autograd.graph import Node
@@ -55,17 +55,20 @@ def apart(calls: Sequence[Call]) -> Sequence[list[int]]:
 def _must_be_apart(calls: Sequence[Call], histories: Sequence[frozenset[Node]], num_looks: int) -> bool:
     if any(t._backward_hooks for call in calls for t in call.inputs if t.grad_fn is not None):
         return True
+    return any(i == num_looks or _minds(node) for i, node in enumerate(_nodes_of_some(histories)))
+
+
+def _nodes_of_some(histories: Sequence[frozenset[Node]]) -> Iterator[Node]:
+    """Yield the nodes that some histories lead to, and others do not, in the order in which the engine runs them."""
     led_to: dict[Node, int] = {}  # for each node a bit for each history that leads there
     to_visit: list[tuple[int, int, Node]] = []
 
     def meet(node: Node, bits: int) -> None:
-        known = led_to.get(node)
-        if known is None:
+        if node not in led_to:
             # The engine's numbers rise; leaves, which have none of their own, come last.
             order = 1 if type(node) is ACCUMULATE_GRAD else -node._sequence_nr()
             heapq.heappush(to_visit, (order, id(node), node))
-            known = 0
-        led_to[node] = known | bits
+        led_to[node] = led_to.get(node, 0) | bits
 
     for i, history in enumerate(histories):
         for node in history:
@@ -76,13 +79,10 @@ def _must_be_apart(calls: Sequence[Call], histories: Sequence[frozenset[Node]], 
         bits = led_to[node]
         if bits == of_all:
             continue
-        num_looks -= 1
-        if num_looks < 0 or _minds(node):
-            return True
+        yield node
         for below, _ in node.next_functions:
             if below is not None:
                 meet(below, bits)
-    return False
 
 
 def _minds(node: Node) -> bool:
