@@ -26,7 +26,7 @@ from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, plan_disp
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import Rests, Tolerance
 from moe_autograd.moe.idle import with_zero_grads
-from moe_autograd.moe.partial import compute_with_those_that_answer
+from moe_autograd.moe.partial import PartialPass
 from moe_autograd.moe.routing import Routing, checked_loads
 
 _STRICT = Tolerance(min_experts=1, allow_zero_outputs=False, timeout_after_min_s=None)
@@ -204,16 +204,8 @@ class MixtureOfExperts(nn.Module):
         self, x_TD: Tensor, routing: Routing, plan: DispatchPlan
     ) -> tuple[Tensor, Sequence[int]]:
         _check_min_experts(self.tolerance.min_experts, routing.top_k)
-        return compute_with_those_that_answer(
-            x_TD,
-            routing,
-            plan,
-            list(self.experts),
-            self._rests,
-            self.tolerance,
-            max_concurrency=self.max_concurrency,
-            recompute=self.recompute,
-        )
+        one_pass = PartialPass(routing, list(self.experts), self._rests, self.tolerance)
+        return one_pass.compute(x_TD, plan, max_concurrency=self.max_concurrency, recompute=self.recompute)
 
     def _idle_parameters(self, active: Sequence[int]) -> list[Tensor]:
         called = {parameter for index in active for parameter in self.experts[index].parameters()}
