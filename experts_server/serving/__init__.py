@@ -3,6 +3,6 @@
 Begin with `server`, its life. The first line of each file says what it is for::
 
     the server              server, configured, embedded, loop_thread, ports, certificates
-    what it is asked        service, streams, doorway, security
+    what it is asked        service, streams, arriving, doorway, security
     by others than clients  health, metrics, open_inference
 """

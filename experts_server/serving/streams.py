@@ -22,19 +22,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol, cast
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
 
 import grpc
-from torch import Tensor
 
 from experts_server.budget import Budget
-from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, Message, Outputs, encoded
+from experts_server.hosting.calls import BackwardCall, Call, Message, Outputs, encoded
 from experts_server.queues.registry import Registry
+from experts_server.serving.arriving import backward_call, forward_call
 from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.heads import BACKWARD, FORWARD, BackwardHead, ForwardHead, Head, ResultHead
-from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter, Tensors
+from moe_autograd.wire.heads import BACKWARD, FORWARD, Head, ResultHead
+from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
 from moe_autograd.wire.status import status_of
 from moe_autograd.wire.tensors import TensorLimits
 
@@ -102,7 +102,10 @@ class PassStream:
         receiver: asyncio.Future[None] | None = None
         try:
             await self._receive_first()
-            receiver = asyncio.ensure_future(self._receive())
+            if self._reader.has_last:
+                self._note_end()
+            else:
+                receiver = asyncio.ensure_future(self._receive())
             await self._send()
         finally:
             if receiver is not None:
@@ -125,11 +128,18 @@ class PassStream:
         try:
             async for message in self._requests:
                 await self._take_message(message)
-            self._reader.finish()
+                if self._reader.has_last:
+                    break
+            self._note_end()
         except BaseException as error:
             self._failure = error
+            self._wake.set()
+
+    def _note_end(self) -> None:
+        """Note that all messages have come."""
+        self._reader.finish()
         self._has_all = True
-        if self._failure is not None or len(self._results) >= len(self._outstanding):
+        if len(self._results) >= len(self._outstanding):
             self._wake.set()
 
     async def _take_message(self, message: bytes) -> None:
@@ -159,9 +169,13 @@ class PassStream:
             self._submit(calls)
 
     def _submit(self, calls: list[tuple[str, Call]]) -> None:
-        if not self._is_look_due and len(self._outstanding) > 1:  # one alone leaves when it is done
-            self._look_later()
+        gathers = not self._is_look_due and len(self._outstanding) > 1  # one alone leaves when it is done
+        self._is_look_due |= gathers
         self._settings.registry.submit(calls)
+        if gathers and len(self._results) < len(self._outstanding):
+            self._look_later()
+        elif gathers:  # small ones, computed already
+            self._is_look_due = False
 
     def _hold(self, num_bytes: int) -> None:
         """Count what has come of parcels that are not whole yet against what all streams may hold of it."""
@@ -197,9 +211,9 @@ class PassStream:
         head = parcel.head
         if isinstance(head, self._kind):
             if isinstance(head, FORWARD):
-                return head.expert, _forward(head, parcel.tensors, self.take_result)
+                return head.expert, forward_call(head, parcel.tensors, self.take_result)
             if isinstance(head, BACKWARD):
-                return head.expert, _backward(head, parcel.tensors, self.take_result)
+                return head.expert, backward_call(head, parcel.tensors, self.take_result)
         expected, got = self._kind[0].__name__, type(head).__name__
         raise CorruptDataError(f"stream: expected {expected} parcels, got {got}. Send it again.")
 
@@ -284,59 +298,3 @@ class PassStream:
             self._answer(number, error, call)
         if call is None:
             self._wake.set()
-
-
-def _forward(
-    head: pb.ForwardCall | ForwardHead, tensors: Tensors, reply: Callable[[Call, Any], None]
-) -> ForwardCall:
-    for tensor in tensors:
-        if tensor is None:
-            raise InvalidCallError(
-                "forward: expected tensors as inputs, got None among them. Send tensors only."
-            )
-    inputs = cast(tuple[Tensor, ...], tensors)
-    keep_graph, evaluate, seed = head.keep_graph, head.evaluate, head.random_seed
-    requires_grad = tuple(head.input_requires_grad)
-    call = ForwardCall(head.client_id, reply, head.call_id, inputs, requires_grad, keep_graph, evaluate, seed)
-    call.reply_encoding = head.reply_encoding
-    call.num_tokens = _num_rows(inputs[0]) if inputs else 1
-    return call
-
-
-def _backward(
-    head: pb.BackwardCall | BackwardHead, tensors: Tensors, reply: Callable[[Call, Any], None]
-) -> BackwardCall:
-    num_grads = head.num_grad_outputs
-    inputs = tuple([t for t in tensors[num_grads:] if t is not None])
-    if num_grads > len(tensors) or len(inputs) != len(tensors) - num_grads:
-        raise InvalidCallError(
-            f"backward: expected {num_grads} grad_outputs and then inputs, got {len(tensors)} tensors "
-            f"with {sum(t is None for t in tensors)} None. The client is broken."
-        )
-    call = BackwardCall(
-        head.client_id,
-        reply,
-        head.call_id,
-        head.sequence,
-        head.settled_below,
-        tensors[:num_grads],
-        tuple(head.wants_input_grads),
-        head.wants_weight_grads,
-        head.keep_graph,
-        inputs if head.has_inputs else None,
-        head.evaluate,
-        head.random_seed,
-        head.replica,
-    )
-    call.reply_encoding = head.reply_encoding
-    call.num_tokens = 1
-    for grad in call.grad_outputs:
-        if grad is not None and grad.dim():
-            call.num_tokens = _num_rows(grad)
-            break
-    return call
-
-
-def _num_rows(tensor: Tensor) -> int:
-    shape = tensor.shape  # `len` of a tensor takes four times as long
-    return shape[0] if shape else 1

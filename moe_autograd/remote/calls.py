@@ -165,6 +165,7 @@ class _Stream:
             for index, request in enumerate(requests)
             if index not in outcomes
         }
+        self._writer.is_complete = True
 
     def run(self, passage: Passage) -> None:
         """Make the calls; afterwards all have an outcome, unless a fork interrupted it."""

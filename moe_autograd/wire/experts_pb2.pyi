@@ -105,12 +105,14 @@ class Packet(_message.Message):
     def __init__(self, contents: _Optional[_Union[Contents, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Contents(_message.Message):
-    __slots__ = ("announcements", "parts")
+    __slots__ = ("announcements", "parts", "is_last")
     ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
     announcements: _containers.RepeatedCompositeFieldContainer[Announcement]
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, announcements: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    is_last: bool
+    def __init__(self, announcements: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("parcel", "tensors", "forward_call", "backward_call", "call_result", "state_update", "state_entry", "run")

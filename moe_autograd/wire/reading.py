@@ -39,10 +39,12 @@ class ParcelReader:
 
     Attributes:
         num_encoded: parcels that wait for parts and have tensors in an encoding; the last part has large ones decoded.
+        has_last: whether the last message has come, and said so; whoever did not say it ends the stream.
     """
 
     def __init__(self, limits: TensorLimits | None = None) -> None:
         self.num_encoded = 0
+        self.has_last = False
         self._limits = limits or TensorLimits()
         self._incoming: dict[int, _Incoming] = {}
         self._refused: set[int] = set()
@@ -65,6 +67,7 @@ class ParcelReader:
             contents = pb.Contents.FromString(contents_bytes)
         except DecodeError as error:
             raise CorruptDataError(f"packet: expected its contents, got {error}.") from error
+        self.has_last = contents.is_last
         done: list[Parcel] = []
         _check_number(len(contents.announcements))
         arrived = _Arrived(contents.parts, message, payload, payload_start)

@@ -39,9 +39,13 @@ class ParcelWriter:
 
     Args:
         part_bytes: a tensor of more bytes is sent in parts of so many; messages are hardly larger.
+
+    Attributes:
+        is_complete: set it when nothing more will be added; then the last message says that it is the last.
     """
 
     def __init__(self, part_bytes: int = PART_BYTES) -> None:
+        self.is_complete = False
         self._part_bytes = part_bytes
         self._next_number = 0
         self._outgoing: deque[_Outgoing | Run] = deque()
@@ -98,7 +102,7 @@ class ParcelWriter:
             if not isinstance(parcel, Run) and parcel.parts:
                 unfinished.append(parcel)
         self._outgoing.extend(unfinished)
-        return message.framed()
+        return message.framed(is_last=self.is_complete and not self._outgoing)
 
     def __bool__(self) -> bool:
         """Tell whether there is something to send."""
@@ -215,6 +219,8 @@ class _Message:
         self._payload_bytes += gap + num_bytes
         self._room -= gap + num_bytes
 
-    def framed(self) -> bytes:
+    def framed(self, *, is_last: bool) -> bytes:
+        if is_last:
+            self._parts.is_last = True
         contents = b"".join([*self._announcements, self._parts.SerializeToString()])
         return frame_packet(contents, self._payload, self._payload_bytes)

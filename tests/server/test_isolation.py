@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +60,25 @@ def test_results_of_quick_experts_come_before_a_slow_sibling_is_done() -> None:
         assert sorted(first) == numbers[1:]
         slow.let_go()
         assert next(answers)[0] == numbers[0]
+
+
+@pytest.mark.parametrize("num_rows", [2, 200_000], ids=["one message", "several"])
+def test_a_server_that_was_told_the_last_message_does_not_wait_for_the_end_of_the_stream(
+    num_rows: int,
+) -> None:
+    is_answered = threading.Event()
+
+    def messages(writer: ParcelWriter) -> Iterator[bytes]:
+        yield from messages_of(writer)
+        assert is_answered.wait(START_S)
+
+    with serving({"e": nn.Identity()}) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        numbers = [writer.add(*client.forward_call("e", tokens(num_rows, D))) for _ in range(2)]
+        writer.is_complete = True
+        answers = [number for number, _ in client.stream_messages("Forward", messages(writer))]
+        is_answered.set()
+    assert sorted(answers) == numbers
 
 
 def test_a_call_whose_client_went_away_is_never_begun() -> None:

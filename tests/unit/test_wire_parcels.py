@@ -52,6 +52,20 @@ class TestRoundTrip:
             assert len(parcel.tensors) == len(made)
             assert all(map(same, parcel.tensors, made))
 
+    @pytest.mark.parametrize("numel", [0, 1, 5000])
+    def test_the_last_message_says_so_and_no_other(self, numel):
+        for is_complete in (True, False):
+            writer, reader = ParcelWriter(PART_BYTES), ParcelReader()
+            for _ in range(3):
+                writer.add(entry(), [torch.randn(numel)])
+            writer.is_complete = is_complete
+            messages = list(messages_of(writer))
+            said = []
+            for message in messages:
+                reader.feed(message)
+                said.append(reader.has_last)
+            assert said == [False] * (len(messages) - 1) + [is_complete]
+
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("numel", [1, 100, 5000])
     def test_every_dtype_in_one_part_and_in_several(self, dtype, numel):
