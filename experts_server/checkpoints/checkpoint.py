@@ -46,13 +46,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PLAIN_KEY = "experts_server"
 # what reading a damaged file may raise
-_DAMAGES = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    SafetensorError,
-)
+_DAMAGES = (OSError, ValueError, KeyError, TypeError, SafetensorError)
 # the other errors of a system (permissions, descriptors, a network) say nothing of what is on the disk
 _OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _GENERATION = re.compile(r"generation-(\d{8,})")
@@ -188,12 +182,7 @@ def _write_expert(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     file = f"{check_name(snapshot.plain['expert'])}.safetensors"
     try:
         content = safetensors.torch.save(snapshot.tensors, {PLAIN_KEY: json.dumps(snapshot.plain)})
-    except (
-        KeyError,
-        ValueError,
-        NotImplementedError,
-        SafetensorError,
-    ) as error:
+    except (KeyError, ValueError, NotImplementedError, SafetensorError) as error:
         # each for another kind of tensor
         raise CheckpointError(
             f"checkpoint of expert {snapshot.plain['expert']!r}: expected tensors that safetensors can hold, got one "

@@ -99,9 +99,8 @@ def _let_signals_end_it() -> list[signal.Signals]:
     all that it has no handler for: it was waited for, in vain, and killed.
     """
     is_first = os.getpid() == 1
-    numbers = [
-        n for n in SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN
-    ]  # nohup
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in SIGNALS if not (is_nohup and number is signal.SIGHUP)]
     for number in numbers:
         signal.signal(number, _end_at_once if is_first else signal.SIG_DFL)
     return numbers

@@ -26,9 +26,8 @@ from experts_server.configuration.names import check_name
 
 MIB = 1 << 20
 
-UpdateMode = Literal[
-    "on_step", "on_backward", "on_samples"
-]  # when an expert's optimizer steps; see `training`
+# when an expert's optimizer steps; see `training`
+UpdateMode = Literal["on_step", "on_backward", "on_samples"]
 ByteCount = Annotated[int, Field(gt=0, le=1 << 40)]
 Count = Annotated[int, Field(gt=0, le=1 << 20)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]

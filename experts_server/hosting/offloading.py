@@ -10,9 +10,8 @@ ledger. They have limits of their own.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -109,15 +108,13 @@ class Lodger:
     def __repr__(self) -> str:
         return f"<Lodger {self._held.name!r} in {self._memory!r}>"
 
-    @contextlib.contextmanager
-    def in_memory(self, *, for_update: bool) -> Iterator[None]:
+    def in_memory(self, *, for_update: bool) -> AbstractContextManager[None]:
         """Be in memory inside; with `for_update` so is the optimizer's state.
 
         Raises:
             OSError: the store failed.
         """
-        with self._held.in_memory(for_update=for_update):
-            yield
+        return self._held.in_memory(for_update=for_update)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in its weights' memory; to be asked while it is in memory."""
