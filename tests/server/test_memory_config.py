@@ -25,7 +25,7 @@ FFN: dict[str, Any] = {"class": "ffn", "args": {"d_model": D}}
     [
         (
             {"memory": {"recompute": True, "offload": True}},
-            "key 'experts.e.memory.offload': expected a table [offload] with max_resident_bytes",
+            "key 'experts.e.memory.offload': expected a table [offload] that sets max_resident_bytes",
         ),
         (
             {"memory": {"offload": True}, "offload": {"max_resident_bytes": 1000}},
