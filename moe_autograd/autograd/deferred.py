@@ -209,7 +209,7 @@ class _Work:
             finally:
                 self._thread_ids.discard(threading.get_ident())
 
-        run_calls(run, self._names, self._max_concurrency, self._title, seeds=self._seeds, last_first=True)
+        run_calls(run, self._names, self._max_concurrency, self._title, seeds=self._seeds, is_backward=True)
         self._sums.hand_out(self._grads)
 
     def _compute_here(self) -> None:

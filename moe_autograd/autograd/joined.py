@@ -200,7 +200,7 @@ class Joined:
 
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
         title = f"{self.title}, backward"
-        run_calls(run, names, self.max_concurrency, title, last_first=True, even_shares=self.even_shares)
+        run_calls(run, names, self.max_concurrency, title, is_backward=True, even_shares=self.even_shares)
         if sums is not None:
             sums.hand_out(grads)
         return [grad for own in grads for grad in own]

@@ -179,14 +179,13 @@ class _Forwards:
             RuntimeError: they have changed what others take, or where an input is (`changes`).
             BaseException: of the lowest failing call.
         """
-        title, last_first = f"{self._title}, forward", self._shares_graph  # as any backward begins
         try:
             run_calls(
                 self._run_one,
                 self._names,
                 max_concurrency,
-                title,
-                last_first=last_first,
+                f"{self._title}, forward",
+                is_backward=self._shares_graph,  # Rule 6
                 even_shares=even_shares,
             )
             self._refuse_changes()

@@ -27,7 +27,7 @@ def run_calls(
     title: str,
     *,
     seeds: CallSeeds | None = None,
-    last_first: bool = False,
+    is_backward: bool = False,
     even_shares: bool = False,
 ) -> None:
     """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
@@ -38,7 +38,7 @@ def run_calls(
         max_concurrency: how many may run at once; `None` leaves it to the library.
         title: how the map is called in errors and profiles.
         seeds: of their random numbers; `None` takes them from the calling thread's stream.
-        last_first: whether the last call begins first, as in the backward of a loop.
+        is_backward: whether these are backwards, of which the last call's begins first, as in a loop.
         even_shares: whether each has the smallest share of intra-op threads, however many run beside it.
 
     Raises:
@@ -63,9 +63,9 @@ def run_calls(
     if torch.autograd.profiler._is_profiler_enabled:
         chosen = _profiled(chosen, names, title)
     if is_recording():
-        chosen = _on_timeline(chosen, names, "backward" if ", backward" in title else "forward")
+        chosen = _on_timeline(chosen, names, "backward" if is_backward else "forward")
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
-        order = range(len(names) - 1, -1, -1) if last_first else range(len(names))
+        order = range(len(names) - 1, -1, -1) if is_backward else range(len(names))
         _raise_lowest(
             run_all(chosen, order, max_concurrency=max_concurrency, scope=scope, even_shares=even_shares),
             names,

@@ -210,10 +210,12 @@ def _said_by(module: nn.Module) -> bool | None:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    return _said_by(module) is not False and "training" in module.__dict__  # not so of a script
+    """Whether calls look at a module that they share: not if any state will do, nor at a script, which has no mode."""
+    return _said_by(module) is not False and "training" in module.__dict__
 
 
 def _is_settled(module: nn.Module) -> bool:
+    """Whether it is known what becomes of a module's buffers, by its kind or by what it says."""
     is_known = isinstance(module, _NormBase) or _normalizes_spectrum(module)
     return is_known or _said_by(module) is not None
 

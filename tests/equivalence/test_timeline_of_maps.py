@@ -46,6 +46,12 @@ def test_modules_are_there_by_the_names_of_their_experts(options: dict[str, Any]
     assert all(span.start_s <= span.end_s for span in timeline.spans)
 
 
+def test_weight_gradients_that_come_later_are_a_second_part_of_the_backward() -> None:
+    with record_timeline() as timeline:
+        loss_of(parallel_apply(experts(), [(x,) for x in inputs()], defer_weight_grads=True)).backward()
+    assert counted(timeline) == once_each(NAMES, "forward", "backward", "backward")
+
+
 def test_modules_without_a_name_are_there_by_their_place() -> None:
     with record_timeline() as timeline:
         parallel_apply([nn.Linear(4, 4).double(), nn.Tanh()], [(x,) for x in inputs()[:2]])
