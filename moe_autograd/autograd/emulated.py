@@ -327,9 +327,12 @@ def run_isolated_backward(
 def check_is_function(caller: str, func: object) -> None:
     """Raise `TypeError` unless `func` is a subclass of `torch.autograd.Function`."""
     if not (isinstance(func, type) and issubclass(func, Function)):
+        owner = getattr(func, "__self__", func)  # of `Square.apply` the class
+        kind = owner if isinstance(owner, type) else type(owner)
+        advice = "For modules and other callables use parallel_apply."
         raise TypeError(
             f"{caller}: expected a subclass of torch.autograd.Function, got {func!r}. "
-            "For modules and other callables use parallel_apply."
+            f"{f'Pass the class: {kind.__name__}.' if issubclass(kind, Function) else advice}"
         )
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
+from torch.nn import ModuleDict
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._ambient import refuse_transforms
@@ -111,7 +112,12 @@ def map_with_parallel_backward(
         return ()
     title = f"map_with_parallel_backward({func.__name__})"
     if len(args_per_call) == 1 and not _is_observed():
-        return (apply_alone(func, args_per_call[0], title),)
+        try:
+            return (apply_alone(func, args_per_call[0], title),)
+        except TypeError as error:
+            if args_per_call[0] and all(isinstance(one, tuple | list) for one in args_per_call[0]):
+                error.add_note("If these are several calls: map_with_parallel_backward(func, *calls).")
+            raise
     if are_spread(itertools.chain.from_iterable(args_per_call)) or must_be_in_turn(func, args_per_call):
         max_concurrency = 1
     if not applies_as_usual(func):
@@ -132,7 +138,8 @@ def _check_arguments(args_per_call: Sequence[Sequence[Any]]) -> None:
         if not isinstance(args, tuple | list):
             raise TypeError(
                 f"map_with_parallel_backward: expected a tuple of arguments for call {index}, got "
-                f"{type(args).__name__}. Write map_with_parallel_backward(func, (x0,), (x1,)) for single arguments."
+                f"{type(args).__name__}. Write map_with_parallel_backward(func, (x0,), (x1,)) for single arguments; "
+                "of tuples in a list, map_with_parallel_backward(func, *calls)."
             )
     refuse_transforms(a for args in args_per_call for a in args if isinstance(a, Tensor))
 
@@ -251,6 +258,10 @@ def parallel_apply(
     if not isinstance(modules, Iterable):
         raise TypeError(
             f"parallel_apply: expected several modules, got one {type(modules).__name__}. Write [module] * len(inputs)."
+        )
+    if isinstance(modules, Mapping | ModuleDict):
+        raise TypeError(
+            f"parallel_apply: expected modules in a sequence, got a {type(modules).__name__}. Pass its values()."
         )
     modules = list(modules)
     how = as_recompute(recompute)

@@ -253,5 +253,19 @@ def test_what_is_no_autograd_function_is_refused(func: Any) -> None:
         map_with_parallel_backward(func, (torch.ones(3),))
 
 
+def test_who_passes_apply_is_told_to_pass_the_class() -> None:
+    with pytest.raises(TypeError, match=r"Pass the class: SavesInput\."):
+        map_with_parallel_backward(SavesInput.apply, (torch.ones(3),))  # type: ignore[arg-type]
+
+
+def test_who_forgets_the_star_before_a_list_of_calls_is_told_so() -> None:
+    calls = [(torch.ones(3),), (torch.ones(3),)]
+    with pytest.raises(TypeError) as refused:
+        map_with_parallel_backward(SavesInput, calls)
+    assert (
+        refused.value.__notes__[-1] == "If these are several calls: map_with_parallel_backward(func, *calls)."
+    )
+
+
 def test_no_calls_give_an_empty_tuple() -> None:
     assert map_with_parallel_backward(SavesInput) == ()

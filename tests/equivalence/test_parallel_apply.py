@@ -216,6 +216,11 @@ def test_one_module_and_keyword_arguments_that_are_no_dict_are_refused_by_name()
         TypeError, match=r"expected several modules, got one Linear\. Write \[module\] \* len"
     ):
         parallel_apply(module, [x, x])  # type: ignore[arg-type]
+    for modules in ({"a": module}, nn.ModuleDict({"a": module})):
+        with pytest.raises(
+            TypeError, match=r"expected modules in a sequence, got a .*[dD]ict\. Pass its values"
+        ):
+            parallel_apply(modules, [x])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a dict of keywords for each call, got NoneType"):
         parallel_apply([module], [x], [None])  # type: ignore[list-item]
 
