@@ -82,7 +82,8 @@ class Saver:
         if snapshots.keys() != self._registry.keys():
             raise CheckpointError(
                 f"checkpoint {name}: expected the configured experts {_some(self._registry)}, got "
-                f"{_some(snapshots)}. Configure what was saved, or use another checkpoint_dir."
+                f"{_some(snapshots)}. Configure what was saved, or use another checkpoint_dir, and "
+                "bring the weights there by experts-server export and import."
             )
         for expert, snapshot in snapshots.items():
             hosted = self._registry[expert].hosted

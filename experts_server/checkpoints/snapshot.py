@@ -201,7 +201,8 @@ def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
     if mine != saved:
         raise CheckpointError(
             f"checkpoint of expert {hosted.name!r}: expected {mine} as configured, got {saved}. "
-            "Configure what was saved, or use another checkpoint_dir."
+            "Configure what was saved, or use another checkpoint_dir, and "
+            "bring the weights there by experts-server export and import."
         )
     here, there = _trained(hosted), snapshot.plain["trained"]
     if here != there:

@@ -217,7 +217,7 @@ def _call_group(
 
 
 def around(wrapper: Callable[..., Any], first: object, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `wrapper(first, call, ...)`, which leaves out what `call` does."""
+    """Return a callable that calls `wrapper(first, call, ...)`, and has the `leaves_out` of `call`."""
     return functools.update_wrapper(functools.partial(wrapper, first, call), call, ("leaves_out",), ())
 
 

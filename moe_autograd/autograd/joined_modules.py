@@ -104,8 +104,8 @@ class JoinedModules(Joined):
 
     def _prepare(self, inputs: Sequence[Tensor], reached: Sequence[int]) -> None:
         """Do what is to be done on the thread, and in the backward, that the caller started."""
-        let_hooks_sleep(inputs)  # where there is no gradient; at their ends as well
-        for call in self.calls:
+        let_hooks_sleep(inputs)  # they are not to be called for inputs without a gradient
+        for call in self.calls:  # nor where the calls' own backwards end
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:
             unpack_ahead(self.calls[i].boxes)

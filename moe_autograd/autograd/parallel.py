@@ -163,7 +163,7 @@ def _run_forwards(
 
     def forward_in_order(index: int) -> None:
         assert hooks is not None
-        with hooks.of(index):  # for what a nested graph saves; what the join saves meets them there
+        with hooks.of(index):  # for graphs within the call; what the call itself saves meets them at the join
             forward(index)
 
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward

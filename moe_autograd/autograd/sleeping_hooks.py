@@ -9,9 +9,10 @@ call by the engine's number for it, which the first node to run notes down. `Ten
 which cannot be wrapped: what it adds is taken back.
 
 They also sleep where there is no gradient. The engine walks the leaves of every call that is tied to the same node,
-also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors. But one that waits
-for several gradients asks the engine how many will come, which counts such leaves: it is told that there is none. A
-hook that runs after a gradient was accumulated is not told whether there was one: it sleeps if `.grad` is as it was.
+also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors. But one of
+`register_multi_grad_hook` asks the engine how many gradients will come, and the engine counts such leaves: so it is
+called, with `None`. A hook that runs after a gradient was accumulated is not told whether there was one: it sleeps if
+`.grad` is as it was.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
             ends.add(id(hooks))
             for key, hook in hooks.items():
                 if not isinstance(hook, _Sleeper):
-                    # nor is one registered: dictionaries of ours take note of that
+                    # not `hooks[key] =`: dictionaries of ours take that for a hook that a user registers
                     collections.OrderedDict.__setitem__(hooks, key, _Sleeper(hook, id(hooks)))
         late_hooks: Any = tensor._post_accumulate_grad_hooks
         if late_hooks:

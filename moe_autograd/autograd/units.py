@@ -71,12 +71,12 @@ def _callables(units: Sequence[Unit], num_modules: int, how: Recompute | None) -
     if len(units) == num_modules:
         return calls
     return [  # single calls beside a group draw what they would draw without it
-        call if unit.is_group else around(_in_place, unit.positions[0], call)
+        call if unit.is_group else around(_drawing_as, unit.positions[0], call)
         for unit, call in zip(units, calls, strict=True)
     ]
 
 
-def _in_place(position: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _drawing_as(position: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     running.index = position
     return call(*args, **kwargs)
 
