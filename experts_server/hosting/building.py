@@ -10,7 +10,7 @@ import importlib
 import inspect
 import traceback
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ _CANNOT_STEP_WITH = {
 }
 
 _GIVEN = ("params", "lr", "optimizer")
+_IMPLEMENTATIONS = {
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+}  # arguments of optimizers that choose one
 
 
 def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
@@ -89,7 +95,10 @@ def build_training(
     make = _find_in(torch.optim, torch.optim.Optimizer, f"{place}.name'", config.name)
     _refuse(f"{place}.name'", make)
     optimizer = _call(
-        f"{place}.args'", lambda **args: make(parameters, lr=config.lr, **args), config.args, make
+        f"{place}.args'",
+        lambda **args: make(parameters, lr=config.lr, **_with_fastest(make, parameters, args)),
+        config.args,
+        make,
     )
     _refuse_options(place, optimizer)
     schedule = None if config.schedule is None else _build_schedule(place, optimizer, config.schedule)
@@ -104,6 +113,21 @@ def build_optimizer(
     """Return `make(parameters)`; `None` without a maker or without anything to train."""
     wanted = [p for p in parameters if p.requires_grad]
     return None if make is None or not wanted else make(wanted)
+
+
+def _with_fastest(
+    make: Callable[..., Any], parameters: Sequence[nn.Parameter], args: dict[str, Any]
+) -> dict[str, Any]:
+    """Let torch's fused kernels make the steps where there are some, and nobody has chosen others.
+
+    A step of Adam is three times as fast with them on a CPU, and the same to the rounding of one operation; weights of
+    less than 32 bits are rounded less often.
+    """
+    is_chosen = not _IMPLEMENTATIONS.isdisjoint(args)
+    if is_chosen or "fused" not in inspect.signature(make).parameters:
+        return args
+    are_fit = all((p.is_cpu or p.is_cuda) and p.dtype in (torch.float32, torch.float64) for p in parameters)
+    return {**args, "fused": True} if are_fit else args
 
 
 def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
 import pytest
 import torch
 
-from experts_server.configuration.config import ServerConfig
+from experts_server.configuration.config import OptimizerConfig, ServerConfig
 from experts_server.configuration.settings import load_config
 from experts_server.hosting.building import build_module, build_training
 from experts_server.serving.configured import from_config
@@ -115,6 +116,41 @@ def test_any_optimizer_of_torch_is_built_by_name(name: str) -> None:
     assert training is not None
     assert type(training.optimizer).__name__.lower() == name.lower()
     assert (training.optimizer.defaults["lr"], training.optimizer.defaults["weight_decay"]) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "dtype", "is_fused"),
+    [
+        ("adam", {}, torch.float32, True),
+        ("adamw", {"amsgrad": True, "weight_decay": 0.1}, torch.float64, True),
+        ("sgd", {"momentum": 0.9, "nesterov": True}, torch.float32, True),
+        ("adagrad", {}, torch.float32, True),
+        ("adam", {"fused": False}, torch.float32, False),
+        ("adam", {"foreach": True}, torch.float32, False),
+        ("adam", {}, torch.bfloat16, False),
+        ("adam", {}, torch.complex64, False),
+        ("rmsprop", {}, torch.float32, False),
+    ],
+)
+def test_the_fastest_steps_of_torch_are_taken_where_they_are_the_same(
+    name: str, args: dict[str, Any], dtype: torch.dtype, is_fused: bool
+) -> None:
+    torch.manual_seed(0)
+    hosted = torch.nn.Linear(70, 30, dtype=dtype)
+    local = copy.deepcopy(hosted)
+    config = OptimizerConfig(name=name, lr=0.1, args=args)
+    training = build_training("e", hosted, config, "on_step")
+    assert training is not None
+    assert bool(training.optimizer.defaults.get("fused")) is is_fused
+    plain = type(training.optimizer)(local.parameters(), lr=0.1, **args)
+    for _ in range(20):
+        for one, other in zip(hosted.parameters(), local.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        training.optimizer.step()
+        plain.step()
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}[dtype] if is_fused else 0.0
+    torch.testing.assert_close(hosted.state_dict(), local.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def test_a_module_of_the_users_own_is_built_from_module_and_class() -> None:
