@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -52,13 +53,13 @@ def make_experts(workload: Workload) -> dict[str, nn.Module]:
     return {name: nn.Identity() if workload.kind == "echo" else FeedForward(workload.width) for name in names}
 
 
-def adam(parameters) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-3)
+def adam_of(workload: Workload) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    return functools.partial(torch.optim.Adam, lr=1e-3, fused=workload.is_fused or None)
 
 
 def serve(name: str) -> None:
     workload = WORKLOADS[name]
-    optimizer = None if workload.kind == "echo" else adam
+    optimizer = None if workload.kind == "echo" else adam_of(workload)
     with ExpertsServer(make_experts(workload), optimizer=optimizer, update=workload.update) as server:
         print(server.address, flush=True)
         sys.stdin.read()
@@ -136,7 +137,7 @@ def clients_calling(name: str, address: str) -> Iterator[Callable[[], object]]:
 def clients_turn(workload: Workload, experts: dict[str, nn.Module]) -> Callable[[], object]:
     """The same calls in a plain loop, without processes and network."""
     modules = list(experts.values())
-    optimizers = [adam(module.parameters()) for module in modules]
+    optimizers = [adam_of(workload)(module.parameters()) for module in modules]
     x = torch.randn(workload.num_rows, workload.width, requires_grad=workload.wants_input_grads)
     turns = itertools.count()
 
@@ -157,7 +158,7 @@ def clients_turn(workload: Workload, experts: dict[str, nn.Module]) -> Callable[
 def layer_turn(workload: Workload, experts: RemoteExperts | dict[str, nn.Module]) -> Callable[[], object]:
     """One training step of a layer, over a server or in this process."""
     layer = MixtureOfExperts(TopKRouter(workload.width, workload.num_experts, workload.top_k), experts)
-    optimizers: list[torch.optim.Optimizer | RemoteOptimizer] = [adam(layer.parameters())]
+    optimizers: list[torch.optim.Optimizer | RemoteOptimizer] = [adam_of(workload)(layer.parameters())]
     if isinstance(experts, RemoteExperts) and workload.update == "on_step":
         optimizers.append(RemoteOptimizer(experts))
     x = torch.randn(workload.num_rows, workload.width)
@@ -176,7 +177,8 @@ def experts_turn(workload: Workload, experts: RemoteExperts | dict[str, nn.Modul
     """Forward and backward of every expert; the weights are updated by each backward, here by Adam."""
     modules = list(experts.values())
     x = torch.randn(workload.num_rows, workload.width)
-    optimizer = None if isinstance(experts, RemoteExperts) else adam(nn.ModuleList(modules).parameters())
+    is_remote = isinstance(experts, RemoteExperts)
+    optimizer = None if is_remote else adam_of(workload)(nn.ModuleList(modules).parameters())
 
     def turn() -> None:
         inputs = [(x.clone().requires_grad_(),) for _ in modules]

@@ -24,6 +24,7 @@ class Workload(NamedTuple):
         wants_input_grads: whether the rows require grad; in hivemind's benchmark they do not.
         update: when our server applies gradients. hivemind's does with each backward; "on_step" makes two requests
             more, and the client decides.
+        is_fused: whether Adam is torch's fused one, on our server and in one process.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Workload(NamedTuple):
     num_batches: int = 0
     wants_input_grads: bool = False
     update: str = "on_backward"
+    is_fused: bool = False
 
     def chosen_experts(self, client: int, turn: int) -> list[int]:
         """Return which experts a client calls in a turn, one after another; both sides have the same."""
@@ -67,5 +69,6 @@ WORKLOADS = {
     "echo": Workload("echo", num_experts=1, width=2048, num_rows=1024, top_k=0, num_handlers=4),  # 8 MiB
 }
 WORKLOADS["step, on_step"] = WORKLOADS["step"]._replace(update="on_step")
+WORKLOADS["step, fused"] = WORKLOADS["step"]._replace(is_fused=True)
 for name in ("throughput", "4 clients"):
     WORKLOADS[f"{name}, input gradients"] = WORKLOADS[name]._replace(wants_input_grads=True)
