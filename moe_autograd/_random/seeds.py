@@ -9,11 +9,14 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 
 PROCESS_GENERATOR = torch.default_generator
 CPU = torch.device("cpu")
 VMAP = DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
+# Under `is_grads_batched=True` nobody may draw, under `FakeTensorMode` no number is known, and a mode of the caller's
+# has not asked to see how a base is drawn.
+_PASSED_BY = VMAP | DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 
 _APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
 
@@ -163,7 +166,9 @@ class CallSeeds:
         """Continue the stream of call `index` from `state`; from its own one if that is put back (Rule 3)."""
         generator = self.generator(index, device)
         own = self._put_aside.setdefault((index, device), generator.get_state())
-        if torch.equal(own, state):
+        with _ExcludeDispatchKeyGuard(_PASSED_BY):
+            is_own = torch.equal(own, state)
+        if is_own:
             del self._put_aside[index, device]
         generator.set_state(state)
 
@@ -232,7 +237,7 @@ def _new_generator(device: torch.device) -> torch.Generator:
 
 
 def _next_draw(generator: torch.Generator) -> int:
-    with _ExcludeDispatchKeyGuard(VMAP):  # of a backward with `is_grads_batched=True`, which refuses to draw
+    with _ExcludeDispatchKeyGuard(_PASSED_BY):
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import (
     checkpoint,
 )
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import (
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.split_backward import split_backward
+from tests.support.operators import CountOperators
 from tests.support.recomputing import WORKERS, Checkpointed, assert_same, experts_of, ffn, gradients
 
 
@@ -104,3 +106,20 @@ def test_checkpoint_around_the_map() -> None:
         y.sum().backward()
         runs.append([y, x.grad, *gradients(modules)])
     assert_same(*runs)
+
+
+def test_modes_neither_see_nor_make_up_how_random_numbers_are_put_aside() -> None:
+    """A checkpoint does so in each call; a plain one asks the generator alone, which is no operator."""
+
+    def run() -> Tensor:
+        x = torch.ones(3, 4, requires_grad=True)
+        y = torch.stack(parallel_apply([nn.Linear(4, 4) for _ in range(4)], [(x,)] * 4, recompute=True)).sum()
+        y.backward()
+        return y
+
+    with FakeTensorMode():
+        assert isinstance(run(), FakeTensor)
+    with CountOperators() as counting:
+        run()
+    assert "random_" not in counting.counts
+    assert "equal" not in counting.counts
