@@ -23,6 +23,7 @@ from moe_autograd.autograd.reaching import (
     MOST_LOOKED_AT,
     Cut,
     Held,
+    Known,
     around_function,
     first,
     has_history,
@@ -56,15 +57,15 @@ class LooseCut(NamedTuple):
     tensor: Tensor
 
 
-def look_into(call: object, args: Iterable[object] = ()) -> Held:
+def look_into(call: object, args: Iterable[object] = (), known: Known | None = None) -> Held:
     """Return what a callable holds, and what objects among its arguments hold that are no pytrees.
 
     It is looked for in its closure, its bound arguments, and what these lead to: containers, attributes, modules,
     context variables; nearest first. Every call of a map asks, and the objects that a callable leads to may be a whole
     program: so there is a bound, and of the globals that a function names only `_FOLLOWED_BY_NAME` are followed, and
-    functions of the same file.
+    functions of the same file. What modules hold is `known` from call to call.
     """
-    own = Held()
+    own = Held() if known is None else Held(known=known)
     objects = _objects_among(args)
     modules = [value for value in (call, *objects) if isinstance(value, torch.nn.Module)]
     found = [tensor for module in modules for tensor in held_by_module(module, own)]
@@ -74,9 +75,9 @@ def look_into(call: object, args: Iterable[object] = ()) -> Held:
         found += _held_by_all([call, method] if isinstance(method, types.FunctionType) else [call], seen, own)
     cuts = _cuts(found) if found else []
     if objects:
-        known = {edge[:2] for edge, _ in cuts}
+        edges = {edge[:2] for edge, _ in cuts}
         loose = _cuts(_held_by_all(objects, seen, own))
-        cuts += [LooseCut(*cut) for cut in loose if cut[0][:2] not in known]
+        cuts += [LooseCut(*cut) for cut in loose if cut[0][:2] not in edges]
     own.cuts = cuts
     return own
 

@@ -31,9 +31,19 @@ def held_by_module(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
     """Return the tensors with history that a module holds, and add its parts that matter to those `of_all`.
 
     Computed weights stand as attributes, in lists of them, as parameters (`functional_call`), as buffers, or around
-    `forward`: in its closure, or in globals that it names. Every call of a module asks, so this reads the dictionaries
-    themselves, not `Module.modules()`.
+    `forward`: in its closure, or in globals that it names. Each module is looked through once for all calls of a map.
     """
+    key = (id(module), of_all.changes)
+    if key not in of_all.known:
+        own = Held(changes=of_all.changes)
+        of_all.known[key] = own, _look_through(module, own)
+    own, found = of_all.known[key]
+    of_all.add(own)
+    return found
+
+
+def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
+    """See `held_by_module`; this reads the dictionaries themselves, as `Module.modules()` takes long."""
     found: list[Tensor] = []
     parts = [module]
     talking = modules_that_talk()

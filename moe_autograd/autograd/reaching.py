@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ CONTAINERS = frozenset([list, tuple, dict])
 _FOLLOWED_BY_NAME = (Tensor, torch.nn.Module, contextvars.ContextVar, list, tuple, dict)
 
 Cut = tuple[GradientEdge, Tensor]  # where an inner graph ends, and the outer tensor that stands there
+# what a module holds, and the tensors with history among it, by its `id` and whether its caller `changes` modules
+Known: TypeAlias = "dict[tuple[int, bool], tuple[Held, list[Tensor]]]"
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +39,7 @@ class Held:
         talks: whether a module runs collectives, by itself or for its weights, or a tensor needs them (`ranks`).
         changes: whether something changes a module for as long as it runs (`named`, rule 1).
         sets: whether something sets what is there once for the whole process (`named`, rule 2).
+        known: what modules hold, for all calls of a map: several may reach a large one.
     """
 
     cuts: list[Cut] = dataclasses.field(default_factory=list)
@@ -45,6 +48,14 @@ class Held:
     talks: bool = False
     changes: bool = False
     sets: bool = False
+    known: Known = dataclasses.field(default_factory=dict)
+
+    def add(self, module: Held) -> None:
+        """Add what a module holds."""
+        self.parts += module.parts
+        self.compiled += module.compiled
+        self.talks, self.changes = self.talks or module.talks, self.changes or module.changes
+        self.sets = self.sets or module.sets
 
     def note(self, telling: Collection[str]) -> None:
         """Take note of names, some of `CHANGING` or `SETTING`."""

@@ -18,7 +18,7 @@ from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.named import CHANGING, SETTING, function_in, globals_of
-from moe_autograd.autograd.reaching import Held
+from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.statistics import Turns, may_be_changed, shared_modules
@@ -40,7 +40,8 @@ def run_units(
         how: their forwards run again in the backward; not those of groups, which do so by themselves.
         defer_weight_grads: whether weight gradients may be computed later, where that can be.
     """
-    held = [_held_by(unit, modules) for unit in units]
+    known: Known = {}
+    held = [_held_by(unit, modules, known) for unit in units]
     if any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
@@ -81,9 +82,9 @@ def _drawing_as(position: int, call: Callable[..., Any], /, *args: Any, **kwargs
     return call(*args, **kwargs)
 
 
-def _held_by(unit: Unit, modules: Sequence[Any]) -> Held:
+def _held_by(unit: Unit, modules: Sequence[Any], known: Known) -> Held:
     if not unit.is_group:
-        held = look_into(unit.call, (*unit.args, *unit.kwargs.values()))
+        held = look_into(unit.call, (*unit.args, *unit.kwargs.values()), known)
         held.note(CHANGING.intersection(unit.kwargs))
         return held
     # Of a group the modules with buffers that it calls here; what else it holds is its own business.

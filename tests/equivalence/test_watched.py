@@ -196,3 +196,26 @@ def test_calls_that_pass_on_whether_a_tensor_requires_a_gradient_can_wait_for_ea
         return module(own)
 
     assert len(parallel_apply([call] * 3, [torch.ones(2, 4)] * 3)) == 3
+
+
+class CountsLooks(nn.Module):
+    """Is looked into like an offloaded expert."""
+
+    looks = 0
+
+    @property
+    def stands_for(self) -> nn.Module:
+        CountsLooks.looks += 1
+        return nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_module_that_calls_share_is_looked_through_once_for_a_map() -> None:
+    trunk = nn.Sequential(nn.Linear(4, 4), CountsLooks()).double()
+    CountsLooks.looks = 0
+    through_closures = [lambda x, scale=scale: trunk(x) * scale for scale in range(3)]
+    outputs = parallel_apply([trunk, *through_closures, trunk], [(x,) for x in leaves(5)])
+    torch.stack(outputs).sum().backward()
+    assert CountsLooks.looks == 1
