@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use
+from moe_autograd.autograd.walks import Edge
 
 LEAST_ADDED = 1 << 12  # elements; the gradients of smaller leaves may well be in memory together
 _REST_S = 1.0
@@ -118,6 +119,22 @@ def is_compiled() -> bool:
     """Whether compiled autograd runs, whose graph adds up what nodes return: no gradient may be missing there."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled is not None and compiled.in_compiled_autograd_region
+
+
+def filled(edges: Sequence[Edge], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return what a node hands on, with zeros beside a gradient of the same tensor: compiled autograd adds them up.
+
+    Args:
+        edges: of the node, one for each tensor.
+        grads: those of the tensors, after one for each argument that is none.
+    """
+    num_others = len(grads) - len(edges)
+    own = [*zip(edges, grads[num_others:], strict=True)]
+    known = {edge: grad for edge, grad in own if grad is not None}
+    with_zeros = [
+        torch.zeros_like(known[edge]) if grad is None and edge in known else grad for edge, grad in own
+    ]
+    return (*grads[:num_others], *with_zeros)
 
 
 def is_worth_adding(leaf: Tensor) -> bool:

@@ -52,7 +52,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use, use_here
-from moe_autograd.autograd.accumulating import Wanted
+from moe_autograd.autograd.accumulating import Wanted, filled, is_compiled
 from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
@@ -100,10 +100,14 @@ def _name_guilty_call(joined: Joined) -> None:
 
 def _backward(run: Callable[[Any, Grads], Tensors]) -> Any:
     """Return the backward of a node that `run` makes of its gradients; compiled autograd cannot trace it."""
-    run = uncompiled(run)
+
+    @uncompiled
+    def run_all(ctx: Any, grad_outputs: Grads) -> Tensors:
+        grads = run(ctx, grad_outputs)
+        return filled(ctx.next_functions, grads) if is_compiled() else grads
 
     def backward(ctx: Any, *grad_outputs: Any) -> Tensors:
-        return run(ctx, boxed(grad_outputs))
+        return run_all(ctx, boxed(grad_outputs))
 
     return staticmethod(backward)
 

@@ -65,7 +65,10 @@ def take_saved(
             ]
         if not any(joined.num_saved):
             return [[] for _ in joined.num_saved]  # it forgets nothing, however often it runs
-        saved = split([*node.saved_tensors], joined.num_saved)
+        unpacked = [*node.saved_tensors]
+        if len(unpacked) != sum(joined.num_saved):  # compiled code asks no node whether it is freed
+            raise RuntimeError(BACKWARD_TWICE)
+        saved = split(unpacked, joined.num_saved)
         if not keeps_graph() and not is_compiled():
             node.left = {}
             if wanted or has_missing(grad_outputs):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.autograd import Function
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
@@ -346,3 +347,22 @@ def test_two_threads_may_take_what_two_calls_have_saved() -> None:
     thread.join()
     ys[2].sum().backward()
     assert [x.grad.tolist() for x in xs] == [(3 * x**2).tolist() for x in xs]  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_compiled_backward_after_another_one_wants_the_graph_retained() -> None:
+    """Also where compiled autograd has code for a node that saved nothing, which it does not tell from a freed one."""
+
+    def run(func: type[Function], retain_graph: bool) -> list[Tensor | None]:
+        xs = inputs()
+        ys = map_with_parallel_backward(func, *[(x,) for x in xs])
+        for y in ys[:2]:
+            with compiled_autograd._enable(lambda graph: graph):
+                y.sum().backward(retain_graph=retain_graph)
+        return [x.grad for x in xs]
+
+    run(Doubles, retain_graph=True)
+    assert run(SavesInput, retain_graph=True)[2] is None
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a second time"):
+            run(SavesInput, retain_graph=False)

@@ -19,6 +19,7 @@ from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import accumulating
 from tests.support.comparison import (
     MapFunction,
+    Raised,
     assert_same,
     assert_same_program,
     natively,
@@ -327,3 +328,32 @@ def test_what_nobody_asks_for_is_not_added(wants_weight: bool) -> None:
         return counts.num_added
 
     assert assert_same_program(program) == (NUM_CALLS - 1 if wants_weight else 0)
+
+
+class Added(Function):
+    """Adds the weight to a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.sum() + weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, 2 * grad
+
+
+@pytest.mark.parametrize("mapped", [map_with_parallel_backward, functions_in_modules])
+@pytest.mark.parametrize("reached", range(2))
+def test_under_compiled_autograd_through_some_results(reached: int, mapped: MapFunction) -> None:
+    """Its graph would add what is missing for the other call to what there is."""
+
+    def program(apply: MapFunction) -> Any:
+        weight, xs = inputs_of(torch.float64)
+        computed = weight * 2
+        results = apply(Added, *[(x, (computed, weight)[i // 2]) for i, x in enumerate(xs[:4])])
+        with compiled_autograd._enable(lambda graph: graph):
+            (results[reached].sum() + results[2].sum()).backward()
+        return weight.grad
+
+    said = assert_same_program(program, mapped_apply=mapped, tolerance=1e-9)
+    assert not isinstance(said, Raised), said
