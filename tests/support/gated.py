@@ -63,4 +63,8 @@ def wait_until_queued(server: ExpertsServer, num_calls: int, calls: Sequence[Any
         assert not ended, f"expected calls that wait, got answers {ended}"
         return len(queue) >= num_calls
 
-    wait_until(is_so)
+    try:
+        wait_until(is_so)
+    except TimeoutError as error:
+        error.add_note(f"{queue!r}, {server._server.service.doorway!r}, {server._server.pool!r}")
+        raise

@@ -7,6 +7,7 @@ this process use `experts_server.ExpertsServer` itself.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -328,6 +329,7 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = START_S) -> None:
     pause, until_s = threading.Event(), time.monotonic() + patience_s
     while not is_so():
         if time.monotonic() > until_s:
+            faulthandler.dump_traceback(sys.__stderr__)  # what all threads do instead
             raise TimeoutError(f"not so after {patience_s} s")
         pause.wait(0.002)
 
