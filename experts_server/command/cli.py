@@ -95,6 +95,19 @@ class _Command(click.Command):
         with to_stdout():
             return super().make_context(*args, **kwargs)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Tell who gives a file without its option which one that is."""
+        given = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            options = [name for one in self.params for name in one.opts if name in ("--config", "--check")]
+            files = [one for one in given if one.endswith(".toml")]
+            if not files or not options or options[0] in given:
+                raise
+            advice = f"Did you mean {options[0]} {files[0]}?"
+            raise click.UsageError(f"{error.format_message()} {advice}", ctx) from error
+
 
 class _Group(click.Group):
     """Shows an error of ours as one line and exits 1."""

@@ -72,7 +72,7 @@ def _described(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
         case "value_error":
             expected = str(found["ctx"]["error"])
         case "too_short" if key == "experts":
-            expected = "expected at least one expert: a table [experts.NAME], or --expert"
+            expected = "expected at least one expert: a table [experts.NAME], or --expert ffn --d-model 64"
         case "model_type" if location[-1] == "schedule":
             expected = "expected a table such as { name = 'CosineAnnealingLR', args = { T_max = 10000 } }"
         case kind:

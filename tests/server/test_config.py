@@ -93,7 +93,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ({"optimizer": {"clip_grad_value": 0}}, "key 'optimizer.clip_grad_value': expected greater than 0, got 0"),
         ({"security": {"tls_cert": "a.pem"}}, "key 'security': expected tls_cert and tls_key together"),
         ({"optimizer": {"lr": 0}}, "key 'optimizer.lr': expected greater than 0, got 0"),
-        ({"experts": {}}, "key 'experts': expected at least one expert: a table [experts.NAME], or --expert, got {}"),
+        ({"experts": {}}, "key 'experts': expected at least one expert: a table [experts.NAME], or --expert ffn"),
         ({"experts": {"ffn.0": "ffn"}}, "key 'experts.ffn.0': expected a table, got 'ffn'"),
         ({"experts": {"ffn.0": {**FFN, "class": ""}}}, "key 'experts.ffn.0.class': expected a text that is not empty"),
         ({"experts": {"ffn.0": {"class_name": "ffn"}}}, "key 'experts.ffn.0.class_name': expected one of args"),

@@ -251,6 +251,9 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
     [
         (("serve", "--config", "/no/such.toml"), 1, "config '/no/such.toml': expected a readable file"),
         (("serve",), 1, "key 'experts': expected at least one expert"),
+        (("serve", "a.toml"), 2, "unexpected extra argument (a.toml) Did you mean --config a.toml?"),
+        (("config", "a.toml"), 2, "Missing option '--check'. Did you mean --check a.toml?"),
+        (("serve", "--config", "a.toml", "b.toml"), 2, "unexpected extra argument (b.toml)"),
         (("serve", "--d-model", "8"), 2, "expected --expert with them"),
         (
             ("serve", "--expert", "ffn", "--optimizer", "none", "--lr", "0.1"),
