@@ -167,6 +167,11 @@ def _check_types(experts: Any, optimizer: Any) -> None:
             'Pass a mapping such as {"ffn.0": module}.'
         )
     for name, module in experts.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"ExpertsServer: expected names that are texts, got {name!r}. "
+                'Pass a mapping such as {"ffn.0": module}.'
+            )
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"ExpertsServer, expert {name!r}: expected an nn.Module, got {type(module).__name__}. "

@@ -44,6 +44,7 @@ class Hangs(torch.nn.Linear):
     ("experts", "optimizer", "text"),
     [
         ([nn.Linear(D, D)], None, "expected modules by name, got list"),
+        ({0: nn.Linear(D, D)}, None, "expected names that are texts, got 0"),
         ({"e": 3}, None, "expert 'e': expected an nn.Module, got int"),
         (
             {"e": nn.Linear(D, D)},
