@@ -35,7 +35,7 @@ from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.errors import InvalidCallError
-from moe_autograd.remote.inputs import check_tensors, check_transforms, under_autocast
+from moe_autograd.remote.inputs import check_tensors, check_transforms, dense, under_autocast
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.state import places_of
 from moe_autograd.wire import experts_pb2 as pb
@@ -296,7 +296,7 @@ class _RemoteCalls(torch.autograd.Function):
         # What the first part of a split backward leaves out, nobody asks for again.
         wants = [True] * len(edges) if is_in_first_part() else which_are_wanted([node for node, _ in edges])
         wanted = split(wants, num_inputs)
-        given = split(flat_grad_outputs, [call.num_outputs for call in calls])
+        given = split(dense(flat_grad_outputs), [call.num_outputs for call in calls])
         kept = [call.num_inputs if call.keep_graph else 0 for call in calls]
         inputs = split(ctx.saved_tensors, kept)  # raises if the graph is gone, or if one was changed in place
         parts = [

@@ -67,6 +67,21 @@ def check_transforms(name: str, inputs: Iterable[Tensor]) -> None:
         ) from error
 
 
+def dense(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients as they can travel; those that are sparse (`torch.gather(sparse_grad=True)`) as dense ones.
+
+    Raises:
+        UnsupportedTransformError: they are of many backwards at once, which torch gives as tensors without memory.
+    """
+    found = [g if g is None or g.layout is torch.strided else g.to_dense() for g in grads]
+    if not all(grad is None or torch._C._has_storage(grad) for grad in found):
+        raise UnsupportedTransformError(
+            "remote expert: expected gradients of one backward, got those of many at once (is_grads_batched=True, "
+            "vectorize=True). Its server cannot take part: ask for one after the other, or use a local expert."
+        )
+    return found
+
+
 def under_autocast(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Under autocast, convert floating inputs to the dtype that the expert takes, as operators convert theirs."""
 

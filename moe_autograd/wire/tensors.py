@@ -309,5 +309,15 @@ def _decode(elements: torch.Tensor, form: TensorForm) -> torch.Tensor:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Show the memory of a `plain` tensor with elements. The caller keeps the tensor alive, and unchanged."""
-    view: memoryview = _view_memory(tensor.data_ptr(), tensor.nbytes, _READ)
+    address = tensor.data_ptr()
+    if not address:
+        return _zeros_of(tensor)
+    view: memoryview = _view_memory(address, tensor.nbytes, _READ)
     return view
+
+
+def _zeros_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of what forward-mode differentiation gives where nothing flows: zeros without memory."""
+    if not tensor._is_zerotensor():
+        raise TypeError(f"tensor: expected memory, got {tuple(tensor.shape)} without: its storage was freed.")
+    return memoryview(bytes(tensor.nbytes))

@@ -46,6 +46,23 @@ def test_a_forward_mode_tangent_is_refused(expert):
         expert(forward_ad.make_dual(X, X))
 
 
+def test_gradients_of_many_backwards_at_once_are_refused(expert):
+    x = X.clone().requires_grad_()
+    y = expert(x)
+    with pytest.raises(UnsupportedTransformError, match="remote expert: expected gradients of one backward"):
+        torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+    torch.autograd.grad(y, x, torch.ones_like(y))
+
+
+def test_a_sparse_gradient_is_taken_as_a_dense_one(expert):
+    grads = []
+    for sparse_grad in (False, True):
+        x = X.clone().requires_grad_()
+        expert(x).gather(1, torch.tensor([[1], [2]]), sparse_grad=sparse_grad).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 RECORDERS = {
     "export": lambda expert, x: torch.export.export(nn.Sequential(expert), (x,)),
     "make_fx": lambda expert, x: make_fx(expert)(x),

@@ -87,8 +87,19 @@ class TestRoundTrip:
             torch.ones(3, requires_grad=True) * 2,
             torch.zeros(0, 7),
             torch.tensor(7),
+            torch._efficientzerotensor((2, 3)),
         ],
-        ids=["transposed", "strided", "expanded", "conjugated", "negated", "with graph", "empty", "0-dim"],
+        ids=[
+            "transposed",
+            "strided",
+            "expanded",
+            "conjugated",
+            "negated",
+            "with-graph",
+            "empty",
+            "0-dim",
+            "zeros-without-memory",
+        ],
     )
     def test_tensors_that_are_not_plain_memory_travel_by_value(self, tensor):
         writer = ParcelWriter()
@@ -96,6 +107,14 @@ class TestRoundTrip:
         (received,) = read(messages_of(writer))
         assert same(received.tensors[0], tensor)
         assert not received.tensors[0].requires_grad
+
+    def test_a_tensor_whose_memory_was_freed_is_refused(self):
+        tensor = torch.ones(3)
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(
+            TypeError, match=r"tensor: expected memory, got \(3,\) without: its storage was freed"
+        ):
+            ParcelWriter().add(entry(), [tensor])
 
     def test_every_kind_of_head_arrives(self):
         heads = [
