@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
+from tests.support.subprocesses import run_python
+from tests.support.warm import COMMAND, WarmProcess
 
 FLAGS = ("--expert", "ffn", "--d-model", "4", "--listen", "127.0.0.1:0")
 
@@ -32,15 +35,16 @@ def full_pipe() -> Iterator[tuple[int, int, int]]:
 
 
 @contextmanager
-def serving(stderr: int, *more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(stderr: int, *more: str) -> Iterator[tuple[WarmProcess, str]]:
     """Yield a server that logs to `stderr`, and its address."""
-    command = [sys.executable, "-m", "experts_server", "serve", *FLAGS, *more]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT) as process:
+    reading, writing = os.pipe()
+    with open(reading) as told:
+        process = WarmProcess(COMMAND, "serve", *FLAGS, *more, stdout=writing, stderr=stderr)
+        os.close(writing)
         watchdog = threading.Timer(START_S, process.kill)
         watchdog.start()
         try:
-            assert process.stdout is not None
-            yield process, process.stdout.readline().strip().rpartition(" ")[-1]
+            yield process, told.readline().strip().rpartition(" ")[-1]
         finally:
             watchdog.cancel()
             process.kill()
@@ -51,7 +55,7 @@ def test_a_server_serves_and_stops_while_nobody_reads_its_log() -> None:
         assert address, "it waited for its log"
         with WireClient(address) as client:
             assert client.forward("ffn.0", tokens(2, 4)).code == "OK"
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         assert process.wait(START_S) == 0
 
 
@@ -63,7 +67,7 @@ def test_what_waited_for_a_reader_comes_in_order_once_he_reads(is_blocking: bool
             assert address, "it waited for its log"
             os.close(writing)
             assert os.read(reading, size) == b"." * size
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             with open(reading, closefd=False) as log:
                 lines = log.read().splitlines()
             assert process.wait(START_S) == 0
@@ -108,7 +112,7 @@ def test_what_was_logged_before_a_crash_is_in_the_log() -> None:
         "import logging, os; from experts_server.command import logs; logs.start_logging('info', as_json=False);"
         "log = logging.getLogger('a'); [log.info('%d', n) for n in range(10)]; os._exit(3)"
     )
-    done = subprocess.run([sys.executable, "-c", command], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    done = run_python(command)
     assert done.returncode == 3
     assert [line.split("a: ")[-1] for line in done.stderr.splitlines()] == [str(n) for n in range(10)]
 
