@@ -13,11 +13,8 @@ Beside these: `remote` (experts on servers), `autograd.offload` (more experts th
 `autograd.hooks` (when a backward begins and ends), `timeline` (who ran when), and `errors`.
 """
 
-from moe_autograd.autograd.emulated import (
-    EmulatedAutogradContext,
-    run_isolated_backward,
-    run_isolated_forward,
-)
+from moe_autograd.autograd.emulated import EmulatedAutogradContext
+from moe_autograd.autograd.isolated import run_isolated_backward, run_isolated_forward
 from moe_autograd.autograd.parallel import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.split_backward import split_backward
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert

@@ -7,8 +7,7 @@ once, for all calls together. So here `forward` is given a context that remember
     native      apply ──▶ ctx (a graph node) ──▶ forward ──▶ results tied to the node
     emulated    EmulatedAutogradContext     ──▶ forward ──▶ results, and ctx says what there is to tie
 
-The map reads what the context remembers and ties all calls to one node (`join`); `run_isolated_forward` and
-`run_isolated_backward` tie nothing, for those who move results and gradients themselves.
+The map reads what the context remembers and ties all calls to one node (`join`); `isolated` ties nothing.
 
 What PyTorch checks when a graph node returns its gradients is checked here as well, in PyTorch's own words, since
 a node that stands for many calls could no longer say which of them was wrong.
@@ -24,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx
-
-from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes
 
 Options = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -139,7 +136,7 @@ def call_forward(
     if func.clear_saved_tensors_on_access:
         ctx._emulated_clears = True
     if detach:
-        args = tuple(map(_detached, args))
+        args = tuple(map(detached, args))
     if func.setup_context is _NO_SETUP_CONTEXT:
         return ctx, func.forward(ctx, *args)
     returned = func.forward(*args)
@@ -237,93 +234,6 @@ def _is_expandable(shape: torch.Size, wider: torch.Size) -> bool:
     return len(shape) <= len(wider) and all(own in (1, other) for own, other in pairs)
 
 
-def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAutogradContext, Any]:
-    """Run the forward of an autograd function without a graph.
-
-    Why: `func.apply` ties its result into the graph of the calling thread. Whoever moves results and gradients
-    himself (to another thread, another machine) wants the numbers and the context, and no graph.
-
-    Args:
-        func: a `torch.autograd.Function`, with or without `setup_context`.
-        *args: what `func.apply` takes; tensors of any shape and dtype, and other objects.
-
-    Returns:
-        `(ctx, outputs)`: the context for `run_isolated_backward`, and what `func.apply` would return, detached. No
-        gradient flows from `outputs`; the arguments' own graph is not touched.
-
-    Raises:
-        TypeError: `func` is not an autograd function.
-        Exception: whatever the forward raises.
-
-    Autograd: tensors given to `save_for_backward` live as long as the context; if one is changed in place before
-    the backward, that raises as in PyTorch. A function that changes an argument in place changes its data.
-
-    Threads: any. Each call has its own context.
-
-    Example:
-        >>> import torch
-        >>> class Square(torch.autograd.Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         ctx.save_for_backward(x)
-        ...         return x * x
-        ...     @staticmethod
-        ...     def backward(ctx, grad):
-        ...         return 2 * ctx.saved_tensors[0] * grad
-        >>> ctx, y = run_isolated_forward(Square, torch.tensor([3.0], requires_grad=True))
-        >>> y, run_isolated_backward(Square, ctx, torch.tensor([1.0]))
-        (tensor([9.]), (tensor([6.]),))
-    """
-    check_is_function("run_isolated_forward", func)
-    with torch.no_grad():
-        ctx, returned = call_forward(func, arguments_of(func, args), detach=True)
-        results = returned if isinstance(returned, tuple) else (returned,)
-        ctx._emulated_result_options = options_of(results)
-        declared_grad_dtypes(ctx, results)
-        ctx._emulated_kept = tuple(map(_kept, ctx.to_save))
-        ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
-        detached = tuple(map(_detached, results))
-        return ctx, detached if isinstance(returned, tuple) else detached[0]
-
-
-def run_isolated_backward(
-    func: type[Function], ctx: EmulatedAutogradContext, *grad_outputs: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Run the backward of a call that `run_isolated_forward` made.
-
-    Args:
-        func: the function that made `ctx`.
-        ctx: the context of its forward.
-        *grad_outputs: one gradient for each output of the forward, of its shape, dtype and device; `None` counts
-            as zeros unless the function called `set_materialize_grads(False)`.
-
-    Returns:
-        One gradient or `None` for each argument of the forward, of the argument's shape. They carry no graph.
-
-    Raises:
-        ValueError: not one gradient for each output.
-        RuntimeError: in PyTorch's words, when the function returns too few or too many gradients, or one of a
-            shape that does not fit its argument; when a saved tensor was changed in place.
-        Exception: whatever the backward raises.
-
-    Threads: any, also another one than the forward's; one at a time for each context.
-    """
-    check_is_function("run_isolated_backward", func)
-    if len(grad_outputs) != len(ctx._emulated_result_options):
-        raise ValueError(
-            f"run_isolated_backward: expected {len(ctx._emulated_result_options)} gradients, one for each output of "
-            f"{func.__name__}, got {len(grad_outputs)}. Pass None for outputs without a gradient."
-        )
-    with torch.no_grad():
-        if ctx.materialize_grads:
-            grad_outputs = tuple(materialize(grad_outputs, ctx._emulated_result_options))
-        grads = call_backward(func, ctx, as_declared(ctx, grad_outputs))
-        return tuple(
-            grad if grad is None or shape is None else grad.sum_to_size(shape)
-            for grad, shape in zip(grads, ctx._emulated_argument_shapes, strict=True)
-        )
-
-
 def check_is_function(caller: str, func: object) -> None:
     """Raise `TypeError` unless `func` is a subclass of `torch.autograd.Function`."""
     if not (isinstance(func, type) and issubclass(func, Function)):
@@ -336,13 +246,6 @@ def check_is_function(caller: str, func: object) -> None:
         )
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """Return a tensor without its history, and anything else as it is."""
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _kept(value: Any) -> Any:
-    if value is None:
-        return None
-    if not isinstance(value, Tensor):
-        raise TypeError(f"save_for_backward can only save variables, but got {type(value).__name__}")
-    return torch._C._autograd._make_saved_tensor(value.detach(), False)

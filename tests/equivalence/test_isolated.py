@@ -134,3 +134,25 @@ def test_a_wrong_number_of_output_gradients_is_refused(count: int) -> None:
     ctx, _ = run_isolated_forward(GivesAWrongShape, torch.ones(3), False)
     with pytest.raises((ValueError, TypeError), match=f"expected 1 .*got {count}"):
         run_isolated_backward(GivesAWrongShape, ctx, *[torch.ones(3)] * count)
+
+
+@pytest.mark.parametrize(
+    ("grad", "error", "text"),
+    [
+        (torch.ones(5), ValueError, r"shape \(1,\) for output 0 of SavesInput, got one of shape \(5,\)"),
+        (torch.ones(()), ValueError, r"shape \(1,\) for output 0 of SavesInput, got one of shape \(\)"),
+        ([1.0], TypeError, "a tensor or None for output 0 of SavesInput, got list"),
+    ],
+)
+def test_what_is_no_gradient_of_an_output_is_refused(grad: Any, error: type[Exception], text: str) -> None:
+    """PyTorch refuses it; with it the function would compute a gradient that is summed to the argument's shape."""
+    ctx, _ = run_isolated_forward(SavesInput, torch.ones(1))
+    with pytest.raises(error, match=text):
+        run_isolated_backward(SavesInput, ctx, grad)
+
+
+def test_a_context_of_another_kind_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match="expected the context that run_isolated_forward returned, got Tensor"
+    ):
+        run_isolated_backward(SavesInput, torch.ones(1), torch.ones(1))  # type: ignore[arg-type]

@@ -218,7 +218,7 @@ def test_only_the_remote_rooms_know_of_a_network(module: str) -> None:
     assert not imported & {"grpc", "google", "xxhash", "socket", "asyncio"}
 
 
-@pytest.mark.parametrize("module", ["moe_autograd.autograd.emulated", "moe_autograd.moe.layer"])
+@pytest.mark.parametrize("module", ["autograd.emulated", "autograd.isolated", "moe.layer"])
 def test_those_who_only_compose_know_no_threads(module: str) -> None:
-    imported = {name for name, _ in imports_of(tree_of(module))}
+    imported = {name for name, _ in imports_of(tree_of(f"moe_autograd.{module}"))}
     assert not imported & {"threading", "queue", "concurrent.futures", "moe_autograd._workers"}

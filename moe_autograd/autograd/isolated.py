@@ -1,0 +1,149 @@
+"""The two halves of one call of an autograd function, for those who move results and gradients themselves.
+
+Neither makes a graph, or a thread (`emulated` has the context and how the function is called).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from moe_autograd.autograd.emulated import (
+    EmulatedAutogradContext,
+    arguments_of,
+    call_backward,
+    call_forward,
+    check_is_function,
+    detached,
+    materialize,
+    options_of,
+)
+from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes
+
+
+def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAutogradContext, Any]:
+    """Run the forward of an autograd function without a graph.
+
+    Why: `func.apply` ties its result into the graph of the calling thread. Whoever moves results and gradients
+    himself (to another thread, another machine) wants the numbers and the context, and no graph.
+
+    Args:
+        func: a `torch.autograd.Function`, with or without `setup_context`.
+        *args: what `func.apply` takes; tensors of any shape and dtype, and other objects.
+
+    Returns:
+        `(ctx, outputs)`: the context for `run_isolated_backward`, and what `func.apply` would return, detached. No
+        gradient flows from `outputs`; the arguments' own graph is not touched.
+
+    Raises:
+        TypeError: `func` is not an autograd function.
+        Exception: whatever the forward raises.
+
+    Autograd: tensors given to `save_for_backward` live as long as the context; if one is changed in place before
+    the backward, that raises as in PyTorch. A function that changes an argument in place changes its data.
+
+    Threads: any. Each call has its own context.
+
+    Example:
+        >>> import torch
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return 2 * ctx.saved_tensors[0] * grad
+        >>> ctx, y = run_isolated_forward(Square, torch.tensor([3.0], requires_grad=True))
+        >>> y, run_isolated_backward(Square, ctx, torch.tensor([1.0]))
+        (tensor([9.]), (tensor([6.]),))
+    """
+    check_is_function("run_isolated_forward", func)
+    with torch.no_grad():
+        ctx, returned = call_forward(func, arguments_of(func, args), detach=True)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        ctx._emulated_result_options = options_of(results)
+        declared_grad_dtypes(ctx, results)
+        ctx._emulated_kept = tuple(map(_kept, ctx.to_save))
+        ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
+        outputs = tuple(map(detached, results))
+        return ctx, outputs if isinstance(returned, tuple) else outputs[0]
+
+
+def run_isolated_backward(
+    func: type[Function], ctx: EmulatedAutogradContext, *grad_outputs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Run the backward of a call that `run_isolated_forward` made.
+
+    Args:
+        func: the function that made `ctx`.
+        ctx: the context of its forward.
+        *grad_outputs: one gradient for each output of the forward, of its shape, dtype and device; `None` counts
+            as zeros unless the function called `set_materialize_grads(False)`.
+
+    Returns:
+        One gradient or `None` for each argument of the forward, of the argument's shape. They carry no graph.
+
+    Raises:
+        TypeError: `ctx` is no context of `run_isolated_forward`, or a gradient no tensor.
+        ValueError: not one gradient for each output, or one of another shape, or for an output that is no tensor.
+        RuntimeError: in PyTorch's words, when the function returns too few or too many gradients, or one of a
+            shape that does not fit its argument; when a saved tensor was changed in place.
+        Exception: whatever the backward raises.
+
+    Threads: any, also another one than the forward's; one at a time for each context.
+    """
+    check_is_function("run_isolated_backward", func)
+    _check_grad_outputs(func, ctx, grad_outputs)
+    with torch.no_grad():
+        if ctx.materialize_grads:
+            grad_outputs = tuple(materialize(grad_outputs, ctx._emulated_result_options))
+        grads = call_backward(func, ctx, as_declared(ctx, grad_outputs))
+        return tuple(
+            grad if grad is None or shape is None else grad.sum_to_size(shape)
+            for grad, shape in zip(grads, ctx._emulated_argument_shapes, strict=True)
+        )
+
+
+def _check_grad_outputs(
+    func: type[Function], ctx: EmulatedAutogradContext, grad_outputs: Sequence[object]
+) -> None:
+    """Raise unless there is one gradient or `None` for each output, of its shape, as the engine does."""
+    caller = "run_isolated_backward"
+    if not isinstance(ctx, EmulatedAutogradContext):
+        raise TypeError(
+            f"{caller}: expected the context that run_isolated_forward returned, got {type(ctx).__name__}. "
+            "Pass the function, its context, and a gradient for each output."
+        )
+    options = ctx._emulated_result_options
+    if len(grad_outputs) != len(options):
+        raise ValueError(
+            f"{caller}: expected {len(options)} gradients, one for each output of {func.__name__}, got "
+            f"{len(grad_outputs)}. Pass None for outputs without a gradient."
+        )
+    for place, (grad, wanted) in enumerate(zip(grad_outputs, options, strict=True)):
+        if grad is None:
+            continue
+        if not isinstance(grad, Tensor):
+            raise TypeError(
+                f"{caller}: expected a tensor or None for output {place} of {func.__name__}, got "
+                f"{type(grad).__name__}. Pass its gradient, or None if it has none."
+            )
+        shape = None if wanted is None else tuple(wanted[0])
+        if tuple(grad.shape) != shape:
+            raise ValueError(
+                f"{caller}: expected {'None' if shape is None else f'a gradient of shape {shape}'} for output {place} "
+                f"of {func.__name__}, got one of shape {tuple(grad.shape)}. Pass one of the output's shape, or None."
+            )
+
+
+def _kept(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise TypeError(f"save_for_backward can only save variables, but got {type(value).__name__}")
+    return torch._C._autograd._make_saved_tensor(value.detach(), False)
