@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts_server.hosting.own_memory import storages
+
 Gradients = Sequence[Tensor | None]
 
 
@@ -90,7 +92,7 @@ class GraphWeigher:
     def __init__(self, known: Sequence[Tensor]) -> None:
         self.num_bytes = 0
         self.num_saved = 0
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._seen = {memory.data_ptr() for tensor in known for memory in storages(tensor)}
 
     @contextlib.contextmanager
     def weighing(self) -> Iterator[None]:
@@ -100,10 +102,10 @@ class GraphWeigher:
 
     def weigh(self, tensor: Tensor) -> None:
         """Count the memory that a tensor keeps, once."""
-        memory = tensor.untyped_storage()
-        if memory.data_ptr() not in self._seen:
-            self._seen.add(memory.data_ptr())
-            self.num_bytes += memory.nbytes()
+        for memory in storages(tensor):
+            if memory.data_ptr() not in self._seen:
+                self._seen.add(memory.data_ptr())
+                self.num_bytes += memory.nbytes()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.num_saved += 1

@@ -9,10 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 Place = tuple[int, int]  # from the first byte to the one behind the last
 T = TypeVar("T", Tensor, Tensor | None)
+
+# Where the memory of sparse tensors is.
+_ROWS: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.crow_indices, Tensor.col_indices, Tensor.values)
+_COLUMNS: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.ccol_indices, Tensor.row_indices, Tensor.values)
+_PARTS = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
 
 
 class OwnMemory:
@@ -39,8 +51,15 @@ class OwnMemory:
         return self._has_buffers and any(start <= at < end for start, end in _places(self._module.buffers()))
 
 
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Return the memory that a tensor lies in: one, that of each part of a sparse one, or none."""
+    if (parts := _PARTS.get(tensor.layout)) is not None:
+        return [part(tensor.detach()).untyped_storage() for part in parts]
+    return [] if tensor._is_zerotensor() else [tensor.untyped_storage()]
+
+
 def _places(tensors: Iterable[Tensor]) -> list[Place]:
-    memories = [tensor.untyped_storage() for tensor in tensors]
+    memories = [memory for tensor in tensors for memory in storages(tensor)]
     return sorted({(memory.data_ptr(), memory.data_ptr() + memory.nbytes()) for memory in memories})
 
 

@@ -92,3 +92,33 @@ def test_an_answer_has_the_values_of_its_call_whatever_others_change_before_it_l
         answer, _ = answers.result()
     assert answer.code == "OK"
     assert torch.equal(answer.tensors[0], expected)
+
+
+class OnAGraph(nn.Module):
+    """Multiplies by a sparse matrix, which is a buffer or none."""
+
+    def __init__(self, matrix: Tensor, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH_OF_GATED, WIDTH_OF_GATED)
+        if is_buffer:
+            self.register_buffer("matrix", matrix)
+        else:
+            self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.sparse.mm(self.matrix, x.t()).t())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "attribute"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_an_expert_with_a_sparse_matrix_is_trained(layout: torch.layout, is_buffer: bool) -> None:
+    module = OnAGraph((2 * torch.eye(WIDTH_OF_GATED)).to_sparse(layout=layout), is_buffer=is_buffer)
+    x = tokens(3, WIDTH_OF_GATED)
+    with ExpertsServer({"e": module}, optimizer=sgd) as server, WireClient(server.address) as client:
+        (output,) = client.forward("e", x).tensors
+        torch.testing.assert_close(output, module(x))
+        (grad,) = client.backward("e", torch.ones(3, WIDTH_OF_GATED)).tensors
+        torch.testing.assert_close(grad, (2 * module.linear.weight.sum(0)).expand(3, WIDTH_OF_GATED))
+        client.step("e")
+        assert client.num_updates() == {"e": 1}
