@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import importlib
 import json
 import os
@@ -28,7 +27,8 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "from experts_server.command.cli import main; main()"  # what `python -m experts_server` runs
+# What `python -m experts_server` runs; at its end the modules are not searched for garbage, which takes a second.
+COMMAND = "import gc; gc.freeze(); from experts_server.command.cli import main; main()"
 IMPORTED = ("moe_autograd.remote", "experts_server.command.cli", "tests.support.functions_waiting")
 _NUM_BYTES = 8
 
@@ -126,7 +126,6 @@ def what_to_run(told: int) -> str:
         importlib.import_module(name)
     torch = importlib.import_module("torch")  # which imports another second's worth at the first step
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0).step()
-    gc.freeze()  # nor take the modules apart at each end, which is another second
     running: dict[int, tuple[int, int]] = {}  # pid and pipe, by the descriptor that tells of the end
     with socket.socket(fileno=told) as work:
         while True:
