@@ -308,7 +308,7 @@ def _decode(elements: torch.Tensor, form: TensorForm) -> torch.Tensor:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Show the memory of a `plain` tensor with elements. The caller keeps the tensor alive, and unchanged."""
+    """Show the memory of a `plain` tensor. The caller keeps the tensor alive, and unchanged."""
     address = tensor.data_ptr()
     if not address:
         return _zeros_of(tensor)
@@ -317,7 +317,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _zeros_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of what forward-mode differentiation gives where nothing flows: zeros without memory."""
-    if not tensor._is_zerotensor():
+    """Return the bytes of what has no memory: zeros, as forward-mode differentiation gives where nothing flows."""
+    if tensor.nbytes and not tensor._is_zerotensor():  # what is empty has none to lose
         raise TypeError(f"tensor: expected memory, got {tuple(tensor.shape)} without: its storage was freed.")
     return memoryview(bytes(tensor.nbytes))
