@@ -19,7 +19,6 @@ import itertools
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
@@ -30,6 +29,7 @@ from grpc.experimental import ChannelOptions
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
+from moe_autograd.remote.ends import LeftStreams
 from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.security import Certificates, Token
@@ -97,7 +97,7 @@ class Channel:
         self._stubs = self._connect()
         self._slow_at = -math.inf
         self._told: set[Any] = set()  # calls of `tell` under way
-        self._left: deque[Any] = deque()  # streams that were left before their end
+        self._left = LeftStreams()
 
     def _connect(self) -> _Stubs:
         own = (
@@ -256,21 +256,12 @@ class Channel:
                 messages = itertools.chain([first], rest)
                 stream = stubs.both_stream[rpc](messages, timeout=timeout_s, metadata=metadata)
         passage.carry(stream, has_thread=rest is not None)
-        self._end_left(1)  # but the last: whoever has answered a later one has ended those before
+        self._left.end_all_but(1)  # the last: whoever has answered a later one has ended those before
         return stream
 
     def leave(self, stream: Any) -> None:
-        """Go on without waiting for the end of a stream that has brought all that it should.
-
-        A server says it 0.2 to 1.5 ms after its last message, which is much beside a small call.
-        """
-        self._left.append(stream)
-
-    def _end_left(self, num_kept: int) -> None:
-        """Take the ends of streams that were left."""
-        while len(self._left) > num_kept:
-            with contextlib.suppress(IndexError):  # another thread took it
-                end(self._left.popleft())
+        """Go on without waiting for the end of a stream that has brought all that it should."""
+        self._left.add(stream)
 
     def error_of_call(self, error: grpc.RpcError, place: str) -> RemoteError:
         """Return our error for gRPC's; after `note_failure`."""
@@ -290,7 +281,7 @@ class Channel:
             self._stubs.channel.close()
         for call in tuple(self._told):  # those on a gRPC channel that was replaced
             call.cancel()
-        self._end_left(0)  # each would keep its connection
+        self._left.end_all_but(0)  # each would keep its connection
 
     def __repr__(self) -> str:
         return f"Channel({self.address!r})"
@@ -330,16 +321,3 @@ class _Stubs:
         # To the server a stream of one message is the same, whichever way the client began it; this way costs
         # no thread that feeds the stream.
         self.reply_stream = {rpc: begin.unary_stream(path(rpc)) for rpc in UNARY + REPLY_STREAM + BOTH_STREAM}
-
-
-def end(stream: Any) -> None:
-    """End a stream: cancelled, if it has not ended; to be called by the thread that reads it.
-
-    Where no thread of grpc reads its events, it keeps 25 KB for ever of each call whose events are not all read, as
-    those of one that was cancelled are not. Not after Ctrl-C, or what else a signal raises while one is read: then
-    nobody knows which have been.
-    """
-    stream.cancel()
-    if hasattr(stream, "_consume_next_event"):
-        while stream._state.due:
-            stream._consume_next_event()

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 
 from moe_autograd.errors import RemoteError
-from moe_autograd.remote.channel import Channel, end
+from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.ends import end
 from moe_autograd.remote.forking import Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation

@@ -193,6 +193,25 @@ def test_without_close_the_interpreter_ends(server):
     )
 
 
+def test_streams_that_were_left_are_ended_before_the_interpreter_is(server):
+    program = f"""if True:
+        import atexit
+
+        @atexit.register  # before the library, so after what it does
+        def tell():
+            print([channel._left for channel in experts._connection._finding.servers._channels.values()])
+
+        import torch
+        from moe_autograd.remote import connect
+        experts = connect({server.address!r})
+        experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+        """
+    told = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert (told.stdout, told.stderr) == ("[LeftStreams(0)]\n", "")
+
+
 def test_an_event_loop_goes_on_while_an_expert_is_called_in_a_thread(server):
     async def main() -> int:
         with await asyncio.to_thread(connect, server.address) as experts:

@@ -1,17 +1,18 @@
 """Run a program in Python processes of its own: for signals, exits and forks, and for ranks that talk to each other.
 
-Guarantees: the program sees the repository and the same interpreter, where torch is imported already (see `warm`); one
-that hangs is killed and fails the test with what it printed so far.
+Guarantees: the program sees the repository and the same interpreter, where torch is imported already (see `warm`), but
+for ranks; one that hangs is killed and fails the test with what it printed so far.
 """
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from tests.support.warm import COMMAND, ROOT, WarmProcess
@@ -36,9 +37,12 @@ def assert_prints(program: str, expected: str, *, limit_s: float = 250.0) -> Non
 
 
 def run_ranks(program: str, *arguments: object, num_ranks: int = 2, limit_s: float = 250.0) -> list[str]:
-    """Run `program` side by side, with a rank and these as arguments; all have to exit 0. Return what they printed."""
+    """Run `program` side by side, with a rank and these as arguments; all have to exit 0. Return what they printed.
+
+    Each starts Python itself: of forked ranks one hung now and then as it left its group.
+    """
     given = [tuple(map(str, (rank, *arguments))) for rank in range(num_ranks)]
-    ended = _run(program, given, limit_s)
+    ended = _run(program, given, limit_s, start=_started)
     assert not any(rank.returncode for rank in ended), "\n".join(map(_told, ended))
     return [rank.stdout.decode() for rank in ended]
 
@@ -66,14 +70,15 @@ def _run(
     stdin: int | None = None,
     stdout: int | None = None,
     raises_warnings: bool = False,
+    start: Callable[..., WarmProcess | subprocess.Popen[bytes]] = WarmProcess,
 ) -> list[subprocess.CompletedProcess[bytes]]:
     """Run it side by side, once for each of `arguments`."""
     until, program = time.monotonic() + limit_s, textwrap.dedent(program)
     with contextlib.ExitStack() as stack:
-        started: list[tuple[WarmProcess, IO[bytes], IO[bytes]]] = []
+        started: list[tuple[WarmProcess | subprocess.Popen[bytes], IO[bytes], IO[bytes]]] = []
         for given in arguments:
             out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            process = WarmProcess(
+            process = start(
                 program,
                 *given,
                 stdin=stdin,
@@ -83,7 +88,9 @@ def _run(
             )
             stack.callback(process.kill)
             started.append((process, out, err))
-        with contextlib.suppress(TimeoutError):  # told below, with what all have printed
+        with contextlib.suppress(
+            TimeoutError, subprocess.TimeoutExpired
+        ):  # told below, with what all have printed
             for process, _, _ in started:
                 process.wait(max(0.0, until - time.monotonic()))
         ended = [
@@ -93,6 +100,20 @@ def _run(
     if any(process.returncode is None for process in ended):
         raise TimeoutError(f"expected an end within {limit_s} s, got\n" + "\n".join(map(_told, ended)))
     return ended
+
+
+def _started(
+    program: str, *arguments: str, stdout: int, stderr: int, stdin: int | None, raises_warnings: bool
+) -> subprocess.Popen[bytes]:
+    """Start Python itself, as a `WarmProcess` is started."""
+    warned = ["-W", "error"] if raises_warnings else []
+    return subprocess.Popen(
+        [sys.executable, *warned, "-c", program, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL if stdin is None else stdin,
+        stdout=stdout,
+        stderr=stderr,
+    )
 
 
 def _told(ended: subprocess.CompletedProcess[bytes]) -> str:

@@ -1,0 +1,68 @@
+"""The ends of streams, for which nobody waits.
+
+A stream has brought all that it should before it ends: a server says its end 0.2 to 1.5 ms after the last message,
+which is much beside a small call. So streams are left, and ended later: when the next one has begun, when their channel
+closes, or before the interpreter takes itself apart, since grpc would fail to end them then, and print that.
+
+Mutable state: the streams that were left; each is put and taken by operations that the interpreter makes atomic.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections import deque
+from typing import Any
+
+
+class LeftStreams:
+    """Those of one channel."""
+
+    def __init__(self) -> None:
+        self._streams: deque[Any] = deque()
+        _alive.add(self)
+
+    def add(self, stream: Any) -> None:
+        """Leave a stream."""
+        self._streams.append(stream)
+
+    def end_all_but(self, num_kept: int) -> None:
+        """End streams, the oldest first."""
+        while len(self._streams) > num_kept:
+            with contextlib.suppress(IndexError):  # another thread took it
+                end(self._streams.popleft())
+
+    def __repr__(self) -> str:
+        return f"LeftStreams({len(self._streams)})"
+
+
+def end(stream: Any) -> None:
+    """End a stream: cancelled, if it has not ended; to be called by the thread that reads it.
+
+    Where no thread of grpc reads its events, it keeps 25 KB for ever of each call whose events are not all read, as
+    those of one that was cancelled are not. Not after Ctrl-C, or what else a signal raises while one is read: then
+    nobody knows which have been.
+    """
+    stream.cancel()
+    if hasattr(stream, "_consume_next_event"):
+        while stream._state.due:
+            stream._consume_next_event()
+
+
+_alive: weakref.WeakSet[LeftStreams] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for left in tuple(_alive):
+        left.end_all_but(0)
+
+
+atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        after_in_child=_alive.clear
+    )  # a child has its parent's streams, and not what serves them
