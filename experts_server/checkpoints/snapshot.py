@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from experts_server.hosting.gathered import Gathered
+from experts_server.hosting.gradients import laid_out_like
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.training import Trainer
 from moe_autograd.errors import CheckpointError
@@ -157,6 +158,8 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _add_state_of_new_settings(optimizer)
+    for parameter, own in optimizer.state.items():  # saved contiguous
+        own.update({k: laid_out_like(parameter, v) for k, v in own.items() if _is_of_shape(v, parameter)})
     if plain["schedule_class"] == _schedule_class(trainer):  # otherwise rates begin as configured now
         if schedule is not None:
             schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
@@ -165,6 +168,10 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
                 group[key] = tuple(value) if isinstance(value, list) else value
     trainer.num_updates = int(plain["num_updates"])
     _restore_gathered(trainer, snapshot, device)
+
+
+def _is_of_shape(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _add_state_of_new_settings(optimizer: torch.optim.Optimizer) -> None:

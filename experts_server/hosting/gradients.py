@@ -62,6 +62,16 @@ def dense(grads: Gradients) -> Gradients:
     return grads
 
 
+def laid_out_like(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    """Return a gradient with its parameter's strides, as `.grad` has them in torch: fused steps count on it.
+
+    They read both from the first byte to the last, also beyond the memory of one that is `expand`ed.
+    """
+    if grad is None or grad.stride() == parameter.stride():
+        return grad
+    return torch.empty_like(parameter).copy_(grad)
+
+
 def added(old: Gradients, new: Gradients) -> Gradients:
     """Return the sums, in memory of their own where both sides have a gradient; an empty `old` is all `None`."""
     if not old:

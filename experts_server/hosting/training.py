@@ -28,7 +28,13 @@ from experts_server.configuration.config import UpdateMode
 from experts_server.hosting.calls import Expected
 from experts_server.hosting.checks import check_finite
 from experts_server.hosting.gathered import Gathered, GatheredGradients
-from experts_server.hosting.gradients import Gradients, added, clipped_to_norm, clipped_to_value
+from experts_server.hosting.gradients import (
+    Gradients,
+    added,
+    clipped_to_norm,
+    clipped_to_value,
+    laid_out_like,
+)
 from moe_autograd.errors import ExpertFailedError, GradientsLostError
 from moe_autograd.wire.status import told
 
@@ -178,7 +184,7 @@ class Trainer:
             grads = clipped_to_norm(grads, self.training.clip_grad_norm)
         try:
             for parameter, grad in zip(self.parameters, grads, strict=True):
-                parameter.grad = grad
+                parameter.grad = laid_out_like(parameter, grad)
             self.training.optimizer.step()
         except Exception as error:
             raise ExpertFailedError(
