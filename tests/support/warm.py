@@ -105,7 +105,12 @@ def _forking() -> socket.socket:
             name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"
         }  # as by default
         process = subprocess.Popen(
-            command, cwd=ROOT, env=buffered, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()]
+            command,
+            cwd=ROOT,
+            env=buffered,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # in a terminal each line would be flushed
+            pass_fds=[its.fileno()],
         )
     atexit.register(process.wait)
     atexit.register(ours.close)  # before that
@@ -113,7 +118,13 @@ def _forking() -> socket.socket:
 
 
 def _number_from(pipe: int) -> int:
-    return int.from_bytes(os.read(pipe, _NUM_BYTES), sys.byteorder, signed=True)
+    told = os.read(pipe, _NUM_BYTES)
+    if not told:
+        raise EOFError(
+            "warm process: expected its pid or status, got the end of what forks it. Its stderr says why, "
+            "unless it was killed."
+        )
+    return int.from_bytes(told, sys.byteorder, signed=True)
 
 
 # ---- in the process that forks
