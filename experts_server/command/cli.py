@@ -179,14 +179,18 @@ def main() -> None:
 )
 @click.option("--insecure", is_flag=True, default=None, help="Listen beyond loopback without credentials.")
 @click.option(
-    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="What is logged: this and worse.",
 )
 @click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="Of the lines on stderr.",
+    help="How the log on stderr is written.",
 )
 def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> None:
     """Host experts until SIGTERM, Ctrl-C or the end of the terminal.
@@ -209,11 +213,11 @@ def serve(file: Path | None, log_level: str, log_format: str, **flags: Any) -> N
 @main.command()
 @click.argument("addresses", metavar="HOST:PORT...", nargs=-1, required=True, callback=_check_address)
 @click.option(
-    "--json", "as_json", is_flag=True, help="For programs: an object, or a list of them for several."
+    "--json", "as_json", is_flag=True, help="For programs: an object, or a list of them for several servers."
 )
 @_connection_options(60.0)
 def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
-    """Show what the server at HOST:PORT hosts, or several.
+    """Show what the servers at these addresses host.
 
     A server that does not answer is reported on stderr, after the others, and makes the exit status 1.
     """
