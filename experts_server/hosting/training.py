@@ -194,6 +194,7 @@ class Trainer:
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
+            torch.autograd.graph.increment_version(self.parameters)  # fused steps leave it
             self._after_update()
         self.num_updates += 1
         self._step_schedule()

@@ -1,22 +1,26 @@
-"""Fused kernels read tensors from the first byte to the last: whatever the layout, the weights are those of a loop."""
+"""Fused kernels know neither strides nor versions of tensors: the weights are those of a loop all the same."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from experts_server import ExpertsServer
 from experts_server.budget import Budget
 from experts_server.checkpoints.snapshot import restore, take
-from experts_server.configuration.config import OptimizerConfig
+from experts_server.configuration.config import MemoryConfig, OffloadConfig, OptimizerConfig, ServingConfig
 from experts_server.hosting.building import build_training
 from experts_server.hosting.gradients import differentiate
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.hosting.training import Training
+from moe_autograd import FeedForwardExpert, parallel_apply
+from moe_autograd.remote import RemoteOptimizer, connect
 
 D = 6
 
@@ -119,3 +123,33 @@ def train_once(expert: HostedExpert, x: Tensor, number: int) -> None:
     trainer.zero_grad(b"client")
     trainer.take_in(b"client", grads, len(x), number)
     trainer.step(b"client", None)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_offloaded_weights_are_kept_after_a_fused_step(make: Any) -> None:
+    """Fused steps leave the versions of what they change as they were, and only what has changed is written."""
+    torch.manual_seed(0)
+    experts = {f"e.{i}": FeedForwardExpert(8, 16) for i in range(6)}
+    local = copy.deepcopy(experts)
+    optimizers = {name: make(module.parameters(), lr=0.1) for name, module in local.items()}
+    config = ServingConfig(
+        memory=MemoryConfig(recompute=True, offload=True), offload=OffloadConfig(max_resident_bytes=4600)
+    )
+    with (
+        ExpertsServer(experts, optimizer=lambda ps: make(ps, lr=0.1, fused=True), config=config) as server,
+        connect(server.address) as there,
+    ):
+        for _ in range(2):
+            x = torch.randn(3, 8)
+            RemoteOptimizer(there).zero_grad()
+            torch.stack(parallel_apply([there[name] for name in there], [(x,)] * 6)).square().sum().backward()
+            RemoteOptimizer(there).step()
+            for name, module in local.items():
+                optimizers[name].zero_grad()
+                module(x).square().sum().backward()
+                optimizers[name].step()
+        got = there.state_dict()
+    expected = {
+        f"{name}.{key}": w for name, module in local.items() for key, w in module.state_dict().items()
+    }
+    torch.testing.assert_close(got, expected)
