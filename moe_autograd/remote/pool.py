@@ -34,11 +34,13 @@ class Pool:
             if claim.acquire(blocking=False):
                 do()
 
-        try:
-            with interrupts_held_back():
+        with interrupts_held_back():  # around it: what a handler of the user's raises is no refusal
+            try:
                 self._executor.submit(do_once)
-        except RuntimeError:
-            return not claim.acquire(blocking=False)  # one of the threads that there are may have taken it
+            except RuntimeError:
+                return not claim.acquire(
+                    blocking=False
+                )  # one of the threads that there are may have taken it
         return True
 
     def close(self) -> None:
