@@ -252,7 +252,11 @@ class _Crew:
                 return
         except RuntimeError:  # the system has no thread left to give: those that run do the work
             pass
-        num_left, self._to_come = 1 + len(self._to_come), []
+        num_left = 1
+        with contextlib.suppress(IndexError):
+            while True:  # one by one: other threads may do the same, and the lookout add some
+                self._to_come.pop()
+                num_left += 1
         if self._leave(num_left):
             self._at_rest.release()
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,23 @@ def test_nobody_is_looked_at_once_the_cores_are_known_to_be_busy() -> None:
     threads = [Looked(computes=False, seemed_to_wait=False) for _ in range(100)]
     assert crew_of(threads, num_to_come=50).census(0.0)[0] == 50
     assert sum(thread.num_looks for thread in threads) == 0
+
+
+@pytest.mark.parametrize("step", ["__len__", "pop"])
+def test_of_threads_that_nobody_needs_any_more_each_is_taken_off_once(step: str) -> None:
+    def interrupted(threads: list[None], *args: Any) -> Any:
+        """Another thread does the same meanwhile."""
+        done = getattr(list, step)(threads, *args)
+        if others:
+            others.pop()()
+        return done
+
+    crew = crew_of([Looked(computes=True, seemed_to_wait=False)], num_to_come=8)
+    others = [crew._wake_next] * 3
+    crew._pending.clear()
+    crew._to_come = type("Shared", (list,), {step: interrupted})([None] * 8)
+    crew._wake_next()
+    assert crew._num_running == 1
 
 
 def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
