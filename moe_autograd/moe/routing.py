@@ -117,7 +117,9 @@ def checked_loads(routing: Any, num_tokens: int, num_experts: int) -> Tensor:
     advice = f"Choose from 0 to {num_experts - 1}; is_kept says which choices are left out."
     try:
         loads = routing.tokens_per_expert
-    except RuntimeError as error:  # `torch.bincount` says so
+    except RuntimeError as error:
+        if "non-negative" not in str(error):  # a tensor without numbers, such as one of device "meta"
+            raise
         raise ValueError(
             f"Routing: expected experts that exist in expert_index, got a negative one. {advice}"
         ) from error

@@ -161,6 +161,11 @@ def test_a_mistake_in_a_router_of_ones_own_is_named(
     assert right(torch.rand(2, 5, D_MODEL)).shape == (2, 5, D_MODEL)
 
 
+def test_tokens_without_numbers_are_refused_as_such() -> None:
+    with torch.device("meta"), pytest.raises(NotImplementedError, match=r"bincount.* Meta"):
+        MixtureOfExperts(TopKRouter(4, 2, 1), [nn.Identity(), nn.Identity()])(torch.rand(5, 4))
+
+
 def test_an_expert_that_is_no_module_is_refused_by_its_index() -> None:
     with pytest.raises(TypeError, match=r"an nn\.Module, got builtin_function_or_method \(expert_index=1\)"):
         MixtureOfExperts(TopKRouter(D_MODEL, 2, 1), [nn.Identity(), torch.relu])  # type: ignore[list-item]  # meant
