@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+# What PyTorch says if it could not ask a node for `boxed_grads_call`, since Ctrl-C came just then.
+INTERRUPTED = "autograd.Function is missing boxed_grads_call attribute"
+
 Grads: TypeAlias = list[Tensor | None]  # whoever splits it empties it
 
 

@@ -81,7 +81,8 @@ def call_in_turn(
         for module, own_args in zip(modules, args, strict=True):
             returned.append(module(own_args[0]))
     except BaseException as error:
-        name = name_of_call(len(returned), modules[len(returned)], names)
+        index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
+        name = name_of_call(index, modules[index], names)
         error.add_note(f"parallel_apply, forward: raised by {name} of {len(modules)}.")
         raise
     return returned

@@ -53,7 +53,7 @@ from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import Wanted, filled, is_compiled
-from moe_autograd.autograd.boxed import Grads, UnlessCompiled, boxed
+from moe_autograd.autograd.boxed import INTERRUPTED, Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing, split
@@ -69,12 +69,15 @@ def join(joined: Joined) -> list[Sequence[Tensor]]:
 
     Raises:
         RuntimeError, TypeError: in PyTorch's words, when a call marked or saved something that PyTorch refuses.
+        KeyboardInterrupt: Ctrl-C, also where PyTorch makes another error of it (`boxed`).
     """
     try:
         may_be_apart = joined.can_be_apart and accelerator_in_use() is None
         places = apart(joined.calls) if may_be_apart else ()
         tied = _tie_apart(joined, places) if places else _tie(joined)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
+        if str(error) == INTERRUPTED:
+            raise KeyboardInterrupt from error
         _name_guilty_call(joined)
         raise
     finally:

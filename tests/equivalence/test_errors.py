@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import queue
+import signal
 import threading
 import traceback
 import weakref
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_autograd import map_with_parallel_backward
+from moe_autograd.autograd.boxed import UnlessCompiled
+from tests.support.functions_context import SavesInput
 from tests.support.functions_waiting import PATIENCE_S, Calls, Crowd
 
 PASSES = ["forward", "backward"]
@@ -252,3 +255,11 @@ def test_a_backward_that_failed_can_be_run_again_over_a_retained_graph() -> None
         x.grad = None
     loss.backward()
     assert [x.grad.tolist() for x in inputs if x.grad is not None] == [[2.0, 2.0]] * 3
+
+
+def test_ctrl_c_while_pytorch_ties_the_results_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch asks the node how it takes gradients, and of an exception there it makes one of its own."""
+    monkeypatch.setattr(UnlessCompiled, "__get__", lambda *_: signal.raise_signal(signal.SIGINT))
+    calls = [(torch.ones(3, requires_grad=True),) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        map_with_parallel_backward(SavesInput, *calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -214,3 +215,18 @@ def test_whoever_looks_sees_each_call_by_its_name() -> None:
     with record_timeline():
         y = parallel_apply(modules, [(torch.randn(3, 4, requires_grad=True),) for _ in modules])[0]
     assert "Join" in type(y.grad_fn).__name__
+
+
+def test_ctrl_c_behind_the_last_call_is_itself() -> None:
+    class InterruptedAtItsEnd(list[Any]):
+        num_passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            self.num_passes += 1
+            if self.num_passes == 2:  # the calls are made; the first pass looks whether they are small
+                signal.raise_signal(signal.SIGINT)
+
+    args = InterruptedAtItsEnd([(torch.randn(3, 4),)] * NUM_CALLS)
+    with pytest.raises(KeyboardInterrupt):
+        in_turn.call_in_turn([expert()] * NUM_CALLS, args, [{}] * NUM_CALLS)
