@@ -32,12 +32,15 @@ class LeftStreams:
 
     def end_all_but(self, num_kept: int) -> None:
         """End streams, the oldest first."""
-        while len(self._streams) > num_kept:
+        while len(self) > num_kept:
             with contextlib.suppress(IndexError):  # another thread took it
                 end(self._streams.popleft())
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def __repr__(self) -> str:
-        return f"LeftStreams({len(self._streams)})"
+        return f"LeftStreams({len(self)})"
 
 
 def end(stream: Any) -> None:
