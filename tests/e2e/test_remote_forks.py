@@ -201,4 +201,8 @@ def test_forks_beside_threads_that_call_lose_no_answer_and_no_child():
         ended = subprocess.run(
             [*command, "40"], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False
         )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "\n", "")
+    # Once in some hundred forks on a busy machine, a thread of grpc's own is still at work on the end of an RPC, and
+    # grpc says that it prepares nothing for the child, which connected and got its answer all the same.
+    told = [line for line in ended.stderr.splitlines() if not line.endswith("skipping fork() handlers")]
+    assert (ended.returncode, ended.stdout, told) == (0, "\n", [])
+    assert len(ended.stderr.splitlines()) <= 2
