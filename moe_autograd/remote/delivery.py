@@ -277,7 +277,7 @@ class Delivery:
                         return at_parts(parts)
                 try:
                     if address in lost:
-                        raise error_of_lost(f"server at {address}", lost[address])
+                        raise error_of_lost(f"server at {address}, {operation.deadline}", lost[address])
                     return [once(self._channel(address), own, operation)]
                 except RemoteError as error:
                     is_lost = isinstance(error, ServerUnavailableError)
