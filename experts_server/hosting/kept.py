@@ -33,6 +33,8 @@ from experts_server.hosting.calls import Message
 RECORD_BYTES = 2048
 SAVED_BYTES = 1536  # for each tensor that the graph saves
 
+FIRST_LOOK_AT = 16  # graphs of an expert, for those that have gone; then at twice as many as are left
+
 Key = tuple[str, bytes, int]  # expert, client, the client's name for the forward
 
 
@@ -164,8 +166,8 @@ class OwnForwards:
     def __init__(self, name: str, store: KeptForwards) -> None:
         self._name = name
         self._store = store
-        # most recent last; some may have gone from the store
-        self._graphs: OrderedDict[Key, None] = OrderedDict()
+        self._graphs: set[Key] = set()  # some may have gone from the store
+        self._look_at = FIRST_LOOK_AT  # so many of them
 
     def __repr__(self) -> str:
         return f"<OwnForwards of {self._name!r}, up to {len(self._graphs)} graphs in {self._store!r}>"
@@ -175,9 +177,10 @@ class OwnForwards:
         key = (self._name, client_id, call_id)
         self._store.put(key, kept)
         if kept.outputs is not None:
-            self._graphs[key] = None
-            if len(self._graphs) > 2 * len(self._store) + 16:  # the oldest have gone from there
-                self._graphs.popitem(last=False)
+            self._graphs.add(key)
+            if len(self._graphs) >= self._look_at:
+                self._graphs = {key for key in self._graphs if self._store.get(key) is not None}
+                self._look_at = 2 * len(self._graphs) + FIRST_LOOK_AT
 
     def get(self, client_id: bytes, call_id: int) -> KeptForward | None:
         """Return a forward, which stays, or `None` if it has gone."""
@@ -187,7 +190,7 @@ class OwnForwards:
         """Forget a forward, if it is there."""
         key = (self._name, client_id, call_id)
         self._store.remove(key)
-        self._graphs.pop(key, None)
+        self._graphs.discard(key)
 
     def let_go(self, client_id: bytes, call_id: int) -> None:
         """Forget a forward, if it is there; from any thread."""
@@ -200,4 +203,4 @@ class OwnForwards:
     def remove_graphs(self) -> None:
         """Keep only the inputs of all of them."""
         while self._graphs:
-            self._store.remove_graph(self._graphs.popitem()[0])
+            self._store.remove_graph(self._graphs.pop())

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
-from moe_autograd.remote import RemoteExpert, RetryPolicy, connect
+from moe_autograd.remote import RemoteExpert, RemoteOptimizer, RetryPolicy, connect
 from tests.support.held import Held
 from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
@@ -101,6 +101,24 @@ def test_what_answered_in_a_pass_that_failed_is_forgotten(
         assert num_kept(server) > 0
         experts["b"](torch.ones(1, D)).sum().backward()
         wait_until(lambda: num_kept(server) == 0)
+
+
+def test_a_graph_goes_with_an_update_however_many_later_ones_were_forgotten() -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), nn.Linear(D, D))
+    with (
+        ExpertsServer({"e": module}, optimizer=sgd) as server,
+        connect(server.address) as experts,
+        connect(server.address) as others,
+    ):
+        x = torch.ones(2, D, requires_grad=True)
+        y = experts["e"](x)
+        for _ in range(40):
+            looked_at(experts["e"])
+        others["e"](torch.ones(1, D)).sum().backward()
+        RemoteOptimizer(others).step()
+        (expected,) = torch.autograd.grad(module(x).sum(), x)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, expected)
 
 
 def test_a_server_that_was_lost_hears_of_it_when_it_is_back(server: ExpertsServer) -> None:
