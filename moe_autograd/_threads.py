@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from moe_autograd._intraop import end_team
+from moe_autograd._switching import interval
 
 IDLE_S = 5.0  # how long a thread waits for the next job before it leaves
 EXIT_GRACE_S = 1.0
@@ -41,6 +42,7 @@ class _Worker:
 
     def _run(self) -> None:
         _threads.add(self.thread)
+        interval.suit(_threads)
         try:
             while (job := self._job) is not None:
                 self._job = None
@@ -52,6 +54,7 @@ class _Worker:
                     return
         finally:
             _threads.discard(self.thread)
+            interval.suit(_threads)
 
     def _was_chosen(self) -> bool:
         """Settle the race between giving up and being given a job: whoever takes us off `_idle` has won."""
