@@ -47,8 +47,8 @@ def end(stream: Any) -> None:
     """End a stream: cancelled, if it has not ended; to be called by the thread that reads it.
 
     Where no thread of grpc reads its events, it keeps 25 KB for ever of each call whose events are not all read, as
-    those of one that was cancelled are not. Not after Ctrl-C, or what else a signal raises while one is read: then
-    nobody knows which have been.
+    those of one that was cancelled are not. Not where a signal's handler has raised while one was read: then nobody
+    knows which have been. (What Ctrl-C raises is held back.)
     """
     stream.cancel()
     if hasattr(stream, "_consume_next_event"):

@@ -39,19 +39,20 @@ def streaming(
         Yields gRPC's call. A block that ends well leaves it as it is.
     """
     stream = None
-    try:
-        with interrupts_held_back():
+    with interrupts_held_back() as held:
+        try:
             stream = channel.stream(rpc, first, rest, operation.deadline, passage)
+            held.cancel_with(stream.cancel)
             operation.cancellation.add(stream.cancel)
-        yield stream
-    except (grpc.RpcError, RemoteError):
-        if stream is not None:
-            end(stream)
-        raise
-    except BaseException:  # such as Ctrl-C
-        if stream is not None:
-            stream.cancel()
-        raise
-    finally:
-        if stream is not None:
-            operation.cancellation.remove(stream.cancel)
+            yield stream
+        except (grpc.RpcError, RemoteError):
+            if stream is not None:
+                end(stream)
+            raise
+        except BaseException:  # such as what the handler of another signal than Ctrl-C raises
+            if stream is not None:
+                stream.cancel()
+            raise
+        finally:
+            if stream is not None:
+                operation.cancellation.remove(stream.cancel)

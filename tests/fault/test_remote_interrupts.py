@@ -1,15 +1,20 @@
-"""Ctrl-C where it does the most harm: in Python's own locks, which then stay locked for ever.
+"""Ctrl-C where it does the most harm: in grpc, and in Python's own locks, which then stay locked for ever.
 
 A `threading.Condition` is entered by a function in Python, `__enter__`. An interrupt that comes when that has taken the
 lock, and has not returned, leaves it locked; so do all that are made of one: events, semaphores, futures. Signals hit
 such a moment once in a thousand times. Here a trace function raises there, and where else Ctrl-C may.
+
+Where grpc waits for a call, real signals come; on a machine of Linux, which tells what sockets are open.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,8 +26,9 @@ from experts_server import ExpertsServer
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 from moe_autograd.remote.forking import GATE
+from tests.support.held import Held
 from tests.support.hosting import make_modules, sgd
-from tests.support.servers import wait_until
+from tests.support.servers import wait_until, wait_until_inside
 
 GRPC = str(Path(grpc.__file__).parent)
 PATIENCE_S = 60.0
@@ -87,3 +93,100 @@ def test_after_ctrl_c_in_any_lock_other_calls_go_on(experts, call: Callable[[Rem
         assert not other.is_alive(), f"it waits for ever after an interrupt in lock {number}"
         call(experts)
         wait_until(lambda: "(0 RPCs under way" in repr(GATE))  # else a fork would wait for it
+
+
+def num_sockets() -> int:
+    names = []
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            names.append(os.readlink(f"/proc/self/fd/{file}"))
+    return sum(name.startswith("socket:") for name in names)
+
+
+@pytest.fixture
+def busy() -> Iterator[ExpertsServer]:
+    """A server whose expert is held by a call: what is asked of it waits."""
+    held = Held("forward")
+    with (
+        ExpertsServer({"held": held}, optimizer=sgd) as server,
+        connect(server.address, timeout_s=1000) as others,
+    ):
+        call = threading.Thread(target=others["held"], args=(torch.ones(1, 4),))
+        call.start()
+        try:
+            assert held.begun.wait(PATIENCE_S)
+            yield server
+        finally:
+            held.may_go.set()
+            call.join()
+
+
+def interrupt_what_waits(server: ExpertsServer) -> threading.Thread:
+    """Send SIGINT once a second call is with the server."""
+    wait_until_inside(server, 1)  # what has been asked before has left
+
+    def interrupt() -> None:
+        wait_until_inside(server, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, object], object]) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+WAITING = {
+    "forward": lambda experts: experts["held"](torch.ones(1, 4)),
+    "state_dict": RemoteExperts.state_dict,
+}
+
+
+@pytest.mark.parametrize("what", WAITING)
+def test_ctrl_c_in_a_call_leaves_no_socket_open(busy: ExpertsServer, what: str):
+    before = num_sockets()
+    for _ in range(3):
+        with connect(busy.address, timeout_s=PATIENCE_S) as experts:
+            interrupting = interrupt_what_waits(busy)
+            with pytest.raises(KeyboardInterrupt) as raised:
+                WAITING[what](experts)
+            interrupting.join()
+        told = "".join(traceback.format_exception(raised.value))
+        assert "During handling" not in told  # of the call that was cancelled for it
+        wait_until_inside(busy, 1)
+    wait_until(lambda: num_sockets() <= before, PATIENCE_S)
+
+
+def test_a_handler_that_raises_nothing_lets_the_call_go_on(busy: ExpertsServer):
+    came, held = threading.Event(), busy._server.registry["held"].hosted.module
+    with handling(lambda *_: came.set()), connect(busy.address, timeout_s=PATIENCE_S) as experts:
+        interrupting = interrupt_what_waits(busy)
+        going_on = threading.Thread(target=lambda: came.wait(PATIENCE_S) and held.may_go.set())
+        going_on.start()
+        assert WAITING["forward"](experts).shape == (1, 4)
+        interrupting.join()
+        going_on.join()
+
+
+def test_what_a_handler_puts_in_its_place_in_the_middle_of_a_call_stays_there(busy: ExpertsServer):
+    class StopError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise StopError("enough") from LookupError("why")
+
+    with handling(stop), connect(busy.address, timeout_s=PATIENCE_S) as experts:
+        interrupting = interrupt_what_waits(busy)
+        with pytest.raises(StopError) as raised:
+            WAITING["forward"](experts)
+        interrupting.join()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert isinstance(raised.value.__cause__, LookupError)
