@@ -158,11 +158,13 @@ def split_by_expert(state_dict: Mapping[str, Tensor], names: Iterable[str]) -> d
             f"state_dict: expected a mapping of tensors, got {type(state_dict).__name__}. "
             "Take what `state_dict()` returned."
         )
-    longest_first = sorted(names, key=len, reverse=True)
+    known = set(names)
     states: dict[str, State] = {}
     for key, tensor in state_dict.items():
-        name = next((name for name in longest_first if str(key).startswith(f"{name}.")), None)
-        if name is None:
+        name = str(key).rpartition(".")[0]
+        while name and name not in known:  # the longest that is one: names and keys have dots
+            name = name.rpartition(".")[0]
+        if not name:
             raise KeyError(f"state_dict: expected keys of the form '<expert>.<key>', got {key!r}.")
         states.setdefault(name, {})[key.removeprefix(f"{name}.")] = tensor
     return states

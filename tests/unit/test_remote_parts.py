@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from unittest.mock import patch
@@ -195,6 +196,22 @@ class TestNames:
     def test_a_key_belongs_to_the_longest_name_that_fits(self):
         split = split_by_expert({"a.w": 1, "a.b.w": 2, "a.b.c": 3}, ["a", "a.b"])
         assert split == {"a": {"w": 1}, "a.b": {"w": 2, "c": 3}}
+
+    @pytest.mark.parametrize("key", ["w", "a", "b.w", "ab.w", ".w", 3])
+    def test_a_key_that_belongs_to_no_expert_is_refused(self, key):
+        with pytest.raises(KeyError, match=r"of the form '<expert>\.<key>'"):
+            split_by_expert({key: 1}, ["a", "a.b"])
+
+    def test_what_a_key_costs_does_not_grow_with_the_number_of_experts(self):
+        def num_calls(num_experts: int) -> int:
+            names = [f"ffn.{index}" for index in range(num_experts)]
+            events: list[str] = []
+            sys.setprofile(lambda frame, event, argument: events.append(event))
+            split_by_expert(dict.fromkeys((f"{name}.weight" for name in names), 1), names)
+            sys.setprofile(None)
+            return events.count("c_call")
+
+        assert num_calls(400) <= 2 * num_calls(200)
 
 
 class TestCancellation:
