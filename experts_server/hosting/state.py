@@ -8,17 +8,28 @@ import torch
 from torch import Tensor
 
 from experts_server.hosting.hosted import HostedExpert
-from moe_autograd.errors import InvalidCallError
+from moe_autograd.errors import ConfigError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.layouts import layout_of, mismatch
+from moe_autograd.wire.layouts import layout_of, mismatch, num_bytes
+from moe_autograd.wire.status import told
 
 # So that a state that is slightly wrong is told what is wrong with it.
 SPARE_BYTES, SPARE_ENTRIES = 1 << 20, 64
 
 
 def layout_of_expert(hosted: HostedExpert) -> pb.StateLayout:
-    """Return the layout of what `copy_state` returns."""
-    return layout_of(_tensors(hosted))
+    """Return the layout of what `copy_state` returns.
+
+    Raises:
+        ConfigError: the module's `state_dict` fails.
+    """
+    try:
+        return layout_of(_tensors(hosted))
+    except Exception as error:
+        raise ConfigError(
+            f"expert {hosted.name!r}: expected the tensors of its state_dict, by which clients know its weights, got "
+            f"{told(error)}. Host a module that can be saved."
+        ) from error
 
 
 def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
@@ -30,25 +41,24 @@ def _tensors(hosted: HostedExpert) -> dict[str, Tensor]:
     return {key: value for key, value in hosted.module.state_dict().items() if isinstance(value, Tensor)}
 
 
-def check_size(hosted: HostedExpert, state: Mapping[str, Tensor]) -> None:
+def check_size(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -> None:
     """Raise `InvalidCallError` as soon as what has come is more than this expert can be, before more of it comes."""
-    own = _tensors(hosted).values()
-    allowed = 2 * sum(value.nbytes for value in own) + SPARE_BYTES
+    allowed = 2 * num_bytes(layout) + SPARE_BYTES
     given = sum(value.nbytes for value in state.values())
-    if given > allowed or len(state) > 2 * len(own) + SPARE_ENTRIES:
+    if given > allowed or len(state) > 2 * len(layout.entries) + SPARE_ENTRIES:
         raise InvalidCallError(
-            f"state of expert {hosted.name!r}: expected about {len(own)} entries of {allowed} bytes at most, got "
+            f"state of expert {name!r}: expected about {len(layout.entries)} entries of {allowed} bytes at most, got "
             f"{len(state)} of {given} and more to come. Use a state of the same class and arguments."
         )
 
 
-def check_state(hosted: HostedExpert, state: Mapping[str, Tensor]) -> InvalidCallError | None:
+def check_state(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) -> InvalidCallError | None:
     """Return what is wrong with `state` for this expert, naming both sides, if anything is."""
-    wrong = mismatch(layout_of_expert(hosted), state)
+    wrong = mismatch(layout, state)
     if wrong is None:
         return None
     return InvalidCallError(
-        f"state of expert {hosted.name!r}: {wrong}. Use a state of the same class and arguments."
+        f"state of expert {name!r}: {wrong}. Use a state of the same class and arguments."
     )
 
 

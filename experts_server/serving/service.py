@@ -51,6 +51,9 @@ class Service:
         save: writes a checkpoint and returns its name; raises `CheckpointError` where there is no folder for it.
         config: its limits of what clients send, and its latency.
 
+    Raises:
+        ConfigError: an expert cannot tell what its state holds.
+
     Threads: the event loop's.
     """
 
@@ -70,7 +73,13 @@ class Service:
         self._save = save
         # read once: it is that of what runs, and no file may be opened later
         self._version = metadata.version("moe-autograd")
-        self._layouts: dict[str, bytes] = {}  # by expert; they never change, and take long to find out
+        # asked for once, before anybody waits: they never change, and a module may take its time to tell
+        numbers: dict[bytes, int] = {}
+        self._layout_of = {
+            name: numbers.setdefault(layout_of_expert(queue.hosted).SerializeToString(), len(numbers))
+            for name, queue in registry.items()
+        }
+        self._layouts = [pb.StateLayout.FromString(layout) for layout in numbers]
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the handlers."""
@@ -138,22 +147,20 @@ class Service:
     # ---- information, weights, checkpoints
 
     async def _info(self, _: pb.InfoRequest) -> pb.InfoReply:
-        layouts: dict[bytes, int] = {}
-        experts = []
-        for name, queue in self.registry.items():
-            if name not in self._layouts:
-                self._layouts[name] = layout_of_expert(queue.hosted).SerializeToString()
-            layout = layouts.setdefault(self._layouts[name], len(layouts))
-            experts.append(_expert_info(queue.hosted, layout))
         return pb.InfoReply(
             server_version=self._version,
             server_id=self.server_id,
-            experts=experts,
-            layouts=map(pb.StateLayout.FromString, layouts),
+            experts=[
+                _expert_info(queue.hosted, self._layout_of[name]) for name, queue in self.registry.items()
+            ],
+            layouts=self._layouts,
             limits=pb.ServerLimits(
                 max_tensor_bytes=self.limits.max_tensor_bytes, max_message_bytes=MAX_MESSAGE_BYTES
             ),
         )
+
+    def _layout(self, name: str) -> pb.StateLayout:
+        return self._layouts[self._layout_of[name]]
 
     async def _expect(self, request: pb.ExpectRequest) -> pb.ExpectReply:
         for name in request.experts:
@@ -217,14 +224,12 @@ class Service:
                     head = parcel.head
                 elif isinstance(parcel.head, pb.StateEntry) and len(parcel.tensors) == 1 and head is not None:
                     num_entries += 1
-                    self.registry[parcel.head.expert]
+                    name = self.registry[parcel.head.expert].hosted.name
                     tensor = parcel.tensors[0]
                     if tensor is None:
-                        raise InvalidCallError(
-                            f"state of expert {parcel.head.expert!r}: expected a tensor, got None."
-                        )
-                    states.setdefault(parcel.head.expert, {})[parcel.head.key] = tensor
-                    check_size(self.registry[parcel.head.expert].hosted, states[parcel.head.expert])
+                        raise InvalidCallError(f"state of expert {name!r}: expected a tensor, got None.")
+                    states.setdefault(name, {})[parcel.head.key] = tensor
+                    check_size(name, self._layout(name), states[name])
                 else:
                     raise InvalidCallError("state: expected one StateUpdate and then StateEntry parcels.")
         reader.finish()
@@ -237,7 +242,7 @@ class Service:
         self, head: pb.StateUpdate, states: dict[str, dict[str, torch.Tensor]]
     ) -> pb.UpdateReply:
         """Check all experts before the first is changed."""
-        checks = [check_state(self.registry[name].hosted, state) for name, state in states.items()]
+        checks = [check_state(name, self._layout(name), state) for name, state in states.items()]
         _raise(next((error for error in checks if error is not None), None))
         results = []
         for name, state in states.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from moe_autograd.wire import experts_pb2 as pb
@@ -18,6 +20,22 @@ def layout_of(state: Mapping[str, Tensor]) -> pb.StateLayout:
             for key, value in state.items()
         ]
     )
+
+
+def num_bytes(layout: pb.StateLayout) -> int:
+    """Return how many bytes a state of this layout has.
+
+    >>> import torch
+    >>> num_bytes(layout_of({"weight": torch.ones(2, 3), "step": torch.ones(())}))
+    28
+    """
+    return sum(math.prod(entry.shape) * _itemsize(entry) for entry in layout.entries)
+
+
+def _itemsize(entry: pb.EntryLayout) -> int:
+    return TORCH_DTYPES.get(
+        entry.dtype, torch.complex128
+    ).itemsize  # of a dtype that does not travel: the largest
 
 
 def mismatch(layout: pb.StateLayout, state: Mapping[str, Tensor]) -> str | None:

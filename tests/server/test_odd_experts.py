@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from moe_autograd.errors import ConfigError
 from moe_autograd.remote import RemoteOptimizer, connect
 from tests.support.servers import ServerProcess, WireClient, tokens
 
@@ -239,3 +240,36 @@ def test_sparse_gradients_train_as_in_torch() -> None:
             assert x_local.grad is not None
             torch.testing.assert_close(x_remote.grad, x_local.grad.to_dense())
     torch.testing.assert_close(hosted.rows.weight, local.rows.weight)
+
+
+class SlowToTell(nn.Linear):
+    """Counts how often it is asked for its state, which may take any time."""
+
+    num_asked = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_asked += 1
+        return super().state_dict(*args, **kwargs)
+
+
+def test_a_module_is_not_asked_for_its_state_while_other_clients_wait() -> None:
+    """What tells it on the server's event loop holds up everybody, and health checks."""
+    module = SlowToTell(D, D)
+    with ExpertsServer({"e": module}) as server, WireClient(server.address) as client:
+        state = {"e": {"weight": torch.zeros(D, D), "bias": torch.ones(D)}}
+        before = module.num_asked
+        assert [entry.key for entry in client.info().layouts[0].entries] == ["weight", "bias"]
+        client.set_state(state)
+        assert module.num_asked == before
+        torch.testing.assert_close(client.get_state(), state)
+
+
+def test_a_module_that_cannot_tell_its_state_is_refused_by_name() -> None:
+    class Secretive(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise LookupError("it is secret")
+
+    with pytest.raises(
+        ConfigError, match=r"expert 'e': expected .* state_dict, .* got LookupError: it is secret"
+    ):
+        ExpertsServer({"e": Secretive(D, D)}).start()

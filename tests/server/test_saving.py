@@ -274,10 +274,11 @@ class OnASlowDisk(nn.Linear):
     """Its state takes a while, and one reads at a time."""
 
     disk = threading.Lock()
+    takes_s = 0.0
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         with self.disk:
-            threading.Event().wait(0.5)
+            threading.Event().wait(self.takes_s)
         return super().state_dict(*args, **kwargs)
 
 
@@ -288,6 +289,7 @@ def test_a_save_may_take_long_as_long_as_it_goes_on(tmp_path: Path, monkeypatch:
         ExpertsServer(experts, config=ServingConfig(checkpoint_dir=tmp_path)) as server,
         WireClient(server.address) as client,
     ):
+        monkeypatch.setattr(OnASlowDisk, "takes_s", 0.5)
         monkeypatch.setattr(saving_module, "SNAPSHOT_TIMEOUT_S", 2.5)
         assert client.save() == "generation-00000002"
 
