@@ -46,7 +46,8 @@ def install() -> None:
         kernels = torch.library.Library("aten", "IMPL")
         for name, operator in operators_with_generator():
             position = _generator_position(operator)
-            kernels.impl(name, functools.partial(_draw_from_own_stream, operator, position), _KEY_NAME)
+            draw = _draw_noise if name.startswith("rrelu") else _draw_from_own_stream
+            kernels.impl(name, functools.partial(draw, operator, position), _KEY_NAME)
         for name, operator, sibling in operators_that_draw_inside():
             kernels.impl(name, functools.partial(_draw_as_sibling, operator, sibling), _KEY_NAME)
         kernels.impl("native_dropout", _drop_out, _KEY_NAME)
@@ -101,6 +102,17 @@ def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwa
         if position < len(args):
             return operator(*args[:position], own, *args[position + 1 :], **kwargs)
         return operator(*args, **{**kwargs, "generator": own})
+
+
+def _draw_noise(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to draw for `rrelu` where wrong gradients would follow: torch saves its noise before it has drawn any."""
+    training = args[4] if len(args) > 4 else kwargs.get("training", False)
+    if training and running.stops_early and torch.is_grad_enabled():
+        raise ValueError(
+            "rrelu: expected a call that is recomputed as a whole, got early_stop=True, and a second run would stop "
+            "before the noise is drawn. Take recompute=Recompute(early_stop=False)."
+        )
+    return _draw_from_own_stream(operator, position, *args, **kwargs)
 
 
 def _draw_as_sibling(operator: OpOverload, sibling: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -290,3 +290,19 @@ def test_another_option_is_refused_by_maps_and_layers(option: Any) -> None:
         parallel_apply([nn.Identity()], [(torch.ones(3),)], recompute=option)
     with pytest.raises(TypeError, match=expected):
         MixtureOfExperts(TopKRouter(4, 1, top_k=1), [nn.Identity()], recompute=option)
+
+
+def test_rrelu_is_recomputed_as_a_whole_or_not_at_all() -> None:
+    """Torch saves its noise before it has drawn any: under `checkpoint` with early stop the gradients are wrong."""
+    module, x = nn.RReLU(0.0, 1.0), torch.randn(5, 4).double().requires_grad_()
+
+    def gradient(recompute: bool | Recompute) -> Tensor:
+        torch.manual_seed(0)
+        (output,) = parallel_apply([module], [(x,)], recompute=recompute)
+        return torch.autograd.grad(output.sum(), x)[0]
+
+    assert torch.equal(gradient(Recompute(early_stop=False)), gradient(recompute=False))
+    with pytest.raises(ValueError, match=r"^rrelu: .*recompute=Recompute\(early_stop=False\)"):
+        gradient(recompute=True)
+    module.eval()
+    assert torch.equal(gradient(recompute=True), gradient(recompute=False))
