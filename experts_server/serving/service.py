@@ -71,15 +71,22 @@ class Service:
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0
         )
         self._save = save
-        # read once: it is that of what runs, and no file may be opened later
-        self._version = metadata.version("moe-autograd")
         # asked for once, before anybody waits: they never change, and a module may take its time to tell
         numbers: dict[bytes, int] = {}
         self._layout_of = {
             name: numbers.setdefault(layout_of_expert(queue.hosted).SerializeToString(), len(numbers))
             for name, queue in registry.items()
         }
-        self._layouts = [pb.StateLayout.FromString(layout) for layout in numbers]
+        # so is all the rest, or each Info of thousands of experts would hold up everybody for a fifth of a second
+        self._info_reply = pb.InfoReply(
+            server_version=metadata.version("moe-autograd"),
+            server_id=self.server_id,
+            experts=[_expert_info(queue.hosted, self._layout_of[name]) for name, queue in registry.items()],
+            layouts=map(pb.StateLayout.FromString, numbers),
+            limits=pb.ServerLimits(
+                max_tensor_bytes=limits.max_tensor_bytes, max_message_bytes=MAX_MESSAGE_BYTES
+            ),
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the handlers."""
@@ -147,20 +154,12 @@ class Service:
     # ---- information, weights, checkpoints
 
     async def _info(self, _: pb.InfoRequest) -> pb.InfoReply:
-        return pb.InfoReply(
-            server_version=self._version,
-            server_id=self.server_id,
-            experts=[
-                _expert_info(queue.hosted, self._layout_of[name]) for name, queue in self.registry.items()
-            ],
-            layouts=self._layouts,
-            limits=pb.ServerLimits(
-                max_tensor_bytes=self.limits.max_tensor_bytes, max_message_bytes=MAX_MESSAGE_BYTES
-            ),
-        )
+        for info, queue in zip(self._info_reply.experts, self.registry.values(), strict=True):
+            info.num_updates, info.replica = queue.hosted.num_updates, queue.hosted.replica
+        return self._info_reply
 
     def _layout(self, name: str) -> pb.StateLayout:
-        return self._layouts[self._layout_of[name]]
+        return self._info_reply.layouts[self._layout_of[name]]
 
     async def _expect(self, request: pb.ExpectRequest) -> pb.ExpectReply:
         for name in request.experts:
@@ -285,10 +284,8 @@ def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:
         num_parameters=sum(p.numel() for p in hosted.module.parameters()),
         is_trained=training is not None,
         update="ON_STEP" if training is None else training.update.upper(),
-        num_updates=hosted.num_updates,
         optimizer=type(training.optimizer).__name__ if training is not None else "",
         wants_hints=hosted.wants_hints,
         layout=layout,
-        replica=hosted.replica,
         may_draw=not hosted.caller.random.is_silent,
     )

@@ -243,7 +243,7 @@ def test_sparse_gradients_train_as_in_torch() -> None:
 
 
 class SlowToTell(nn.Linear):
-    """Counts how often it is asked for its state, which may take any time."""
+    """Counts how often it is asked for its state and parameters, which may take any time."""
 
     num_asked = 0
 
@@ -251,8 +251,12 @@ class SlowToTell(nn.Linear):
         self.num_asked += 1
         return super().state_dict(*args, **kwargs)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        self.num_asked += 1
+        return super().parameters(recurse)
 
-def test_a_module_is_not_asked_for_its_state_while_other_clients_wait() -> None:
+
+def test_a_module_is_not_asked_what_it_consists_of_while_other_clients_wait() -> None:
     """What tells it on the server's event loop holds up everybody, and health checks."""
     module = SlowToTell(D, D)
     with ExpertsServer({"e": module}) as server, WireClient(server.address) as client:
