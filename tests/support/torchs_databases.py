@@ -1,0 +1,117 @@
+"""Compare every operator and module of torch's own databases, natively and through the map.
+
+Several samples of each are called at once. To be run in a process of its own: to import the databases sets much for the
+whole process (`torch.backends.disable_global_flags`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.utils import _pytree as pytree
+
+from moe_autograd import parallel_apply
+from tests.support.comparison import assert_same, attempt, one_after_another
+
+NUM_SHARDS = (
+    4  # for several processes; the databases take seconds to import, so names are not known beforehand
+)
+MOST_SAMPLES = 3
+ORDER = 1e-12  # of sums
+
+UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+UNDEFINED |= {"resize_", "resize_as_"}  # they return memory as it was found
+
+Apply = Callable[..., Sequence[Any]]
+Case = tuple[str, list[Callable[..., Any]], list[tuple[Any, Any]]]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def clone(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree)
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    return torch.randn_like(tensor) if tensor.layout is torch.strided else torch.ones_like(tensor)
+
+
+def derivatives(outputs: list[Tensor], inputs: list[Tensor]) -> tuple[Any, ...]:
+    """Return the gradients of the outputs, and theirs, whose strides are anybody's."""
+    torch.manual_seed(1)
+    if not outputs or not inputs:
+        return ()
+    gradients = torch.autograd.grad(
+        outputs, inputs, [*map(random_like, outputs)], allow_unused=True, create_graph=True
+    )
+    differentiable = [one for one in gradients if one is not None and one.requires_grad]
+    if not differentiable:
+        return (gradients,)
+    second = torch.autograd.grad(
+        differentiable, inputs, [*map(random_like, differentiable)], allow_unused=True
+    )
+    return gradients, [None if one is None else one.contiguous() for one in second]
+
+
+def called(apply: Apply, case: Case) -> list[Any]:
+    """Make the calls with clones of everything, differentiate, and return all that can be seen."""
+    _, functions, calls = case
+    functions, calls = copy.deepcopy(functions), clone(calls)
+    modules = [function for function in functions if isinstance(function, nn.Module)]
+    torch.manual_seed(0)
+    outputs = tensors_of(apply(functions, [args for args, _ in calls], [kwargs for _, kwargs in calls]))
+    inputs = tensors_of(calls)
+    weights = [weight for module in modules for weight in module.parameters()]
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    found = derivatives(*([one for one in some if one.requires_grad] for some in (outputs, inputs + weights)))
+    return [outputs, found, inputs, weights, buffers]
+
+
+def compare(cases: Iterable[Case], *, at_least: int) -> None:
+    """Print what differs, a line for each case, of which there have to be so many."""
+    warnings.simplefilter("ignore")  # some come once for the process
+    num_cases = 0
+    for num_cases, case in enumerate(cases, 1):  # noqa: B007
+        native, mapped = attempt(called, one_after_another, case), attempt(called, parallel_apply, case)
+        try:
+            # A view of a tensor that nobody else has is no view after a map.
+            assert_same(native, mapped, tolerance=ORDER, but=frozenset({"is_view"}))
+        except AssertionError as error:
+            print(case[0], *str(error).split())
+    assert num_cases >= at_least, num_cases
+
+
+def operators(dtype: torch.dtype, shard: slice) -> Iterator[Case]:
+    for operator in op_db[shard]:
+        if operator.name not in UNDEFINED and dtype in operator.supported_dtypes("cpu"):
+            differentiable = operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu")
+            samples = operator.sample_inputs("cpu", dtype, requires_grad=differentiable)
+            calls = [((one.input, *one.args), one.kwargs) for one in itertools.islice(samples, MOST_SAMPLES)]
+            if calls:
+                yield f"{operator.name} {operator.variant_test_name}", [operator.op] * len(calls), calls
+
+
+def modules(*, training: bool) -> Iterator[Case]:
+    for info in module_db:
+        samples = info.module_inputs_func(info, "cpu", torch.float64, requires_grad=True, training=training)
+        made, calls = [], []
+        for sample in (
+            samples if not issubclass(info.module_cls, LazyModuleMixin) else ()
+        ):  # else weights are drawn
+            if sample.forward_input is not None:
+                constructor, forward = sample.constructor_input, sample.forward_input
+                made.append(info.module_cls(*constructor.args, **constructor.kwargs).double().train(training))
+                calls.append((forward.args, forward.kwargs))
+        if calls:
+            yield info.name, made, calls
