@@ -154,7 +154,11 @@ class MixtureOfExperts(nn.Module):
                 "MixtureOfExperts: expected to be run, got torch.export around it. How many tokens an expert has is "
                 "known only then. Export router and experts each for itself."
             )
-        routing = self.router(x)
+        y, routing = self._through_experts(x, self.router(x))
+        return (y, routing) if return_routing else y
+
+    @uncompiled  # how many experts have tokens, and how many, differs: each combination would be compiled anew
+    def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         x_TD = x.reshape(-1, x.shape[-1])
         tokens_per_expert = checked_loads(routing, len(x_TD), len(self.experts))
         plan = plan_dispatch(routing.expert_index, tokens_per_expert)
@@ -170,8 +174,7 @@ class MixtureOfExperts(nn.Module):
         y_TD = y_TD.to(x.dtype)
         if self.zero_grads_for_idle_experts:
             y_TD = with_zero_grads(y_TD, self._idle_parameters(active))
-        y = y_TD.reshape(x.shape)
-        return (y, routing) if return_routing else y
+        return y_TD.reshape(x.shape), routing
 
     def extra_repr(self) -> str:
         """Show the options that differ from their defaults in the module's `repr`."""
@@ -184,7 +187,6 @@ class MixtureOfExperts(nn.Module):
             f"{name}={chosen[name]!r}" for name, default in defaults.items() if chosen[name] != default
         )
 
-    @uncompiled
     def _call_experts(self, active: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
         experts = list(self.experts)
         outputs = parallel_apply(
@@ -199,7 +201,6 @@ class MixtureOfExperts(nn.Module):
             check_output(index, tokens, output)
         return list(outputs)
 
-    @uncompiled
     def _call_tolerantly(
         self, x_TD: Tensor, routing: Routing, plan: DispatchPlan
     ) -> tuple[Tensor, Sequence[int]]:

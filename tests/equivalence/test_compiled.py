@@ -198,7 +198,30 @@ def test_of_a_map_within_a_compiled_function_nothing_is_compiled_for_each_number
     for num_calls in range(1, 5):
         xs = [torch.randn(num_calls, 4, requires_grad=True) for _ in range(num_calls)]
         torch.testing.assert_close(function(xs), all_of_them(xs))
-    own: Any = [map_with_parallel_backward, parallel_apply, layer._call_experts, layer._call_tolerantly]
+    own: Any = [map_with_parallel_backward, parallel_apply, layer._through_experts]
     for function in own:
         assert not _debug_get_cache_entry_list(function.__code__), function
     assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"on_failure": "drop"}, {"zero_grads_for_idle_experts": True}], ids=str
+)
+def test_a_layer_is_not_compiled_for_each_number_of_tokens(options: dict[str, Any]) -> None:
+    """Which experts have tokens, and which have one, differed each time: the compiler warned of `recompile_limit`."""
+    layer = MixtureOfExperts(TopKRouter(4, 6, 2), [Expert() for _ in range(6)], **options)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    function, weights = torch.compile(model, backend="eager"), [*model.parameters()]
+
+    def train(num_tokens: int) -> None:
+        x = torch.randn(num_tokens, 4)
+        expected = torch.autograd.grad(model(x).square().sum(), weights, allow_unused=True)
+        found = torch.autograd.grad(function(x).square().sum(), weights, allow_unused=True)
+        torch.testing.assert_close(found, expected)
+
+    for num_tokens in (1, 40, 3):  # from the third on for any number; one row is compiled apart
+        train(num_tokens)
+    num_graphs = counters["stats"]["unique_graphs"]
+    for num_tokens in (2, 4, 5, 7, 9, 33, 1):
+        train(num_tokens)
+    assert counters["stats"]["unique_graphs"] == num_graphs
