@@ -13,7 +13,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,7 @@ import torch
 
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
-from tests.support.forked_servers import ForkedServers
-from tests.support.servers import START_S, WireClient, wait_until
+from tests.support.servers import START_S, ServerProcess, WireClient, wait_until
 
 PROMISED_S, NUM_ATTEMPTS = 2.0, 3
 AWAY_S = 4.5
@@ -41,24 +40,30 @@ class Place:
     """A server process with an expert that is held in its forward or backward; it can be lost, and come back.
 
     Args:
-        servers: starts it.
-        file: their configuration.
-        folder: of its other files, empty.
+        folder: of its files, empty.
         phase: where the expert is held; it does not know "step", so there nothing holds it.
         fate: "killed", or "frozen".
     """
 
-    def __init__(self, servers: ForkedServers, file: Path, folder: Path, phase: str, fate: str) -> None:
-        self._servers, self._file, self._folder = servers, file, folder
+    def __init__(self, folder: Path, phase: str, fate: str) -> None:
+        self._folder, self._file = folder, folder / "server.toml"
         self._phase, self._fate = phase, fate
-        self.address = self._start("127.0.0.1:0")
+        self._server = ServerProcess("--config", str(self._file))
 
-    def _start(self, address: str) -> str:
+    def __enter__(self) -> Place:
+        self._start("127.0.0.1:0")
+        self.address = self._server.address
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.__exit__()
+
+    def _start(self, address: str) -> None:
         folder, checkpoints = json.dumps(str(self._folder)), json.dumps(str(self._folder / "checkpoints"))
         self._file.write_text(
             CONFIG.format(address=address, phase=self._phase, folder=folder, checkpoints=checkpoints)
         )
-        return self._servers.start()
+        self._server.start()
 
     def wait_until_held(self) -> None:
         wait_until((self._folder / "begun").exists)
@@ -71,37 +76,19 @@ class Place:
         """Return when it was lost."""
         lost_at = time.monotonic()
         if self._fate == "frozen":
-            self._servers.signal(signal.SIGSTOP)
+            self._server.signal(signal.SIGSTOP)
         else:
-            self._servers.kill()
+            self._server.kill()
         return lost_at
 
     def give_back(self) -> float:
         """Let the expert go, too; return when the server was back."""
         (self._folder / "go").touch()
         if self._fate == "frozen":
-            self._servers.signal(signal.SIGCONT)
+            self._server.signal(signal.SIGCONT)
         else:
             self._start(self.address)
         return time.monotonic()
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("servers") / "server.toml"
-
-
-@pytest.fixture(scope="module")
-def starter(file: Path) -> Iterator[ForkedServers]:
-    with ForkedServers(file) as servers:
-        yield servers
-
-
-@pytest.fixture
-def servers(starter: ForkedServers) -> Iterator[ForkedServers]:
-    """Start none yet; what runs at the end is killed."""
-    yield starter
-    starter.kill_if_running()
 
 
 class Step(threading.Thread):
@@ -173,17 +160,17 @@ def served_again_after_s(place: Place, phase: str) -> float:
 
 @pytest.fixture
 def shown_in_time(
-    servers: ForkedServers, file: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> Callable[[Callable[[Place, str], float], str, str], None]:
     """Assert that one of the attempts is in time, each at a place of its own."""
 
     def shown(measure: Callable[[Place, str], float], fate: str, phase: str) -> None:
         taken_s: list[float] = []
         while len(taken_s) < NUM_ATTEMPTS and min(taken_s, default=PROMISED_S) >= PROMISED_S:
-            servers.kill_if_running()
             folder = tmp_path / str(len(taken_s))
             folder.mkdir()
-            taken_s.append(measure(Place(servers, file, folder, phase, fate), phase))
+            with Place(folder, phase, fate) as place:
+                taken_s.append(measure(place, phase))
         assert min(taken_s) < PROMISED_S, f"took {taken_s} s"
 
     return shown

@@ -18,7 +18,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
-from tests.support.forked_servers import ForkedServers
+from tests.support.servers import ServerProcess
 
 NUM_SERVERS, EXPERTS_EACH, WIDTH, CLASSES = 3, 2, 16, 4
 NUM_EXPERTS = NUM_SERVERS * EXPERTS_EACH
@@ -49,7 +49,7 @@ class Server:
         self.num_kills = self.num_starts = 0
         self._index, self._folder = index, folder
         self._file = folder / f"{index}.toml"
-        self._processes = ForkedServers(self._file)
+        self._process = ServerProcess("--config", str(self._file))
 
     def start(self, address: str = "127.0.0.1:0") -> None:
         first = self._index * EXPERTS_EACH
@@ -59,7 +59,7 @@ class Server:
                 address=address, folder=checkpoints, first=first, stop=first + EXPERTS_EACH, width=WIDTH
             )
         )
-        self.address = self._processes.start()
+        self.address = self._process.start().address
         self.num_starts += 1
 
     @property
@@ -70,16 +70,15 @@ class Server:
 
     def kill_and_restart(self) -> None:
         self.num_kills += 1
-        self._processes.kill()
+        self._process.kill()
         self.start(self.address)
 
     def __enter__(self) -> Server:
-        self._processes.__enter__()
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._processes.__exit__()
+        self._process.__exit__()
 
 
 class Killer(threading.Thread):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,7 @@ import grpc
 import pytest
 import torch
 
-from tests.support.forked_servers import ForkedServers
-from tests.support.servers import START_S, WireClient
+from tests.support.servers import START_S, ServerProcess, WireClient
 
 CONFIG = """
 listen = "127.0.0.1:0"
@@ -37,12 +35,14 @@ class Run:
     def __init__(self) -> None:
         self.num_saved = self.num_acknowledged = self.num_interrupted = 0
 
-    def go_on(self, servers: ForkedServers, alive_s: float) -> None:
+    def go_on(self, server: ServerProcess, alive_s: float) -> None:
         """Train and save, and kill the server `alive_s` after a save began; the first time, after one was done."""
-        address = servers.start()
         self.num_acknowledged = self.num_saved
         saving, saved, killed = threading.Event(), threading.Event(), threading.Event()
-        with WireClient(address) as client, WireClient(address, client_id=b"operator") as operator:
+        with (
+            WireClient(server.address) as client,
+            WireClient(server.address, client_id=b"operator") as operator,
+        ):
             self.check(client)
             work = [
                 threading.Thread(target=_until_killed, args=(killed, function))
@@ -54,7 +54,7 @@ class Run:
             threading.Event().wait(alive_s)  # the fault's random moment
             self.num_interrupted += saving.is_set()
             killed.set()
-            servers.kill()
+            server.kill()
             for thread in work:
                 thread.join(START_S)
             assert not any(thread.is_alive() for thread in work)
@@ -103,13 +103,14 @@ def test_servers_killed_in_the_middle_of_saves_lose_nothing_that_was_saved_and_c
     config.write_text(CONFIG.format(folder=json.dumps(str(folder))))
     chance, run = random.Random(0), Run()
     num_kills = 100 if is_full_size else 8
-    with ForkedServers(config) as servers:
-        for _ in range(num_kills):
-            run.go_on(servers, chance.uniform(0.0, 0.5))
-        with WireClient(servers.start()) as client:
+    server = ServerProcess("--config", str(config))
+    for _ in range(num_kills):
+        with server:
+            run.go_on(server, chance.uniform(0.0, 0.5))
+    with server:
+        with WireClient(server.address) as client:
             run.check(client)
-        servers.signal(signal.SIGTERM)
-        assert servers.wait() == 0
+        assert server.stop() == 0
     assert run.num_saved > 0
     assert run.num_interrupted >= num_kills // 4, "kills hit saves under way"
     assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"generation", "lock"}

@@ -25,7 +25,6 @@ from experts_server import ExpertsServer
 from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
-from tests.support.forked_servers import ForkedServers
 from tests.support.gated import Gated, Waiting
 from tests.support.servers import START_S, ServerProcess, WireClient, tokens, wait_until
 
@@ -167,23 +166,23 @@ def test_under_sigterm_with_eight_clients_no_accepted_call_fails_and_no_update_i
         """
     )
     trainers = [Trainer(number) for number in range(8)]
-    with ForkedServers(config) as servers:
-        for _ in range(10 if is_full_size else 2):
-            address = servers.start()
+    server = ServerProcess("--config", str(config))
+    for _ in range(10 if is_full_size else 2):
+        with server:
             warm = threading.Barrier(9)
-            workers = [threading.Thread(target=t.train_until_stopped, args=(address, warm)) for t in trainers]
+            given = (server.address, warm)
+            workers = [threading.Thread(target=t.train_until_stopped, args=given) for t in trainers]
             for worker in workers:
                 worker.start()
             warm.wait(START_S)
-            servers.signal(signal.SIGTERM)
+            server.signal(signal.SIGTERM)
             for worker in workers:
                 worker.join(START_S)
-            assert servers.wait() == 0
-            assert [t.unexpected for t in trainers] == [[]] * 8
-        with WireClient(servers.start()) as client:
-            saved = client.num_updates()
-        servers.signal(signal.SIGTERM)
-        assert servers.wait() == 0
+            assert server.wait() == 0
+        assert [t.unexpected for t in trainers] == [[]] * 8
+    with server, WireClient(server.address) as client:
+        saved = client.num_updates()
+        assert server.stop() == 0
     assert saved == {f"ffn.{n}": trainers[n].acknowledged + trainers[n + 4].acknowledged for n in range(4)}
 
 

@@ -41,7 +41,8 @@ _OPTIONS = (  # without pings: a machine too busy to answer one is no fault that
 
 
 class ServerProcess:
-    """`experts-server serve` in a process of its own; use it in a `with` statement.
+    """`experts-server serve` in a process of its own; use it in a `with` statement. Once it has ended, it may be
+    started again.
 
     Args:
         arguments: of `serve`; without `--listen`, a free port of loopback is taken.

@@ -1,7 +1,8 @@
 """Run a program in Python processes of its own: for signals, exits and forks, and for ranks that talk to each other.
 
 Guarantees: the program sees the repository and the same interpreter, where torch is imported already (see `warm`), but
-for ranks; one that hangs is killed and fails the test with what it printed so far.
+for ranks; one that hangs, or waits for another that has failed, is killed and fails the test with what it printed so
+far.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import IO
@@ -86,20 +88,25 @@ def _run(
                 stderr=err.fileno(),
                 raises_warnings=raises_warnings,
             )
+            stack.callback(process.wait)
             stack.callback(process.kill)
             started.append((process, out, err))
-        with contextlib.suppress(
-            TimeoutError, subprocess.TimeoutExpired
-        ):  # told below, with what all have printed
-            for process, _, _ in started:
-                process.wait(max(0.0, until - time.monotonic()))
+        pause, statuses = threading.Event(), [None]
+        while not _are_over(statuses) and time.monotonic() < until:
+            pause.wait(0.01)
+            statuses = [process.poll() for process, _, _ in started]
         ended = [
-            subprocess.CompletedProcess(program, process.poll(), _whole(out), _whole(err))
-            for process, out, err in started
+            subprocess.CompletedProcess(program, status, _whole(out), _whole(err))
+            for status, (_, out, err) in zip(statuses, started, strict=True)
         ]
-    if any(process.returncode is None for process in ended):
+    if not _are_over(statuses):
         raise TimeoutError(f"expected an end within {limit_s} s, got\n" + "\n".join(map(_told, ended)))
     return ended
+
+
+def _are_over(statuses: Sequence[int | None]) -> bool:
+    """Whether all have ended, or one has failed: those that wait for it would not end."""
+    return None not in statuses or any(statuses)
 
 
 def _started(

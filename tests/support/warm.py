@@ -78,7 +78,8 @@ class WarmProcess:
         Raises:
             TimeoutError: it has not ended after so many seconds.
         """
-        select.select([self._told] if self.returncode is None else [], [], [], timeout)
+        if self.poll() is None:
+            select.select([self._told], [], [], timeout)
         if self.poll() is None:
             raise TimeoutError(f"process {self.pid}: expected its end within {timeout} s, got none.")
         assert self.returncode is not None

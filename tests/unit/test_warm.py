@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+from tests.support.servers import START_S
 from tests.support.subprocesses import assert_prints
+from tests.support.warm import WarmProcess
 
 
 def test_a_process_of_whose_end_nobody_can_tell_has_no_status() -> None:
@@ -25,3 +29,10 @@ def test_a_process_of_whose_end_nobody_can_tell_has_no_status() -> None:
         """,
         "warm process: expected its pid or status",
     )
+
+
+def test_the_end_of_a_process_that_was_seen_to_end_is_not_waited_for() -> None:
+    """Its limit of time was slept through."""
+    with open(os.devnull, "w") as out:
+        process = WarmProcess("", stdout=out.fileno(), stderr=out.fileno())
+    assert [process.wait(START_S), process.wait()] == [0, 0]
