@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import contextvars
 import functools
 import types
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.in_modules import held_by_module
+from moe_autograd.autograd.in_objects import HOLDS_NOTHING, attributes_of
 from moe_autograd.autograd.named import telling_names
 from moe_autograd.autograd.ranks import are_spread
 from moe_autograd.autograd.reaching import (
@@ -30,18 +30,6 @@ from moe_autograd.autograd.reaching import (
 )
 
 _PLAIN = (Tensor, int, float, type(None))  # arguments, mostly
-_HOLDS_NOTHING = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-)
 _CALL = "__call__"  # which callables that are no functions may have
 _SEQUENCES: Any = (list, tuple, set, frozenset, collections.deque)
 _ITERATE: dict[type, Any] = {dict: dict.values, **{kind: kind.__iter__ for kind in _SEQUENCES}}
@@ -98,7 +86,7 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
             own.talks = own.talks or are_spread([held])
             continue
         for value in _held_by(held, own):
-            if not isinstance(value, _HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:
+            if not isinstance(value, HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:
                 seen.add(id(value))
                 to_visit.append(value)
     return found
@@ -107,7 +95,7 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
 def _objects_among(args: Iterable[object]) -> list[object]:
     if all(isinstance(value, _PLAIN) for value in args):
         return []
-    return [leaf for leaf in tree_leaves(args) if not isinstance(leaf, (Tensor, *_HOLDS_NOTHING))]
+    return [leaf for leaf in tree_leaves(args) if not isinstance(leaf, (Tensor, *HOLDS_NOTHING))]
 
 
 def _cuts(found: Iterable[Tensor]) -> list[Cut]:
@@ -127,21 +115,6 @@ def _held_by(value: object, of_all: Held) -> Iterable[object]:
         return (value.__func__, value.__self__)
     if isinstance(value, types.FunctionType):
         return (*around_function(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    for kind, iterate in _ITERATE.items():
-        if isinstance(value, kind):
-            return first(iterate(value))
-    return _attributes_of(value)
-
-
-def _attributes_of(value: object) -> list[object]:
-    """Return the attributes of an object, slots of its bases included; nothing that its class defines is to run."""
-    found = list[object]()
-    with contextlib.suppress(AttributeError):  # it has slots alone
-        attributes = object.__getattribute__(value, "__dict__")
-        found += attributes.values() if isinstance(attributes, dict) else ()
-    for owner in type(value).__mro__:
-        for slot in owner.__dict__.values() if "__slots__" in owner.__dict__ else ():
-            if isinstance(slot, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # nothing is in it
-                    found.append(slot.__get__(value))
-    return found
+    items = [iterate(value) for kind, iterate in _ITERATE.items() if issubclass(type(value), kind)]
+    attributes = [place.value for place in attributes_of(value)]
+    return (*(first(items[0]) if items else ()), *attributes)

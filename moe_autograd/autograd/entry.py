@@ -48,8 +48,7 @@ class _Entry(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError(  # Rule 9
             "parallel_apply: expected tensors with history to leave a call as its result, got one that left by "
-            "another way (an attribute, a list, an object that is no pytree). Return it, or register its class with "
-            "torch.utils._pytree.register_pytree_node."
+            "another way (kept by a module, closure or argument, in a set or function). Return it, also in an object."
         )
 
 

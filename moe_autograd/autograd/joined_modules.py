@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
@@ -31,6 +30,7 @@ from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import may_compile
 from moe_autograd.autograd.entry import Entrance, Flat, flatten
 from moe_autograd.autograd.hooks import nested_backwards
+from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall
@@ -197,7 +197,7 @@ class _Forwards:
 
     def _run_one(self, i: int) -> None:
         if self._has_streams:
-            use_here(tree_leaves(self._flats[i][0]))
+            use_here(with_tensors_in_objects(self._flats[i][0]))
         with _NO_HOOKS if self._hooks is None else self._hooks.of(i):
             call = self.calls[i] = ModuleCall(
                 self._modules[i], self._flats[i], self.entrance.aliases, self._cuts[i], self._shares_graph

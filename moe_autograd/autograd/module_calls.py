@@ -38,9 +38,10 @@ Rule 8. An input, a leaf or a tensor of a closure that the call returns as it is
         shares memory with one of them, or with another result, is tied as a view, so that PyTorch refuses to change
         it in place, and is saved, so that it notices when the other is changed: two tensors that are cut apart can no
         longer tell each other.
-Rule 9. A tensor with history that leaves a call by another way than its result (an attribute, a list, an object that
-        `torch.utils._pytree` does not know) leads to the entry, not to the outer graph. Its backward says so. One that
-        is put into a container which the call takes, and which is a copy, as there are aliases in it, is refused.
+Rule 9. Objects that a call returns, and that `torch.utils._pytree` does not know, are looked into, and hold the tied
+        results instead of their own (`in_objects`). A tensor with history that leaves by another way (a module keeps
+        it, a list in a closure) leads to the entry, not to the outer graph. Its backward says so. One that is put into
+        a container which the call takes, and which is a copy, as there are aliases in it, is refused.
 """
 
 from __future__ import annotations

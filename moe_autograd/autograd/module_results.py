@@ -24,7 +24,10 @@ from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_entry, refuse_strided_nested, stays_as_it_is
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
+from moe_autograd.autograd.in_objects import InObjects, may_hold
+from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
+from moe_autograd.autograd.walks import plain, walk
 from moe_autograd.autograd.wrapped_hooks import waited_for
 
 
@@ -87,9 +90,11 @@ class CallResults:
     """The part of a call that is about its results; see `joined.Call`."""
 
     inputs: tuple[Tensor, ...] = ()
+    cuts: list[Cut]  # where its graph ends besides leaves
     grad_dtypes: GradDtypes = ()
     dirty: tuple[Tensor, ...] = ()
     _changed_views: Sequence[Tensor | None] = ()  # those of `touched` that are views, each in its place
+    _in_objects: InObjects | None = None  # of its results
     _inner: Sequence[Tensor] = ()  # its results in its own graph, until all calls have been made
     touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
@@ -123,6 +128,9 @@ class CallResults:
         self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
         inner: list[Tensor] = []
         is_cut = not torch.is_inference_mode_enabled()  # else there is nothing to tie again
+        if is_cut and (objects := [value for value in values if may_hold(value)]):
+            self._in_objects = InObjects(objects, self._own)
+            values += self._in_objects.tensors
         for i, value in enumerate(values):
             if not is_cut or not isinstance(value, Tensor) or not value.requires_grad:
                 continue
@@ -144,6 +152,15 @@ class CallResults:
         self._own_hooks = {i: hooks for i, value in enumerate(inner) if (hooks := value._backward_hooks)}
         self._has_waiting_hooks = any(waited_for(h) for own in self._own_hooks.values() for h in own.values())
         self._detach(inner, given, outer_of)
+
+    def _own(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return those of some tensors that lead to no input of another call, as objects that calls share may do."""
+        cuts = {edge.node for edge, _ in self.cuts}
+
+        def strays(some: Sequence[Tensor]) -> bool:
+            return any(is_entry(node) for node, _ in walk(plain(map(edge_of, some)), cuts))
+
+        return [tensor for tensor in tensors if not strays([tensor])] if strays(tensors) else tensors
 
     def _flatten(self, returned: Any) -> list[Any]:
         """Take the results out of the structure in which `take_returned` returns others; mostly there is none."""
@@ -241,6 +258,9 @@ class CallResults:
             self._give_history_to_views(tied[len(self._places) :])
         if self._views:
             self._make_views(values)
+        in_objects, self._in_objects = self._in_objects, None
+        if in_objects is not None:
+            values = in_objects.exchange(values)
         if self._is_list:
             return values
         return values[0] if self._spec is None else tree_unflatten(values, self._spec)

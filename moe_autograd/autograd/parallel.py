@@ -218,8 +218,10 @@ def parallel_apply(
             of its module.
 
     Returns:
-        What each module returned. Gradients flow to inputs, to the parameters that a call reached (also through a
-        closure) and to tensors with history that a callable's closure or an object among its arguments holds.
+        What each module returned: tensors, any pytrees, and objects that hold tensors (dataclasses, distributions).
+        Such an object is itself returned, with the results in the places of its tensors. Gradients flow to inputs, to
+        the parameters that a call reached (also through a closure) and to tensors with history that a callable's
+        closure or an object among its arguments holds.
 
     Raises:
         ValueError: lists of different lengths; `max_concurrency` less than 1.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.autograd.function import Function
-from torch.utils._pytree import tree_leaves
 
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
@@ -16,6 +15,7 @@ from moe_autograd.autograd.closures import look_into
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
+from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.named import CHANGING, SETTING, function_in, globals_of
 from moe_autograd.autograd.reaching import Held, Known
@@ -61,7 +61,7 @@ def run_units(
             compiled=[one for own in held for one in own.compiled],
         )
     if accelerator_in_use() is not None:
-        use_here(tree_leaves(returned))
+        use_here(with_tensors_in_objects(returned))
     return returned
 
 

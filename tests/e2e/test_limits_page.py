@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import re
+import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,9 +103,21 @@ def test_nested_tensors() -> None:
 @of("**A tensor with history that leaves a call otherwise than as its result**")
 def test_tensors_that_leave() -> None:
     kept: list[Tensor] = []
-    in_call(lambda x: kept.append(x * 2), leaf())
-    with pytest.raises(RuntimeError, match="to leave a call as its result"):
-        kept[0].sum().backward()
+
+    def holds(x: Tensor) -> Any:
+        y = x * 2
+        return lambda: y
+
+    x = leaf()
+    parallel_apply([lambda x: kept.append(x * 2)], [(x,)])
+    assert torch.autograd.grad(kept[0].sum(), x, allow_unused=True) == (None,)
+    (in_set,), function = in_call(lambda x: {x * 2}, x), in_call(holds, x)
+    for tensor in (*kept, in_set, function()):
+        with pytest.raises(RuntimeError, match="to leave a call as its result"):
+            tensor.sum().backward()
+    in_object = in_call(lambda x: types.SimpleNamespace(y=[(x * 2, {"z": deque([x.exp()])})]), x)
+    found, (deeper,) = in_object.y[0][0], in_object.y[0][1]["z"]
+    assert all(torch.autograd.grad(result.sum(), x)[0] is not None for result in (found, deeper))
 
 
 @of("**Two backwards, each through some results of one map**")

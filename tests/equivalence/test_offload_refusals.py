@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,28 @@ def test_after_a_change_of_an_input_a_result_that_shares_its_memory_cannot_be_us
         RuntimeError, match="is a view and its base or another view of its base has been modified"
     ):
         (y if is_alone else y[0][0]).sum().backward()
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+def test_objects_that_hold_results_are_refused_where_these_would_be_wrong(
+    num_microbatches: int | None,
+) -> None:
+    class Boxes(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"box": types.SimpleNamespace(y=[super().forward(x)]), "size": x.shape}
+
+    experts = offloaded(Boxes(4, 4), num_microbatches=num_microbatches)
+    expected = (
+        r"expert-00000: expected tensors, also in tuples, lists and dicts, from a call, got SimpleNamespace"
+    )
+    with pytest.raises(TypeError, match=expected):
+        experts[0](torch.ones(2, 4))
+    with torch.no_grad():
+        if num_microbatches is None:
+            assert experts[0](torch.ones(2, 4))["box"].y[0].shape == (2, 4)
+        else:
+            with pytest.raises(TypeError, match=expected):
+                experts[0](torch.ones(2, 4))
 
 
 def test_a_result_of_its_own_may_be_changed_in_place() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tests.support.module_programs_objects
+import tests.support.module_programs_results
 import tests.support.module_programs_shared
 import tests.support.module_programs_tensors  # noqa: F401  # they add their programs to the others
 from moe_autograd import parallel_apply

@@ -51,3 +51,20 @@ def caches_among_the_inputs_that_calls_write_to(apply: MapFunction) -> Any:
         inputs = [(*both, cache, i) for *both, cache in zip(modules, xs, caches, strict=True)]
         said.append([y.detach() for y in apply([step] * NUM_CALLS, inputs)])
     return said
+
+
+@program
+def a_dictionary_with_attributes_among_the_inputs(apply: MapFunction) -> Any:
+    """What they hold serves outside as well."""
+
+    class Batch(dict[str, Any]):
+        pass
+
+    (weight,), modules, xs = leaves(1, 4), seeded(lambda: nn.Linear(4, 4)), leaves()
+    batches = [Batch(x=x.exp()) for x in xs]
+    for batch in batches:
+        batch.scale = weight.exp()  # type: ignore[attr-defined]
+    calls = [lambda batch, m=m: m(batch["x"]) * batch.scale for m in modules]
+    outputs = apply(calls, [(batch,) for batch in batches])
+    outside = [batch["x"] * batch.scale for batch in batches]  # type: ignore[attr-defined]
+    return finish([*outputs, *outside], weight, *xs, *parameters(modules))

@@ -7,6 +7,7 @@ makes of it is in `tests/device`.
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -214,6 +215,17 @@ def test_modules_arguments_and_returned_tensors_are_recorded(accelerator: Record
         outputs = parallel_apply([lambda x: x.tanh()] * NUM_CALLS, [(x,) for x in xs])
     recorded = {(id(tensor), stream.name.startswith("lane")) for tensor, stream in accelerator.recorded}
     assert {(id(x), True) for x in xs} | {(id(y), False) for y in outputs} <= recorded
+
+
+def test_tensors_in_objects_that_modules_take_and_return_are_recorded(
+    accelerator: RecordingAccelerator,
+) -> None:
+    boxes = [types.SimpleNamespace(x=x) for x in leaves()]
+    calls = [lambda box: types.SimpleNamespace(y=box.x.tanh(), rest=[box.x.detach() * 2])] * NUM_CALLS
+    outputs = parallel_apply(calls, [(box,) for box in boxes])
+    recorded = {(id(tensor), stream.name.startswith("lane")) for tensor, stream in accelerator.recorded}
+    returned = {(id(y), False) for output in outputs for y in (output.y, *output.rest)}
+    assert {(id(box.x), True) for box in boxes} | returned <= recorded
 
 
 def test_a_capture_is_refused_before_a_call_runs(accelerator: RecordingAccelerator) -> None:

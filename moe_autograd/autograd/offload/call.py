@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.hooks import at_end_of_backward
-from moe_autograd.autograd.offload.checks import check_reached
+from moe_autograd.autograd.offload.checks import check_reached, check_returned
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
@@ -246,7 +246,9 @@ class OffloadedCall:
         What shares memory with an input or another result becomes a view. Tensors that are cut apart cannot tell each
         other of a change in place; with views PyTorch refuses it.
         """
-        returned = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        leaves = tree_flatten(result)[0]
+        check_returned(self._held.name, leaves, self._would_be_wrong)
+        returned = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         num_uses = collections.Counter(_storage_of(tensor) for tensor in (*inputs, *returned))
 
         def own(tensor: Tensor) -> Tensor:
@@ -257,6 +259,10 @@ class OffloadedCall:
             return tensor.detach().view_as(tensor)
 
         return tree_map_only(Tensor, own, result)
+
+    def _would_be_wrong(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is returned as it is would be: without a gradient, without memory, or a part."""
+        return tensor.requires_grad or self._held.is_borrowed(tensor) or len(self._rows()) > 1
 
 
 class _Node(Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.walks import walk
@@ -112,6 +113,17 @@ def check_reached(
                 f"{name}: expected a call to compute with its inputs and its own weights, got a tensor of shape "
                 f"{tuple(leaf.shape)} that requires a gradient and would get none. Pass it as an argument, register it "
                 "before OffloadedExperts takes the module over, or let it require no gradient."
+            )
+
+
+def check_returned(name: str, values: Iterable[object], is_wrong: Callable[[Tensor], bool]) -> None:
+    """Raise `TypeError` if an object that a call returned, and that is no pytree, holds a tensor that `is_wrong`."""
+    for value in values:
+        if any(is_wrong(tensor) for _, tensor in tensors_in_objects([value])):
+            raise TypeError(
+                f"{name}: expected tensors, also in tuples, lists and dicts, from a call, got {type(value).__name__}, "
+                "which holds some. Return them as a dict, or register the class with "
+                "torch.utils._pytree.register_pytree_node."
             )
 
 
