@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from moe_autograd._random.seeds import CallSeeds, running
 
+Seeds = tuple[list[int], Callable[[], None]]
 
-@contextlib.contextmanager
-def seeds_elsewhere(may_draw: Sequence[bool]) -> Iterator[tuple[list[int], Callable[[], None]]]:
+
+def seeds_elsewhere(may_draw: Sequence[bool]) -> AbstractContextManager[Seeds]:
     """Enter this around calls that are made elsewhere, together.
 
     The caller's stream stays where it is: calls that fail, or draw nothing, leave no trace.
@@ -21,9 +22,11 @@ def seeds_elsewhere(may_draw: Sequence[bool]) -> Iterator[tuple[list[int], Calla
         Yields a seed for each call, 0 where it draws nothing; and what to call if one has drawn, which advances the
         caller's stream.
     """
-    if not any(may_draw):
-        yield [0] * len(may_draw), _do_nothing
-        return
+    return _promised(may_draw) if any(may_draw) else nullcontext(([0] * len(may_draw), _do_nothing))
+
+
+@contextmanager
+def _promised(may_draw: Sequence[bool]) -> Iterator[Seeds]:
     own, places = running.seeds, running.places
     running.places = None
     if own is None or places is None:  # they are a map of their own

@@ -193,8 +193,8 @@ class _Stream:
         first = self._writer.next_message()
         assert first is not None, "there is a call to make"
         rest = iter(self._writer.next_message, None) if self._writer else None
-        reader = ParcelReader(channel.limits)
         with streaming(channel, rpc, first, rest, passage, operation) as stream:
+            reader = ParcelReader(channel.limits)
             for message in stream:
                 for parcel in reader.feed(message):
                     self._take(parcel)

@@ -20,6 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -132,24 +133,17 @@ class Channel:
             self._reconnect(_PING_TIMEOUTS_MS[min(level + 1, len(_PING_TIMEOUTS_MS) - 1)])
 
     def _stubs_now(self) -> _Stubs:
-        if not self._is_open:
-            raise self._closed()
+        if (closed := self.closed()) is not None:
+            raise closed
         if self._slow_at + _CALM_S < time.monotonic() and self._ping_timeout_ms != _PING_TIMEOUTS_MS[0]:
             with self._lock:
                 self._reconnect(_PING_TIMEOUTS_MS[0])
         return self._stubs
 
-    @contextlib.contextmanager
-    def _beginning(self) -> Iterator[None]:
-        """Begin an RPC in this block: where `close` comes in between, grpc raises a plain ValueError."""
-        try:
-            yield
-        except ValueError as error:
-            if self._is_open:
-                raise
-            raise self._closed() from error
-
-    def _closed(self) -> ServerUnavailableError:
+    def closed(self) -> ServerUnavailableError | None:
+        """Return what says that it has been closed, if it has."""
+        if self._is_open:
+            return None
         return ServerUnavailableError(
             f"server at {self.address}: expected an open connection, got a closed one. "
             "Call experts within the block of `connect`."
@@ -249,7 +243,7 @@ class Channel:
         if rest is not None:
             self._check_thread(rpc)
         timeout_s, metadata = deadline.remaining_s, self.token.metadata
-        with self._beginning():
+        with _Beginning(self):
             if rest is None:
                 stream = stubs.reply_stream[rpc](first, timeout=timeout_s, metadata=metadata)
             else:
@@ -296,7 +290,7 @@ class Channel:
             may_interrupt: whether a fork of this process may end the block, without an error.
         """
         try:
-            with GATE.passage(may_interrupt=may_interrupt) as passage, self._beginning():
+            with GATE.passage(may_interrupt=may_interrupt) as passage, _Beginning(self):
                 yield passage
         except grpc.RpcError as error:
             if passage.is_interrupted:
@@ -307,6 +301,24 @@ class Channel:
         except CorruptDataError as error:
             place = f"server at {self.address}, {phase_of(rpc)}, {deadline}"
             raise CorruptDataError(f"{place}: {error}") from error.__cause__ or error
+
+
+class _Beginning:
+    """Begin an RPC in this block: where `Channel.close` comes in between, grpc raises a plain ValueError."""
+
+    __slots__ = ("_channel",)
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ValueError) and (closed := self._channel.closed()) is not None:
+            raise closed from error
 
 
 class _Stubs:

@@ -188,10 +188,14 @@ class Connection:
             call.encoding = encoding
             request = forward_request(self.numbering.client_id, call, args, encoding)
             jobs.append(Job(request, self._finding.hosts_of(call.expert)[0], index=call.index))
-        with self.left_forwards.noting_failed(jobs):
+        is_whole = False  # Ctrl-C may end it anywhere
+        try:
             with self._delivery.operations.begin() as operation:
                 self._delivery.deliver("Forward", jobs, operation, failures)
             note_failures(jobs, "forward", failures)
+            is_whole = True
+        finally:
+            self.left_forwards.note_failed(jobs, is_whole=is_whole)
         return jobs
 
     def prepare_backward(self, calls: Sequence[Call], results: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ class Deadline:
     started_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        is_number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not (is_number and 0 < self.timeout_s <= LONGEST_S):
             raise ValueError(
                 f"timeout_s: expected a positive, finite number of seconds (up to {LONGEST_S:.0e}), got "

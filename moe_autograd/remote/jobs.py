@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from moe_autograd.autograd.grouping import CallFailure, Failures
+from moe_autograd.autograd.grouping import Attendance, CallFailure, Failures
 from moe_autograd.errors import RemoteError, ServerUnavailableError
 from moe_autograd.remote.calls import Outcome, Request
 from moe_autograd.remote.fanout import Cancellation, raise_first
@@ -37,15 +37,20 @@ class Job:
     is_needed: Callable[[], bool] = lambda: True
 
 
-@contextmanager
 def attended(
     rpc: str, jobs: Sequence[Job], failures: Failures | None, cancellation: Cancellation
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Tell whoever keeps attendance of each job that is settled, and cancel the rest when it gives them up."""
     if failures is None or isinstance(failures, list):
-        yield
-        return
-    with failures.waiting(rpc.lower(), cancellation.cancel) as roll:
+        return nullcontext()
+    return _attended(rpc, jobs, failures, cancellation)
+
+
+@contextmanager
+def _attended(
+    rpc: str, jobs: Sequence[Job], attendance: Attendance, cancellation: Cancellation
+) -> Iterator[None]:
+    with attendance.waiting(rpc.lower(), cancellation.cancel) as roll:
         for job in jobs:
             job.request.on_settled = functools.partial(roll.settle, job.index)
             job.is_needed = functools.partial(roll.is_needed, job.index)

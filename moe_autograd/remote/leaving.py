@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,19 +52,13 @@ class LeftForwards:
         weakref.finalize(node, _note_left, self._left, calls).atexit = False
         return node
 
-    @contextmanager
-    def noting_failed(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Around the forwards of a pass: those that fail have no backward; nor has any of a pass that raises."""
-        is_whole = False
-        try:
-            yield
-            is_whole = True
-        finally:
-            for job in jobs:
-                head = job.request.head
-                is_lost = not is_whole or job.outcome.error is not None
-                if is_lost and head.keep_graph and job.address:
-                    self._left.append((job.address, head.expert, head.call_id))
+    def note_failed(self, jobs: Sequence[Job], *, is_whole: bool) -> None:
+        """Note the forwards of a pass that have failed, and so have no backward; nor has any of a pass that raises."""
+        for job in jobs:
+            head = job.request.head
+            is_lost = not is_whole or job.outcome.error is not None
+            if is_lost and head.keep_graph and job.address:
+                self._left.append((job.address, head.expert, head.call_id))
 
     def tell(self) -> None:
         """Let servers know of the graphs that have gone since the last time."""

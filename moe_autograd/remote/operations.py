@@ -6,8 +6,7 @@ Threads: any number of operations at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_autograd.remote.awaiting import SCOPE
@@ -25,6 +24,28 @@ class Operation:
     def part(self, timeout_s: float) -> Operation:
         """Return a part of it, of so many seconds from now on, and not after its end."""
         return Operation(self.deadline.part(timeout_s), self.cancellation)
+
+
+class UnderWay:
+    """An operation while a block lasts, cancelled with any of some groups."""
+
+    __slots__ = ("_groups", "_operation")
+
+    def __init__(self, operation: Operation, groups: Sequence[Cancellation]) -> None:
+        self._operation, self._groups = operation, groups
+
+    def __enter__(self) -> Operation:
+        try:
+            for group in self._groups:
+                group.add(self._operation.cancellation.cancel)
+        except BaseException:  # such as Ctrl-C
+            self.__exit__()
+            raise
+        return self._operation
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups:
+            group.remove(self._operation.cancellation.cancel)
 
 
 class Operations:
@@ -46,8 +67,7 @@ class Operations:
         """Whether this is the process that connected, and not its fork."""
         return os.getpid() == self._process
 
-    @contextmanager
-    def begin(self) -> Iterator[Operation]:
+    def begin(self) -> UnderWay:
         """Begin an operation: its deadline runs, and `close` cancels it, or the scope that this thread is in.
 
         Raises:
@@ -58,15 +78,8 @@ class Operations:
                 f"connection to {', '.join(self._given)}: expected to be used in the process that made it, "
                 f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
             )
-        cancellation = Cancellation()
         groups = [group for group in (self._all, SCOPE.get()) if group is not None]
-        try:
-            for group in groups:
-                group.add(cancellation.cancel)
-            yield Operation(Deadline(self._timeout_s), cancellation)
-        finally:
-            for group in groups:
-                group.remove(cancellation.cancel)
+        return UnderWay(Operation(Deadline(self._timeout_s), Cancellation()), groups)
 
     def close(self) -> None:
         """Cancel what is under way; nothing is waited for any more: what is begun later fails, once."""
