@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
 
 import grpc
 
@@ -45,24 +47,18 @@ class Doorway:
     def __repr__(self) -> str:
         return f"<Doorway {'closed' if self._is_closed else 'open'}, {self._inside.in_use} inside>"
 
-    @contextlib.asynccontextmanager
-    async def passing(self, context: Context, permission: Permission) -> AsyncIterator[None]:
+    def passing(self, context: Context, permission: Permission) -> Passing:
         """Around the handling of one RPC, which needs `permission`; an error ends it with the status that says so.
 
         It has left when its answer is written, which is after its handling: who waits for the last one to leave, to
         close the connections behind it, cuts off no answer.
         """
-        try:
-            self._enter()
-            context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
-            self._gate.check(context.invocation_metadata(), permission)
-            yield
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except BaseException as error:
-            if not isinstance(error, MoeAutogradError):
-                logger.error("a call failed in the server itself", exc_info=error)
-            await context.abort(*rpc_status_of(error))
+        return Passing(context, partial(self._let_in, context, permission))
+
+    def _let_in(self, context: Context, permission: Permission) -> None:
+        self._enter()
+        context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
+        self._gate.check(context.invocation_metadata(), permission)
 
     async def close(self, timeout_s: float) -> bool:
         """Let nobody in any more and wait for those inside; return whether all have left."""
@@ -85,3 +81,31 @@ class Doorway:
         self._inside.give_back(1)
         if self._is_closed and self._inside.in_use == 0:
             self._is_empty.set()
+
+
+class Passing:
+    """The handling of one RPC, from its entry on; see `Doorway.passing`."""
+
+    __slots__ = ("_context", "_enter")
+
+    def __init__(self, context: Context, enter: Callable[[], None]) -> None:
+        self._context, self._enter = context, enter
+
+    async def __aenter__(self) -> None:
+        try:
+            self._enter()
+        except BaseException as error:
+            await self._end(error)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is not None and not isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
+            await self._end(error)
+        return False
+
+    async def _end(self, error: BaseException) -> None:
+        """End the RPC with the status that says what went wrong, which raises grpc's own error for that."""
+        if not isinstance(error, MoeAutogradError):
+            logger.error("a call failed in the server itself", exc_info=error)
+        await self._context.abort(*rpc_status_of(error))

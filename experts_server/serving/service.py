@@ -119,9 +119,9 @@ class Service:
     def _pass(
         self, kind: tuple[type[Any], ...], permission: Permission
     ) -> Callable[[Any, Context], Awaitable[None]]:
-        async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+        async def handle(_: AsyncIterator[bytes], context: Context) -> None:
             async with self.doorway.passing(context, permission):
-                await PassStream(self, kind, requests, context).run()
+                await PassStream(self, kind, context).run()
 
         return handle
 

@@ -22,7 +22,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import grpc
@@ -44,6 +43,8 @@ GATHER_S = 0.002
 LONGEST_GATHER_S = 0.01
 LARGE_BYTES = 1 << 20
 
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # which the stub leaves out
+
 
 class PassSettings(Protocol):
     """What a stream has to know of its server."""
@@ -62,7 +63,6 @@ class PassStream:
     Args:
         settings: the server's.
         kind: the head that its parcels must have: `FORWARD` or `BACKWARD`.
-        requests: its messages.
         context: grpc's.
     """
 
@@ -70,12 +70,10 @@ class PassStream:
         self,
         settings: PassSettings,
         kind: tuple[type[Any], ...],
-        requests: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[bytes, bytes],
     ) -> None:
         self._settings = settings
         self._kind = kind
-        self._requests = requests
         self._context = context
         self._reader = ParcelReader(settings.limits)
         self._writer = ParcelWriter()
@@ -101,10 +99,8 @@ class PassStream:
         """
         receiver: asyncio.Future[None] | None = None
         try:
-            await self._receive_first()
-            if self._reader.has_last:
-                self._note_end()
-            else:
+            await self._receive_one()  # before anything else is set up: mostly it is the only one
+            if not self._has_all:
                 receiver = asyncio.ensure_future(self._receive())
             await self._send()
         finally:
@@ -118,29 +114,24 @@ class PassStream:
 
     # ---- in
 
-    async def _receive_first(self) -> None:
-        """Take the first message before anything else is set up: mostly it is the only one."""
-        async for message in self._requests:
-            await self._take_message(message)
-            return
-
     async def _receive(self) -> None:
         try:
-            async for message in self._requests:
-                await self._take_message(message)
-                if self._reader.has_last:
-                    break
-            self._note_end()
+            while not self._has_all:
+                await self._receive_one()
         except BaseException as error:
             self._failure = error
             self._wake.set()
 
-    def _note_end(self) -> None:
-        """Note that all messages have come."""
-        self._reader.finish()
-        self._has_all = True
-        if len(self._results) >= len(self._outstanding):
-            self._wake.set()
+    async def _receive_one(self) -> None:
+        """Take the next message, or note that all have come."""
+        message: Any = await self._context.read()
+        if message is not _EOF:
+            await self._take_message(message)
+        if message is _EOF or self._reader.has_last:
+            self._reader.finish()
+            self._has_all = True
+            if len(self._results) >= len(self._outstanding):
+                self._wake.set()
 
     async def _take_message(self, message: bytes) -> None:
         self._hold(self._num_held + len(message))
