@@ -149,7 +149,8 @@ class Outputs:
 
     def detached(self) -> Outputs:
         """Return the same values without their graph, as memory that can be sent."""
-        return Outputs(tuple([plain(tensor.detach()) for tensor in self.tensors]), self.is_sequence)
+        loose = [tensor.detach() if tensor.requires_grad else tensor for tensor in self.tensors]
+        return Outputs(tuple([plain(tensor) for tensor in loose]), self.is_sequence)
 
 
 def encoded(result: Any, encoding: pb.Encoding) -> Any:

@@ -210,7 +210,7 @@ class HostedExpert:
 
     def _forward_alone(self, call: ForwardCall) -> Outputs:
         if not call.keep_graph:
-            with torch.no_grad():
+            with torch.set_grad_enabled(False):  # as `no_grad`, and sooner
                 answer = self.caller.call(call.inputs, call.evaluate, call.random_seed).detached()
             answer.has_drawn = self.caller.random.has_drawn
             return answer

@@ -326,11 +326,11 @@ class ExpertQueue:
     def _call_resident_expert(self, batch: list[Call]) -> Sequence[Any]:
         hosted, call = self.hosted, batch[0]
         if isinstance(call, ForwardCall):
-            return hosted.forward(cast(list[ForwardCall], batch))  # what is joined is of one kind
+            return hosted.forward(cast("list[ForwardCall]", batch))  # what is joined is of one kind
         if isinstance(call, BackwardCall):
             if len(batch) == 1:
                 return [hosted.backward(call)]
-            return hosted.backward_joined(cast(list[BackwardCall], batch))
+            return hosted.backward_joined(cast("list[BackwardCall]", batch))
         if isinstance(call, UpdateCall):
             return [hosted.update(call)]
         assert isinstance(call, InspectCall), f"unknown call {call!r}"

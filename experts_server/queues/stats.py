@@ -78,18 +78,12 @@ class ExpertStats:
         name = _KIND_OF.get(type(batch[0]))
         if name is None or (isinstance(batch[0], BackwardCall) and batch[0].wants_nothing):
             return
-        kind = self.kinds[name]
-        for call in batch:
+        kind, num_done = self.kinds[name], 0
+        for call, result in zip(batch, results, strict=True):
             kind.bytes_in += call.num_bytes
-        done = [
-            pair for pair in zip(batch, results, strict=True) if not isinstance(pair[1], InputsNeededError)
-        ]
-        if not done:
-            return
-        kind.batch_calls.add(len(done))
-        kind.compute_s.add(compute_s)
-        kind.num_calls += len(done)
-        for call, result in done:
+            if isinstance(result, InputsNeededError):
+                continue
+            num_done += 1
             kind.num_tokens += call.num_tokens
             kind.queue_s.add(started - call.arrived_at)
             if isinstance(result, Outputs):
@@ -104,6 +98,10 @@ class ExpertStats:
                         self.sent_bytes[encoding] += num_bytes
             elif isinstance(result, BaseException):
                 kind.num_failed += 1
+        if num_done:
+            kind.batch_calls.add(num_done)
+            kind.compute_s.add(compute_s)
+            kind.num_calls += num_done
 
 
 def _as_sent(tensor: Tensor, encoding: pb.Encoding) -> tuple[pb.Encoding, int]:

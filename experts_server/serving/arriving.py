@@ -27,7 +27,7 @@ def forward_call(
             raise InvalidCallError(
                 "forward: expected tensors as inputs, got None among them. Send tensors only."
             )
-    inputs = cast(tuple[Tensor, ...], tensors)
+    inputs = cast("tuple[Tensor, ...]", tensors)
     keep_graph, evaluate, seed = head.keep_graph, head.evaluate, head.random_seed
     requires_grad = tuple(head.input_requires_grad)
     call = ForwardCall(head.client_id, reply, head.call_id, inputs, requires_grad, keep_graph, evaluate, seed)

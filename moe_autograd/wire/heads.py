@@ -26,7 +26,9 @@ class _Plain(Generic[MessageT]):
 
     def message(self) -> MessageT:
         """Return it as protobuf's."""
-        return self.message_class(**{name: getattr(self, name) for name in self.__slots__})
+        # what is zero or empty protobuf has so by itself
+        given = {name: value for name in self.__slots__ if (value := getattr(self, name))}
+        return self.message_class(**given)
 
 
 @dataclass(slots=True)

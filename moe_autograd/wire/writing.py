@@ -132,7 +132,7 @@ class _Outgoing:
         self.parts: list[tuple[int, int, memoryview]] = []
         self._alive: list[torch.Tensor] = []
         headers = []
-        encodings = encoding if isinstance(encoding, Sequence) else itertools.repeat(encoding)
+        encodings = itertools.repeat(encoding) if isinstance(encoding, int) else encoding
         for index, (tensor, own) in enumerate(zip(tensors, encodings, strict=False)):
             header, form = travelling_form(tensor, own)
             headers.append(header)
