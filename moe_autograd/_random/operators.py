@@ -105,14 +105,15 @@ def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwa
 
 
 def _draw_noise(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to draw for `rrelu` where wrong gradients would follow: torch saves its noise before it has drawn any."""
-    training = args[4] if len(args) > 4 else kwargs.get("training", False)
-    if training and running.stops_early and torch.is_grad_enabled():
-        raise ValueError(
-            "rrelu: expected a call that is recomputed as a whole, got early_stop=True, and a second run would stop "
-            "before the noise is drawn. Take recompute=Recompute(early_stop=False)."
-        )
-    return _draw_from_own_stream(operator, position, *args, **kwargs)
+    """Draw for `rrelu`, and have something saved after it.
+
+    Torch saves its noise before it has drawn any. Where nothing was saved after that, the second run of a checkpoint
+    stops there, and the gradients are garbage.
+    """
+    output = _draw_from_own_stream(operator, position, *args, **kwargs)
+    if torch.is_grad_enabled() and not _is_tracing():
+        torch.ones((), device="cpu", requires_grad=True).exp()  # saves its result
+    return output
 
 
 def _draw_as_sibling(operator: OpOverload, sibling: OpOverload, *args: Any, **kwargs: Any) -> Any:

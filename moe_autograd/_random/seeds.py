@@ -27,9 +27,6 @@ class _Running(threading.local):
     seeds: CallSeeds | None = None
     index: int = 0
     places: Sequence[int] | None = None  # of the calls that this one makes together, until it asks
-    stops_early: bool = (
-        False  # where the call is recomputed, and no further than to the last tensor that was saved
-    )
 
 
 running = _Running()

@@ -21,7 +21,6 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from moe_autograd._random import running
 from moe_autograd.autograd.entry import entered_again
 from moe_autograd.autograd.grouping import group_of
 from moe_autograd.autograd.sleeping_hooks import let_new_hooks_sleep
@@ -62,7 +61,7 @@ class Recompute:
         """
         # As keywords of the call's own: `checkpoint` has some, too, which may have the same names.
         return checkpoint(
-            functools.partial(_run, call, kwargs, self.early_stop),
+            functools.partial(_run, call, kwargs),
             *args,
             use_reentrant=False,
             context_fn=self.context_fn,
@@ -71,13 +70,11 @@ class Recompute:
         )
 
 
-def _run(call: Callable[..., Any], kwargs: dict[str, Any], stops_early: bool, /, *args: Any) -> Any:
-    outer, running.stops_early = running.stops_early, stops_early
+def _run(call: Callable[..., Any], kwargs: dict[str, Any], /, *args: Any) -> Any:
     try:
         with entered_again(args) as entered:
             return call(*entered, **kwargs)
     finally:
-        running.stops_early = outer
         let_new_hooks_sleep()
 
 

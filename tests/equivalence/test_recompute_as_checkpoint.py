@@ -292,17 +292,23 @@ def test_another_option_is_refused_by_maps_and_layers(option: Any) -> None:
         MixtureOfExperts(TopKRouter(4, 1, top_k=1), [nn.Identity()], recompute=option)
 
 
-def test_rrelu_is_recomputed_as_a_whole_or_not_at_all() -> None:
-    """Torch saves its noise before it has drawn any: under `checkpoint` with early stop the gradients are wrong."""
-    module, x = nn.RReLU(0.0, 1.0), torch.randn(5, 4).double().requires_grad_()
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("is_inplace", [True, False])
+def test_rrelu_draws_its_noise_again_though_torch_saves_that_before(
+    is_inplace: bool, early_stop: bool
+) -> None:
+    """Where nothing is saved after it, the second run stopped before noise was drawn, and gradients were garbage."""
+    x = torch.randn(5, 4).double().requires_grad_()
 
-    def gradient(recompute: bool | Recompute) -> Tensor:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.rrelu(x.clone(), 0.0, 1.0, training=True, inplace=is_inplace)
+
+    def gradient(module: nn.Module, recompute: bool | Recompute) -> Tensor:
         torch.manual_seed(0)
-        (output,) = parallel_apply([module], [(x,)], recompute=recompute)
-        return torch.autograd.grad(output.sum(), x)[0]
+        outputs = parallel_apply([module] * 3, [(x,), (2 * x,), (3 * x,)], recompute=recompute)
+        return torch.autograd.grad(torch.stack(outputs).prod(0).sum(), x)[0]
 
-    assert torch.equal(gradient(Recompute(early_stop=False)), gradient(recompute=False))
-    with pytest.raises(ValueError, match=r"^rrelu: .*recompute=Recompute\(early_stop=False\)"):
-        gradient(recompute=True)
-    module.eval()
-    assert torch.equal(gradient(recompute=True), gradient(recompute=False))
+    expected = gradient(Noisy(), recompute=False)
+    assert torch.equal(gradient(Noisy(), Recompute(early_stop=early_stop)), expected)
+    assert torch.equal(gradient(Checkpointed(Noisy(), early_stop=early_stop), recompute=False), expected)
