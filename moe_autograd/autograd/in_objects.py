@@ -9,14 +9,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import logging
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import is_structseq_class, tree_leaves
 
 from moe_autograd.autograd.reaching import has_history
 
@@ -40,13 +42,17 @@ _NOT_LOOKED_INTO = (
     types.FunctionType,
     types.MethodType,
     functools.partial,
+    logging.Logger,
     Node,
 )
+# Read at once, as other threads may change them meanwhile.
 _ITEMS: dict[Any, Callable[[Any], Iterable[tuple[Any, Any]]]] = {
-    dict: lambda held: tuple(dict.items(held)),  # at once: other threads may change them meanwhile
-    list: lambda held: enumerate(tuple(list.__iter__(held))),
-    collections.deque: lambda held: enumerate(tuple(collections.deque.__iter__(held))),
+    dict: lambda held: _with_more_than_plain(tuple(dict.items(held))),
+    list: lambda held: _with_more_than_plain(enumerate(tuple(list.__iter__(held)))),
+    collections.deque: lambda held: _with_more_than_plain(enumerate(tuple(collections.deque.__iter__(held)))),
 }
+_PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
+_MOST_LOOKED_INTO = 4096  # objects; what a call returns may lead to a whole program
 
 
 class Place(NamedTuple):
@@ -66,7 +72,7 @@ def may_hold(value: object) -> bool:
 def attributes_of(value: object) -> list[Place]:
     """Return the attributes of an object, slots of its bases included."""
     found = list[Place]()
-    with contextlib.suppress(AttributeError):  # it has slots alone
+    with contextlib.suppress(Exception):  # it has slots alone, or a `__dict__` that its class defines
         own = object.__getattribute__(value, "__dict__")
         if isinstance(own, dict):
             found += [Place(dict.__setitem__, own, name, held) for name, held in _ITEMS[dict](own)]
@@ -79,7 +85,7 @@ def attributes_of(value: object) -> list[Place]:
 
 
 def tensors_in_objects(values: Iterable[object]) -> Iterator[tuple[object, Tensor]]:
-    """Yield the tensors that objects among `values` hold, and objects that these lead to; each with its holder."""
+    """Yield the tensors that objects among `values` hold, and those nearest to them; each with its holder."""
     to_visit = [one for value in values for one in _out_of_tuples(value) if may_hold(one)]
     seen = set(map(id, to_visit))
     for holder in to_visit:  # grows
@@ -87,7 +93,7 @@ def tensors_in_objects(values: Iterable[object]) -> Iterator[tuple[object, Tenso
             for held in _out_of_tuples(place.value):
                 if _is(held, Tensor):
                     yield holder, held
-                elif id(held) not in seen and may_hold(held):
+                elif len(to_visit) < _MOST_LOOKED_INTO and id(held) not in seen and may_hold(held):
                     seen.add(id(held))
                     to_visit.append(held)
 
@@ -135,19 +141,32 @@ def _places_in(holder: Any) -> list[Place]:
     return places
 
 
+def _with_more_than_plain(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    return [item for item in items if type(item[1]) not in _PLAIN]  # a vocabulary has very many others
+
+
 def _out_of_tuples(value: object) -> Sequence[Any]:
     """Return what is in nested tuples, which cannot be changed; anything else as it is."""
-    return (value,) if _is_no_tuple(value) else tree_leaves(value, is_leaf=_is_no_tuple)
+    if not _is(value, tuple):
+        return (value,)
+    return [one for held in tuple.__iter__(cast(Any, value)) for one in _out_of_tuples(held)]
 
 
-def _exchanged(held: object, others: Mapping[int, Tensor]) -> object:
-    if all(id(one) not in others for one in _out_of_tuples(held)):
+def _exchanged(held: Any, others: Mapping[int, Tensor]) -> Any:
+    """Return what is to be in the place of something; in that of a tuple another one, of its class."""
+    if not _is(held, tuple):
+        return others.get(id(held), held)
+    before = tuple(tuple.__iter__(held))
+    after = [_exchanged(one, others) for one in before]
+    if all(map(operator.is_, before, after)):
         return held
-    return tree_map_only(Tensor, lambda one: others.get(id(one), one), held, is_leaf=_is_no_tuple)
-
-
-def _is_no_tuple(value: object) -> bool:
-    return not _is(value, tuple)
+    kind = type(held)
+    if is_structseq_class(kind):
+        return kind(after)
+    made = tuple.__new__(kind, after)
+    with contextlib.suppress(AttributeError):  # it has no attributes
+        made.__dict__.update(held.__dict__)
+    return made
 
 
 def _is(value: object, kinds: Any) -> bool:

@@ -55,6 +55,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
@@ -118,6 +119,7 @@ class ModuleCall(CallResults):
         inner = [aliases.get(id(value), value) for value in values]
         inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
 
+        self._begun = _get_sequence_nr()
         returned = module(*inner_args, **inner_kwargs)
 
         # A call of a backward (Rule 6) ends at the histories of then, whatever these tensors have become since.

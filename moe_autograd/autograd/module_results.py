@@ -11,12 +11,13 @@ import functools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
@@ -25,9 +26,10 @@ from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_entry, refuse_strided_nested, stays_as_it_is
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
 from moe_autograd.autograd.in_objects import InObjects, may_hold
-from moe_autograd.autograd.reaching import Cut
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD
+from moe_autograd.autograd.reaching import Cut, has_history
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
-from moe_autograd.autograd.walks import plain, walk
+from moe_autograd.autograd.walks import leads, plain, walk
 from moe_autograd.autograd.wrapped_hooks import waited_for
 
 
@@ -76,6 +78,12 @@ def _is_plain_view(value: Tensor, base: Tensor) -> bool:
     return node is not None
 
 
+def _number_of(tensor: Tensor) -> int:
+    """Return the number that the thread which computed a tensor gave to its node."""
+    node: Any = tensor.grad_fn
+    return cast(int, node._sequence_nr())
+
+
 class _View(NamedTuple):
     """A result that is a view of an input which the call has changed."""
 
@@ -95,6 +103,7 @@ class CallResults:
     dirty: tuple[Tensor, ...] = ()
     _changed_views: Sequence[Tensor | None] = ()  # those of `touched` that are views, each in its place
     _in_objects: InObjects | None = None  # of its results
+    _begun = 0  # the number of the first node that its forward may have made
     _inner: Sequence[Tensor] = ()  # its results in its own graph, until all calls have been made
     touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
@@ -129,7 +138,7 @@ class CallResults:
         inner: list[Tensor] = []
         is_cut = not torch.is_inference_mode_enabled()  # else there is nothing to tie again
         if is_cut and (objects := [value for value in values if may_hold(value)]):
-            self._in_objects = InObjects(objects, self._own)
+            self._in_objects = InObjects(objects, lambda tensors: self._own(tensors, values))
             values += self._in_objects.tensors
         for i, value in enumerate(values):
             if not is_cut or not isinstance(value, Tensor) or not value.requires_grad:
@@ -153,12 +162,25 @@ class CallResults:
         self._has_waiting_hooks = any(waited_for(h) for own in self._own_hooks.values() for h in own.values())
         self._detach(inner, given, outer_of)
 
-    def _own(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return those of some tensors that lead to no input of another call, as objects that calls share may do."""
-        cuts = {edge.node for edge, _ in self.cuts}
+    def _own(self, tensors: list[Tensor], values: Sequence[object]) -> list[Tensor]:
+        """Return those of some tensors that the call took or computed; `values` are its other results.
+
+        Objects may also hold what was computed before, which stays as it is: tied again in each step, it would have a
+        longer history each time. What threads of the call's own have computed tells by where it comes from. And calls
+        that share an object may find each other's results in it, which lead to inputs of others.
+        """
+        now = _get_sequence_nr()  # each thread counts by itself: a few of before may pass for new ones
+        new = {id(tensor) for tensor in tensors if self._begun <= _number_of(tensor) < now}
+        ends: set[Node | None] = {edge.node for edge, _ in self.cuts}
+        if len(new) < len(tensors):
+            others = [value for value in values if isinstance(value, Tensor) and has_history(value)]
+            own = [*others, *[tensor for tensor in tensors if id(tensor) in new]]
+            met = {node for node, _ in walk(plain(map(edge_of, own)), ends)}
+            met = ends.union(node for node in met if type(node) is not ACCUMULATE_GRAD)
+            tensors = [t for t in tensors if id(t) in new or leads(plain([edge_of(t)]), met)]
 
         def strays(some: Sequence[Tensor]) -> bool:
-            return any(is_entry(node) for node, _ in walk(plain(map(edge_of, some)), cuts))
+            return any(is_entry(node) for node, _ in walk(plain(map(edge_of, some)), ends))
 
         return [tensor for tensor in tensors if not strays([tensor])] if strays(tensors) else tensors
 

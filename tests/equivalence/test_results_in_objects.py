@@ -6,6 +6,7 @@ That their values and gradients are those of a plain loop, `test_parallel_apply`
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply, split_backward
+from moe_autograd.autograd.in_objects import tensors_in_objects
 from tests.support.comparing_modules import assert_same_modules_program
 from tests.support.comparison import MapFunction, loss_of, one_after_another
 from tests.support.functions_waiting import Meets
@@ -192,3 +194,109 @@ def test_what_a_module_holds_that_a_call_returns_is_no_result_and_says_so() -> N
     assert [output.scores for output in native] == [output.scores for output in mapped] == modules
     with pytest.raises(RuntimeError, match="expected tensors with history to leave a call as its result"):
         loss_of([output.scores.last for output in mapped]).backward()
+
+
+def before_all(tensor: Tensor) -> Tensor:
+    """Let a tensor's node have a number that no thread comes to, so that it never passes for one of a call."""
+    assert tensor.grad_fn is not None
+    tensor.grad_fn._set_sequence_nr(1 << 40)  # type: ignore[attr-defined]
+    return tensor
+
+
+class Keeps(nn.Module):
+    """Returns an object that it keeps, where no look finds what that holds."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), kept
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x), self.kept
+
+
+def test_what_objects_held_before_the_call_stays_as_it_is() -> None:
+    """It was tied again by each map, so that its history grew from step to step."""
+
+    def program(apply: MapFunction) -> Any:
+        (weight,), xs = leaves(1, 3, 4), leaves()
+        held = before_all(weight.exp())
+        modules = seeded(lambda: Keeps(Output(held)))
+        for _ in range(3):
+            outputs = apply(modules, [(x,) for x in xs])
+            loss_of([y for y, _ in outputs]).backward()
+        same = [kept.hidden is held for _, kept in outputs]
+        loss_of([kept.hidden for _, kept in outputs]).backward(retain_graph=True)
+        held.sum().backward()
+        return same, [x.grad for x in [weight, *xs, *parameters(modules)]]
+
+    assert_same_modules_program(program)
+
+
+def test_what_a_thread_of_the_calls_own_computed_is_a_result() -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+
+        def call(module: nn.Module, x: Tensor, constant: Tensor) -> Output:
+            found: list[Tensor] = []
+            compute = lambda: found.extend([before_all(module(x)), before_all(module(constant).exp())])  # noqa: E731
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+            return Output(found[0], [found[1], found[1].cos()])
+
+        inputs = [(*both, both[1].detach()) for both in zip(modules, xs, strict=True)]
+        outputs = apply([call] * NUM_CALLS, inputs)
+        loss_of([one for o in outputs for one in (o.hidden, *o.scores)]).backward()
+        return [x.grad for x in [*xs, *parameters(modules)]]
+
+    assert_same_modules_program(program)
+
+
+def test_of_an_object_that_leads_to_very_many_others_the_nearest_are_looked_into() -> None:
+    """Without end, a returned object with a large graph of others held up its map for seconds."""
+    near, far = leaves(2)
+    chain: Any = Slots(far)
+    for _ in range(20_000):
+        chain = [chain]
+    held = Output(near, [chain, Slots(near.sin())])
+    assert [tensor is far for _, tensor in tensors_in_objects([held])] == [False] * 3
+
+
+class Pair(collections.namedtuple("Pair", ["first", "second"])):
+    """Not made from two tensors alone, and with an attribute."""
+
+    name: str
+
+    def __new__(cls, first: Any, second: Any, *, name: str) -> Pair:
+        pair = super().__new__(cls, first, second)
+        pair.name = name
+        return pair
+
+
+class Row(tuple[Any, ...]):
+    pass
+
+
+def test_tuples_of_any_class_in_objects_hold_results() -> None:
+    def program(apply: MapFunction) -> Any:
+        def call(x: Tensor) -> Output:
+            pair = Pair(x.exp(), Row((x.sin(), 3)), name="pair")
+            return Output(x.cos(), (pair, x.max(dim=0), torch.Size([2, 3])))
+
+        xs = leaves()
+        held = [output.scores for output in apply([call] * NUM_CALLS, [(x,) for x in xs])]
+        loss_of([one for p, m, _ in held for one in (p.first, p.second[0], m.values)]).backward()
+        said = [(type(p), p.name, type(p.second), p.second[1], type(m), size) for p, m, size in held]
+        return said, [x.grad for x in xs]
+
+    assert_same_modules_program(program)
+
+
+def test_an_object_whose_class_says_what_its_attributes_are_passes_through() -> None:
+    class Proxy:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError
+
+    outputs = parallel_apply([lambda x: (x, Proxy())] * NUM_CALLS, [(x,) for x in leaves()])
+    assert all(type(proxy) is Proxy for _, proxy in outputs)
