@@ -16,6 +16,7 @@ import threading
 import time
 
 from moe_autograd._lookout import Crew
+from moe_autograd._threads import is_queued
 
 _COMPUTING_SHARE = 0.1  # of a look's time on a core; less is waiting
 
@@ -49,11 +50,7 @@ class Progress:
 
     def is_queued(self) -> bool:
         """Return whether the thread could compute if it had a core."""
-        try:
-            with open(f"/proc/self/task/{self._thread_id}/stat", "rb") as stat:
-                return stat.read().rpartition(b")")[2].startswith(b" R")
-        except OSError:  # it has ended, or the system has no such file
-            return False
+        return is_queued(self._thread_id)
 
 
 def _cpu_clock() -> int | None:

@@ -51,10 +51,13 @@ interval = _Interval()
 
 
 def _start_anew() -> None:
-    """In a forked child there are no threads of ours, and no lock is held by one that the child does not have."""
-    interval._lock = threading.Lock()
+    """In a forked child there are no threads of ours."""
+    interval._lock.release()
     interval.suit(())
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+    # Not in the middle of a change: the child would take what we set for the user's.
+    os.register_at_fork(
+        before=interval._lock.acquire, after_in_parent=interval._lock.release, after_in_child=_start_anew
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.subprocesses import assert_prints
+from tests.support.subprocesses import assert_prints, run_ranks
 
 PREAMBLE = """
     import atexit, os, signal, sys, threading, traceback
@@ -313,3 +313,40 @@ def test_ten_thousand_failing_maps_leave_no_thread_file_or_memory(where: str) ->
     """,
         "few few few few few",
     )
+
+
+@pytest.mark.parametrize("is_on_a_core", [True, False])
+def test_what_computes_within_torch_at_exit_ends_first(is_on_a_core: bool) -> None:
+    """A thread that came back from torch into an interpreter that had ended was ended there, and aborted the process.
+
+    In a Python of its own: warm processes have no such end. On a busy machine a thread's clock may stand still.
+    """
+    program = f"""
+        import threading, time, torch
+        from moe_autograd import _threads
+
+        class EndsLate:
+            def __del__(self, sleep=time.sleep):  # when other threads are ended already
+                sleep(1.0)
+
+        class Computes(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return 2 * x
+
+            @staticmethod
+            def backward(ctx, grad):
+                begun.set()
+                torch.linalg.svd(matrix)
+                return grad
+
+        _threads.EXIT_GRACE_S = 60.0
+        if not {is_on_a_core}:
+            time.clock_gettime = lambda clock: 0.0
+        torch.set_num_threads(1)
+        ends_late, begun, matrix = EndsLate(), threading.Event(), torch.randn(300, 300)
+        y = Computes.apply(torch.ones(2, requires_grad=True)).sum()
+        _threads.start_soon(y.backward)
+        begun.wait()
+        """
+    assert run_ranks(program, num_ranks=1) == [""]

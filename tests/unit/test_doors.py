@@ -25,7 +25,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._threads": ("moe_autograd._intraop", "moe_autograd._switching"),
     "moe_autograd._toml": ("moe_autograd.errors",),
     "moe_autograd._lookout": ("moe_autograd._threads",),
-    "moe_autograd._progress": ("moe_autograd._lookout",),
+    "moe_autograd._progress": ("moe_autograd._lookout", "moe_autograd._threads"),
     "moe_autograd._workers": (
         "moe_autograd._ambient",
         "moe_autograd._intraop",

@@ -72,16 +72,36 @@ def test_a_longer_one_of_the_users_own_stays() -> None:
     assert set(have_threads(MANY + 72, sys.getswitchinterval)) == {0.5}
 
 
-def test_a_forked_child_has_the_users() -> None:
-    def in_a_child() -> int:
-        if (child := os.fork()) == 0:
-            os._exit(0 if sys.getswitchinterval() == USERS_S else 1)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def users_is_set_in_a_child() -> bool:
+    if (child := os.fork()) == 0:
+        os._exit(0 if sys.getswitchinterval() == USERS_S else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-    threads = [None] * (MANY + 1)
-    interval.suit(threads)
+
+def test_a_forked_child_has_the_users() -> None:
+    interval.suit([None] * (MANY + 1))
     try:
         assert sys.getswitchinterval() > USERS_S
-        assert in_a_child() == 0
+        assert users_is_set_in_a_child()
     finally:
+        interval.suit(_threads._threads)
+
+
+def test_so_has_one_that_is_forked_in_the_middle_of_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took what was just being set for the user's."""
+    set_interval, has_set = sys.setswitchinterval, threading.Event()
+
+    def set_slowly(interval_s: float) -> None:
+        set_interval(interval_s)
+        has_set.set()
+        threading.Event().wait(0.1)
+
+    monkeypatch.setattr(sys, "setswitchinterval", set_slowly)
+    thread = threading.Thread(target=interval.suit, args=([None] * (MANY + 1),))
+    thread.start()
+    try:
+        assert has_set.wait(60)
+        assert users_is_set_in_a_child()
+    finally:
+        thread.join(60)
         interval.suit(_threads._threads)
