@@ -147,9 +147,7 @@ class MixtureOfExperts(nn.Module):
         Raises:
             UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD or `torch.export`.
         """
-        if not torch.compiler.is_compiling():  # dispatch would fail first, in words of its own
-            refuse_transforms([x])
-        elif torch.compiler.is_exporting():
+        if torch.compiler.is_exporting():
             raise UnsupportedTransformError(
                 "MixtureOfExperts: expected to be run, got torch.export around it. How many tokens an expert has is "
                 "known only then. Export router and experts each for itself."
@@ -159,6 +157,7 @@ class MixtureOfExperts(nn.Module):
 
     @uncompiled  # how many experts have tokens, and how many, differs: each combination would be compiled anew
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        refuse_transforms([x])  # dispatch would fail first, in words of its own
         x_TD = x.reshape(-1, x.shape[-1])
         tokens_per_expert = checked_loads(routing, len(x_TD), len(self.experts))
         plan = plan_dispatch(routing.expert_index, tokens_per_expert)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import compiled
+from moe_autograd.errors import UnsupportedTransformError
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.module_programs import finish, parameters, seeded
 
@@ -225,3 +226,12 @@ def test_a_layer_is_not_compiled_for_each_number_of_tokens(options: dict[str, An
     for num_tokens in (2, 4, 5, 7, 9, 33, 1):
         train(num_tokens)
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, torch.func.jacrev])
+def test_a_layer_in_a_compiled_transform_is_refused_in_words_of_ours(transform: Callable[..., Any]) -> None:
+    """Dispatch failed first: `False != True`, or data that cannot be accessed."""
+    layer = MixtureOfExperts(TopKRouter(4, 3, 1), [Expert() for _ in range(3)])
+    function = torch.compile(lambda x: transform(lambda x: layer(x).sum())(x), backend="eager")
+    with pytest.raises(UnsupportedTransformError, match=r"expected no active torch\.func transform"):
+        function(torch.randn(2, 5, 4))

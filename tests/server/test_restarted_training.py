@@ -75,7 +75,7 @@ def test_what_is_switched_on_over_a_restart_begins_anew(
     assert local.expert.training is not None
     optimizer = local.expert.training.optimizer
     optimizer.param_groups[0][switched] = value
-    if switched == "foreach":  # a choice, so torch's fused steps, whose rounding is another, are not taken any more
+    if switched == "foreach":  # a choice: no more fused steps of torch's, which are rounded otherwise
         optimizer.param_groups[0]["fused"] = None
     for parameter, state in optimizer.state.items():
         state.update({key: torch.zeros_like(parameter) for key in keys})
