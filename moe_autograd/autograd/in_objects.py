@@ -134,7 +134,7 @@ class InObjects:
 
 
 def _places_in(holder: Any) -> list[Place]:
-    places = attributes_of(holder)
+    places = [] if type(holder) in _ITEMS else attributes_of(holder)
     for kind, items in _ITEMS.items():
         if _is(holder, kind):
             places += [Place(kind.__setitem__, holder, key, held) for key, held in items(holder)]
