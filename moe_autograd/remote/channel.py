@@ -32,6 +32,7 @@ from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.ends import LeftStreams
 from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.security import Certificates, Token
 from moe_autograd.wire.framing import seal, unseal
@@ -185,7 +186,8 @@ class Channel:
 
     def tell(self, rpc: str, request: Message) -> None:
         """Send one message that nothing depends on: returns at once, and what becomes of it is nobody's concern."""
-        with GATE.passage(may_interrupt=True) as passage:
+        # Ctrl-C could leave a lock of the channel locked, and every later call would wait for it
+        with interrupts_held_back(), GATE.passage(may_interrupt=True) as passage:
             try:
                 self._check_thread(rpc)
                 call = (
@@ -212,9 +214,10 @@ class Channel:
         """
         self._check_thread(rpc)
         begin = self._stubs_now().request_stream[rpc].future
-        with self.our_errors(rpc, operation.deadline) as passage:
+        with interrupts_held_back() as held, self.our_errors(rpc, operation.deadline) as passage:
             call = begin(messages, timeout=operation.deadline.remaining_s, metadata=self.token.metadata)
             passage.carry(call, has_thread=True)
+            held.cancel_with(call.cancel)
             operation.cancellation.add(call.cancel)
             try:
                 reply = call.result()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.pool import Pool
 
 T = TypeVar("T")
@@ -53,13 +54,14 @@ class Cancellation:
     def cancel(self, reason: str = "") -> None:
         """Cancel all that is under way, and whatever may be added; `reason` says why, if the user is to know."""
         self.reason = self.reason or reason
-        with self._lock:
-            if not self._is_cancelled:
-                self._is_cancelled = True
-                self._bell.release()
-            cancels = tuple(self._cancels)
-        for cancel in cancels:
-            cancel()
+        with interrupts_held_back():  # a second Ctrl-C would leave the rest, or a lock of grpc's locked
+            with self._lock:
+                if not self._is_cancelled:
+                    self._is_cancelled = True
+                    self._bell.release()
+                cancels = tuple(self._cancels)
+            for cancel in cancels:
+                cancel()
 
     def wait(self, pause_s: float) -> bool:
         """Pause; return at once with True if the operation is cancelled."""

@@ -24,14 +24,18 @@ _get_handler, _set_handler = _signal.getsignal, _signal.signal
 
 
 class interrupts_held_back:
-    """Inside, the handler of SIGINT runs when that comes, as ever; what it raises is raised at the end.
+    """Inside, SIGINT waits until `cancel_with`, or the end: whatever begins may hold locks that its handler needs.
+
+    From `cancel_with` on its handler runs when that comes, as ever, and what it raises is raised at the end.
 
     Threads: any; on others than the main thread nothing is to be done, since handlers do not run there.
     """
 
-    __slots__ = ("_cancel", "_error", "_handler")
+    __slots__ = ("_came", "_cancel", "_error", "_frame", "_handler")
 
     def __enter__(self) -> interrupts_held_back:
+        self._came = False
+        self._frame: FrameType | None = None
         self._error: BaseException | None = None
         self._cancel: Callable[[], object] | None = None
         self._handler: Any = None
@@ -40,10 +44,12 @@ class interrupts_held_back:
         return self
 
     def cancel_with(self, cancel: Callable[[], object]) -> None:
-        """Have `cancel` called when there is something to raise, so that the end comes soon; at once if there is."""
+        """Let the handler run; where it raises, have `cancel` called, so that the end comes soon."""
         self._cancel = cancel
-        if self._error is not None:
-            cancel()
+        if self._came:
+            self._came = False
+            self._handle(signal.SIGINT, self._frame)
+            self._frame = None
 
     def _hold(self) -> None:
         handler = _get_handler(signal.SIGINT)
@@ -52,24 +58,32 @@ class interrupts_held_back:
             _set_handler(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._cancel is None:
+            self._came, self._frame = True, frame
+            return
         try:
-            _set_handler(signal.SIGINT, self._handler)  # which may look who handles it, and let others do
-            self._handler(number, frame)
+            try:
+                _set_handler(signal.SIGINT, self._handler)  # which may look who handles it, and let others do
+                self._handler(number, frame)
+            finally:
+                self._hold()
         except BaseException as error:
             self._error = error
-            if self._cancel is not None:
-                self._cancel()
-        finally:
-            self._hold()
+            self._cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._handler is not None:
             _set_handler(signal.SIGINT, self._handler)
+        if self._came:
+            frame, self._frame = self._frame, None
+            self._handler(signal.SIGINT, frame)
         if self._error is not None:
             held, self._error = self._error, None
+            context = held.__context__
             try:
-                raise held from held.__cause__  # the call that it has cancelled is no news
+                raise held
             finally:
-                del held  # which is in a cycle with this frame
+                held.__context__ = context  # the call that it has cancelled is no news
+                del held, context  # which are in a cycle with this frame
