@@ -16,7 +16,7 @@ import threading
 import time
 
 from moe_autograd._lookout import Crew
-from moe_autograd._threads import is_queued
+from moe_autograd._threads import RUNNING, state_of
 
 _COMPUTING_SHARE = 0.1  # of a look's time on a core; less is waiting
 
@@ -50,7 +50,7 @@ class Progress:
 
     def is_queued(self) -> bool:
         """Return whether the thread could compute if it had a core."""
-        return is_queued(self._thread_id)
+        return state_of(self._thread_id) == RUNNING
 
 
 def _cpu_clock() -> int | None:

@@ -21,6 +21,9 @@ from moe_autograd._switching import interval
 IDLE_S = 5.0  # how long a thread waits for the next job before it leaves
 EXIT_GRACE_S = 1.0
 
+RUNNING = b"R"  # or it would, on a core
+READING = b"D"  # from a disk, such as code that runs for the first time
+
 
 class _Worker:
     """A thread that runs one job after another; between jobs it waits in `_idle`.
@@ -106,11 +109,11 @@ def _rest_before_exit() -> None:
 
 
 def _some_compute() -> bool:
-    """Look for 5 ms whether a thread computes, or would if it had a core."""
+    """Look for 5 ms whether a thread computes, or would if it had a core, or what it reads from a disk."""
     before_s = {thread: _cpu_s(thread) for thread in tuple(_threads)}
     time.sleep(0.005)  # the interpreter lock is theirs
     return any(
-        thread.is_alive() and (_cpu_s(thread) > cpu_s or is_queued(thread.native_id))
+        thread.is_alive() and (_cpu_s(thread) > cpu_s or state_of(thread.native_id) in (RUNNING, READING))
         for thread, cpu_s in before_s.items()
     )
 
@@ -125,13 +128,13 @@ def _cpu_s(thread: threading.Thread) -> float:
         return 0.0
 
 
-def is_queued(thread_id: int | None) -> bool:
-    """Return whether the thread of this native id computes, or could if it had a core."""
+def state_of(thread_id: int | None) -> bytes:
+    """Return what the system does with the thread of this native id; nothing where it does not tell."""
     try:
         with open(f"/proc/self/task/{thread_id}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].startswith(b" R")
-    except OSError:  # it has ended, or the system has no such file
-        return False
+            return stat.read().rpartition(b")")[2][1:2]
+    except OSError:  # the thread has ended, or the system has no such file
+        return b""
 
 
 atexit.register(_rest_before_exit)
