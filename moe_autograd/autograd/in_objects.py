@@ -52,6 +52,7 @@ _ITEMS: dict[Any, Callable[[Any], Iterable[tuple[Any, Any]]]] = {
     collections.deque: lambda held: _with_more_than_plain(enumerate(tuple(collections.deque.__iter__(held)))),
 }
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
+_OF_PYTHON = (types.GetSetDescriptorType, types.MemberDescriptorType)  # descriptors
 _MOST_LOOKED_INTO = 4096  # objects; what a call returns may lead to a whole program
 
 
@@ -72,11 +73,12 @@ def may_hold(value: object) -> bool:
 def attributes_of(value: object) -> list[Place]:
     """Return the attributes of an object, slots of its bases included."""
     found = list[Place]()
-    with contextlib.suppress(Exception):  # it has slots alone, or a `__dict__` that its class defines
-        own = object.__getattribute__(value, "__dict__")
-        if isinstance(own, dict):
-            found += [Place(dict.__setitem__, own, name, held) for name, held in _ITEMS[dict](own)]
-    for kind in type(value).__mro__:
+    kinds = type(value).__mro__
+    own = next((kind.__dict__["__dict__"] for kind in kinds if "__dict__" in kind.__dict__), None)
+    # Python's own; a class may define another, and one of an extension return no dict.
+    if isinstance(own, _OF_PYTHON) and isinstance(held_by := own.__get__(value), dict):
+        found += [Place(dict.__setitem__, held_by, name, held) for name, held in _ITEMS[dict](held_by)]
+    for kind in kinds:
         for slot in kind.__dict__.values() if "__slots__" in kind.__dict__ else ():
             if isinstance(slot, types.MemberDescriptorType):
                 with contextlib.suppress(AttributeError):  # nothing is in it
@@ -170,6 +172,5 @@ def _exchanged(held: Any, others: Mapping[int, Tensor]) -> Any:
 
 
 def _is(value: object, kinds: Any) -> bool:
-    return issubclass(
-        type(value), kinds
-    )  # `isinstance` would ask the value for its `__class__`, as mocks have one
+    """As `isinstance`, which would ask the value for its `__class__`; mocks have one."""
+    return issubclass(type(value), kinds)
