@@ -215,7 +215,19 @@ def _checked(
                 f"Function {func.__name__}Backward returned an invalid gradient at index {index} - "
                 f"got {list(grad.shape)} but expected shape compatible with {list(shape)}"
             )
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        _refuse_nan(func, [grad for grad, shape in zip(grads, shapes, strict=True) if shape is not None])
     return grads
+
+
+def _refuse_nan(func: type[Function], grads: Sequence[Tensor | None]) -> None:
+    """Raise if one is not a number, as the engine does while anomalies are detected."""
+    with torch.no_grad():
+        for index, grad in enumerate(grads):
+            if grad is not None and grad.isnan().any():
+                raise RuntimeError(
+                    f"Function '{func.__name__}Backward' returned nan values in its {index}th output."
+                )
 
 
 def _trimmed(func: type[Function], grads: tuple[Any, ...], num_arguments: int) -> tuple[Any, ...]:

@@ -198,11 +198,11 @@ def test_recompute_runs_in_the_autocast_of_the_forward(cache: bool) -> None:
 
 
 @contextlib.contextmanager
-def anomalies() -> Iterator[list[warnings.WarningMessage]]:
+def anomalies(*, check_nan: bool = True) -> Iterator[list[warnings.WarningMessage]]:
     """Detect anomalies; what PyTorch has to say about them, it says in warnings."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with torch.autograd.detect_anomaly():
+        with torch.autograd.detect_anomaly(check_nan=check_nan):
             yield warned
 
 
@@ -214,6 +214,33 @@ def test_anomaly_detection_finds_a_nan_and_the_function_that_made_it() -> None:
         with pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan"), anomalies() as warned:
             loss_of(apply([torch.sin, make_nan], [(x,) for x in leaves(2)])).backward()
         assert any("in make_nan" in str(warning.message) for warning in warned)
+
+
+class DividesByZero(torch.autograd.Function):
+    """The gradient of its second tensor is not a number, in one of many calls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: float, y: Tensor) -> Tensor:
+        ctx.divisor = divisor
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, grad * 0 / torch.tensor(ctx.divisor)
+
+
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_anomaly_detection_names_the_autograd_function_and_its_call(check_nan: bool) -> None:
+    def program(apply: MapFunction) -> Any:
+        x, *ys = leaves(4)
+        calls = [(x, divisor, y) for divisor, y in zip((1.0, 0.0, 1.0), ys, strict=True)]
+        with anomalies(check_nan=check_nan):
+            loss_of(apply(DividesByZero, *calls)).backward()
+        return [y.grad is not None and y.grad.isnan() for y in ys]
+
+    said = assert_same_program(program)
+    assert isinstance(said, Raised) == check_nan
+    assert not check_nan or "raised by call 1 (DividesByZero) of 3." in said.notes[0]
 
 
 def test_anomaly_detection_shows_where_a_failing_backward_came_from() -> None:
