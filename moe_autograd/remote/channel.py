@@ -35,6 +35,7 @@ from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.security import Certificates, Token
+from moe_autograd.wire.addresses import is_local
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
 from moe_autograd.wire.options import CHANNEL_OPTIONS
@@ -69,6 +70,7 @@ class Channel:
         limits: of what the server sends.
 
     Attributes:
+        is_local: whether the server is on this machine, as far as its address says.
         round_trip_s: of the fastest RPC that is one message each way, but for the first, which also had to connect.
     """
 
@@ -88,6 +90,7 @@ class Channel:
         self.encodings = encodings or Encodings(Compression())
         self.limits = limits or TensorLimits()
         self.round_trip_s = math.inf
+        self.is_local = is_local(address)
         self._has_answered = False
         self._authority = authority or address
         self._is_open = True

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from moe_autograd._intraop import end_team
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.ends import end
@@ -44,6 +45,8 @@ def streaming(
             stream = channel.stream(rpc, first, rest, operation.deadline, passage)
             held.cancel_with(stream.cancel)
             operation.cancellation.add(stream.cancel)
+            if channel.is_local:
+                end_team()  # its members would spin for milliseconds, on cores that the server computes with
             yield stream
         except (grpc.RpcError, RemoteError):
             if stream is not None:

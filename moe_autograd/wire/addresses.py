@@ -35,3 +35,13 @@ def is_name(address: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def is_local(address: str) -> bool:
+    """Tell whether the host is this machine, as far as its address says.
+
+    >>> is_local("localhost:80"), is_local("127.0.0.1:80"), is_local("[::1]:80"), is_local("10.0.0.1:80")
+    (True, True, True, False)
+    """
+    host = host_of(address)
+    return host == "localhost" if is_name(address) else ipaddress.ip_address(host).is_loopback

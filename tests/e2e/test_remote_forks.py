@@ -31,6 +31,8 @@ def test_a_forked_child_gets_a_clear_error_and_can_connect_anew():
             with connect({server.address!r}) as experts:
                 x = torch.ones(1, 4)
                 experts["ffn.0"](x)
+                torch.set_num_threads(2)
+                torch.ones(1 << 20).add_(1)  # with a team, whose threads the child does not have
                 child = os.fork()
                 if child == 0:
                     began_s = time.monotonic()

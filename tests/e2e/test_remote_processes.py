@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from moe_autograd._intraop import _openmp, end_team, get_team_size, set_team_size
 from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 from moe_autograd.remote.channel import Channel
@@ -315,3 +318,40 @@ def test_ctrl_c_just_when_a_stream_begins_reaches_the_server(monkeypatch, phase)
         wait_until_inside(server, 0)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         held.may_go.set()
+
+
+# ---- teams of intra-op threads
+
+
+@pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
+def test_who_waits_for_a_server_on_this_machine_leaves_it_the_cores() -> None:
+    """The members of the caller's team would spin there, where the server computes, also in the second call."""
+
+    class AfterTheTeam(nn.Module):
+        def forward(self, x):
+            wait_until(lambda: members.isdisjoint(threads_of_this_process()))
+            return x + 1
+
+    before = get_team_size()
+    end_team()
+    set_team_size(2)
+    try:
+        with ExpertsServer({"after": AfterTheTeam()}) as server, connect(server.address) as experts:
+            for _ in range(2):
+                others = threads_of_this_process()
+                torch.ones(1 << 20).add_(1)
+                members = threads_of_this_process() - others
+                assert members
+                assert experts["after"](torch.ones(1, 4)).tolist() == [[2.0] * 4]
+    finally:
+        set_team_size(before)
+
+
+def threads_of_this_process() -> set[str]:
+    """Return their numbers, but for grpc's, which have names of their own."""
+    found, name = set(), Path("/proc/self/comm").read_text()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            if Path(f"/proc/self/task/{thread}/comm").read_text() == name:
+                found.add(thread)
+    return found

@@ -47,6 +47,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.moe": ("moe_autograd._ambient", "moe_autograd.autograd", "moe_autograd.errors"),
     "moe_autograd.remote": (
         "moe_autograd._ambient",
+        "moe_autograd._intraop",
         "moe_autograd._random",
         "moe_autograd._toml",
         "moe_autograd.autograd",
