@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,13 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
     """See `held_by_module`; this reads the dictionaries themselves, as `Module.modules()` takes long."""
     found: list[Tensor] = []
     parts = [module]
+    seen = {id(module)}  # a part may lead back to what it is a part of
+
+    def add(modules: Iterable[torch.nn.Module | None]) -> None:
+        new = {id(one): one for one in modules if one is not None and id(one) not in seen}
+        seen.update(new)
+        parts.extend(new.values())
+
     talking = modules_that_talk()
     for part in parts:  # grows
         attributes = part.__dict__
@@ -55,11 +62,11 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         found += _with_history((*parameters.values(), *buffers.values()))
         around += _around_forward(part, of_all)
         if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
-            parts += _modules_in(attributes, parts)
+            add(_modules_in(attributes))
         if around:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
-            parts += [held for held in around if isinstance(held, torch.nn.Module) and held not in parts]
+            add(held for held in around if isinstance(held, torch.nn.Module))
         if isinstance(part, talking) or are_spread(parameters.values()):
             of_all.talks = True
         if is_compiled(part):
@@ -68,11 +75,11 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             _refuse_sharded(part)
         if hasattr(type(part), "stands_for"):  # an offloaded expert
             stand_in: Any = part
-            parts.append(stand_in.stands_for)
+            add([stand_in.stands_for])
         if children:
             if parametrize._cache_enabled and "parametrizations" in children:
                 found += _computed_for_all(part, children)
-            parts += [child for child in children.values() if child is not None]
+            add(children.values())
     of_all.parts.extend(parts)
     return found
 
@@ -112,10 +119,10 @@ def _computed_for_all(part: torch.nn.Module, children: dict[str, Any]) -> list[T
     return [weight for weight in weights if weight.grad_fn is not None]
 
 
-def _modules_in(attributes: dict[str, Any], but: Sequence[object]) -> list[torch.nn.Module]:
+def _modules_in(attributes: dict[str, Any]) -> list[torch.nn.Module]:
     """Return the modules that stand as attributes and in lists of them, as they may do unregistered."""
     own = [attributes[name] for name in sorted(attributes.keys() - _OF_TORCH)]
-    return [value for value in flattened(own) if isinstance(value, torch.nn.Module) and value not in but]
+    return [value for value in flattened(own) if isinstance(value, torch.nn.Module)]
 
 
 def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -115,7 +115,7 @@ def _work_of(module: Any, x: Any) -> int | None:
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
         return None
     num_parameters = 0
-    parts = [module]
+    parts, taken_apart = [module], set()
     for part in parts:  # which grows
         if not _is_known(part):
             return None
@@ -125,7 +125,11 @@ def _work_of(module: Any, x: Any) -> int | None:
                 if type(parameter) is not nn.Parameter:
                     return None
                 num_parameters += parameter.numel()
-        parts += own["_modules"].values()
+        if children := own["_modules"]:
+            if id(part) in taken_apart:
+                return None  # a part may lead back to what it is a part of, and this would not end
+            taken_apart.add(id(part))
+            parts += children.values()
     width = x.shape[-1] if x.dim() else 1
     return x.numel() // max(1, width) * max(num_parameters, width)
 

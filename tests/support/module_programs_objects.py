@@ -68,3 +68,16 @@ def a_dictionary_with_attributes_among_the_inputs(apply: MapFunction) -> Any:
     outputs = apply(calls, [(batch,) for batch in batches])
     outside = [batch["x"] * batch.scale for batch in batches]  # type: ignore[attr-defined]
     return finish([*outputs, *outside], weight, *xs, *parameters(modules))
+
+
+@program
+def parts_that_lead_back_to_what_they_are_parts_of(apply: MapFunction) -> Any:
+    """One of the modules cannot be called in turn."""
+    xs = leaves()
+    modules = [
+        *seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), NUM_CALLS - 1),
+        *seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Softsign()), 1),
+    ]
+    for module in modules:
+        module.get_submodule("1").parent = module
+    return finish(apply(modules, [(x,) for x in xs]), *xs, *parameters(modules))
