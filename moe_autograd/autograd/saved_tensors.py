@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
+from torch.utils import checkpoint
 
 
 def drop_saved_tensors(node: Node) -> None:
@@ -25,6 +26,16 @@ def drop_saved_tensors(node: Node) -> None:
         for one in saved if isinstance(saved, tuple) else (saved,):
             if one is not None and one.unpack_hook is None and one.data is not None:
                 one.register_hooks(_pack_nothing, _refuse_to_unpack)
+
+
+def is_checkpointed(node: Node) -> bool:
+    """Whether what a node saved is computed again by a `torch.utils.checkpoint`, once for each pass that asks."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if one is not None and getattr(one.unpack_hook, "__module__", None) == checkpoint.__name__:
+                return True
+    return False
 
 
 def drop_in_python(nodes: Iterable[Any]) -> None:

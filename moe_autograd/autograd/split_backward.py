@@ -24,7 +24,8 @@ whatever does not lead to them, inside such a node too. That is what this file b
    not be harmless. So it runs in the first part only, and what it sends over its borders is kept. One that
    leaves out what the engine does not want (a parallel map does) has to ask `is_in_first_part`, too; one whose
    weights are elsewhere, behind a tensor that stands for them, `is_wanted_later`. What `torch.compile` has made is
-   such a function, and refuses a pass after which the graph is still there: with it, all is computed at once.
+   such a function, and refuses a pass after which the graph is still there: with it, all is computed at once. So it
+   is with a `torch.utils.checkpoint`, which would run its forward once for each part; a selective one refuses that.
 
 `torch.distributed.pipelining._backward` knows the idea too. It starts a pass for each group of weights that
 share a node, fires the hooks of those nodes twice, keeps the saved tensors of all nodes between them, and
@@ -41,7 +42,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from moe_autograd.autograd.borders import Borders, Edges, Graph, is_compiled, is_python
-from moe_autograd.autograd.saved_tensors import drop_in_python, drop_saved_tensors
+from moe_autograd.autograd.saved_tensors import drop_in_python, drop_saved_tensors, is_checkpointed
 from moe_autograd.autograd.split_arguments import (
     Differentiable,
     Root,
@@ -101,7 +102,7 @@ def split_backward(
     output_edges = edges_of("outputs", outputs)
     graph = Graph(output_edges, edges_of("inputs", inputs), edges_of("weights", weights))
     roots = pair_roots(output_edges, grad_outputs)
-    if any(map(is_compiled, graph.inner)):
+    if any(is_compiled(node) or is_checkpointed(node) for node in graph.inner):
         return _all_at_once(graph, roots)
     refuse_hooks_on_the_way(graph, inputs)
     return _first_part(graph, roots)

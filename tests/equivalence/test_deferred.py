@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply, split_backward
 from tests.support.comparing_modules import ORDER, PROGRAMS, assert_same_modules_program, name_of
@@ -149,6 +149,32 @@ def test_where_a_backward_is_not_split_it_is_right_all_the_same(kind: str) -> No
 
     apply = functools.partial(deferring, recompute=True) if kind == "recompute" else deferring
     assert_same_modules_program(program, apply)
+
+
+@pytest.mark.parametrize(
+    "context_fn",
+    [
+        noop_context_fn,
+        functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
+    ],
+    ids=["all", "some"],
+)
+def test_checkpoints_within_calls_compute_again_once(context_fn: Any) -> None:
+    def program(apply: MapFunction) -> Any:
+        modules, xs, runs = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())), leaves(), []
+
+        def call(module: nn.Module, x: Tensor) -> Any:
+            def forward(x: Tensor) -> Any:
+                runs.append(module)
+                return module(x)
+
+            return checkpoint(forward, x, use_reentrant=False, context_fn=context_fn)
+
+        calls = [functools.partial(call, module) for module in modules]
+        loss_of(apply(calls, [(x,) for x in xs])).backward()
+        return [x.grad for x in [*xs, *parameters(modules)]], len(runs)
+
+    assert_same_modules_program(program, deferring)
 
 
 @pytest.mark.parametrize("apply", [parallel_apply, deferring], ids=["at once", "deferring"])
