@@ -22,7 +22,6 @@ Work is counted in multiply-adds of the forward; one core makes 2^20 of them in 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
-_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def call_in_turn(
@@ -69,12 +68,12 @@ def call_in_turn(
     """
     if any(_HOOKS_OF_ALL):
         return None
-    most, least = limits()
+    most = most_small()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
         if own_kwargs or len(own_args) != 1:
             return None
         work = _work_of(module, own_args[0])
-        if work is None or most < work < least:
+        if work is None or most < work < least_large():
             return None
     returned: list[Any] = []
     try:
@@ -96,50 +95,56 @@ def is_small(module: Callable[..., Any], x: Any) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether something of a user's sees the module's calls: hooks, or a `forward` put into the instance."""
-    return any(_HOOKS_OF_ALL) or _is_itself_watched(module.__dict__)
+    own = module.__dict__
+    return any(_HOOKS_OF_ALL) or "forward" in own or any(own[kind] for kind in _HOOKS)
 
 
-def _is_itself_watched(own: dict[str, Any]) -> bool:
-    return "forward" in own or any(_HOOKS(own))
+def most_small() -> int:
+    """Return how much work a small call is at most."""
+    return MOST_SMALL * (1 if torch.get_num_threads() == 1 else TEAM_SHARE)
 
 
-def limits() -> tuple[int, float]:
-    """Return how much work a small call is at most, and a large one at least."""
+def least_large() -> float:
+    """Return how much work a large call is at least."""
     num_threads = torch.get_num_threads()
-    least = LEAST_LARGE * num_threads if num_threads >= num_cores() else math.inf
-    return MOST_SMALL * (1 if num_threads == 1 else TEAM_SHARE), least
+    return LEAST_LARGE * num_threads if num_threads >= num_cores() else math.inf
 
 
 def _work_of(module: Any, x: Any) -> int | None:
-    """Return the work of a call that only computes; `None` if it may do more than that."""
+    """Return the work of a call that only computes (rules 1 and 2); `None` if it may do more than that.
+
+    Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
+    """
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
         return None
     num_parameters = 0
     parts, taken_apart = [module], set()
     for part in parts:  # which grows
-        if not _is_known(part):
+        if type(part) not in ONLY_COMPUTE and not _says_so(part):
             return None
         own = part.__dict__
-        for parameter in own["_parameters"].values():
-            if parameter is not None:
-                if type(parameter) is not nn.Parameter:
+        if "forward" in own or own.get("inplace"):
+            return None
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return None
+        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return None
+        if parameters := own["_parameters"]:
+            for parameter in parameters.values():
+                if type(parameter) is nn.Parameter:
+                    num_parameters += parameter.numel()
+                elif parameter is not None:
                     return None
-                num_parameters += parameter.numel()
         if children := own["_modules"]:
             if id(part) in taken_apart:
                 return None  # a part may lead back to what it is a part of, and this would not end
             taken_apart.add(id(part))
             parts += children.values()
-    width = x.shape[-1] if x.dim() else 1
+    shape = x.shape
+    width = shape[-1] if shape else 1
     return x.numel() // max(1, width) * max(num_parameters, width)
 
 
-def _is_known(part: Any) -> bool:
-    """Whether `part`, not counting its own parts, does nothing but what its class does (rules 1 and 2)."""
-    kind = type(part)
-    if kind not in ONLY_COMPUTE:
-        says = kind.__dict__.get("only_computes")
-        if says is None or not says(part):
-            return False
-    own = part.__dict__
-    return not _is_itself_watched(own) and not own.get("inplace", False)
+def _says_so(part: Any) -> bool:
+    only_computes = type(part).__dict__.get("only_computes")
+    return only_computes is not None and bool(only_computes(part))

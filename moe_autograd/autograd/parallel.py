@@ -257,15 +257,7 @@ def parallel_apply(
         >>> outputs = parallel_apply(experts, [(t,) for t in tokens])
         >>> sum(y.sum() for y in outputs).backward()
     """
-    if not isinstance(modules, Iterable):
-        raise TypeError(
-            f"parallel_apply: expected several modules, got one {type(modules).__name__}. Write [module] * len(inputs)."
-        )
-    if isinstance(modules, Mapping | ModuleDict):
-        raise TypeError(
-            f"parallel_apply: expected modules in a sequence, got a {type(modules).__name__}. Pass its values()."
-        )
-    modules = list(modules)
+    modules = _as_list(modules)
     how = as_recompute(recompute)
     args, kwargs = _checked_arguments(modules, inputs, kwargs_tup, names)
     check_max_concurrency("parallel_apply", max_concurrency)
@@ -289,13 +281,27 @@ def parallel_apply(
     return ungroup(units, returned, len(modules))
 
 
+def _as_list(modules: Any) -> list[Callable[..., Any]]:
+    if not isinstance(modules, list):  # mostly they are; the other looks take longer
+        if not isinstance(modules, Iterable):
+            raise TypeError(
+                f"parallel_apply: expected several modules, got one {type(modules).__name__}. "
+                "Write [module] * len(inputs)."
+            )
+        if isinstance(modules, Mapping | ModuleDict):
+            raise TypeError(
+                f"parallel_apply: expected modules in a sequence, got a {type(modules).__name__}. Pass its values()."
+            )
+    return list(modules)
+
+
 def _checked_arguments(
     modules: Sequence[Any],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None,
     names: Sequence[str] | None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    args = [tuple(x) if isinstance(x, tuple | list) else (x,) for x in inputs]
+    args = [x if type(x) is tuple else _as_tuple(x) for x in inputs]
     kwargs = [{} for _ in modules] if kwargs_tup is None else [_as_dict(own) for own in kwargs_tup]
     if not len(modules) == len(args) == len(kwargs):
         raise ValueError(
@@ -308,6 +314,10 @@ def _checked_arguments(
             "Pass one for each call, or None."
         )
     return args, kwargs
+
+
+def _as_tuple(own: Any) -> tuple[Any, ...]:
+    return tuple(own) if isinstance(own, tuple | list) else (own,)
 
 
 def _as_dict(kwargs: Any) -> dict[str, Any]:

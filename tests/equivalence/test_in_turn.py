@@ -63,11 +63,11 @@ def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph
 
 def test_a_call_with_more_work_gets_a_thread() -> None:
     module = nn.Linear(64, 64, bias=False)
-    most_rows = in_turn.limits()[0] // 64**2
+    most_rows = in_turn.most_small() // 64**2
     row = torch.randn(1, 64)
     assert is_made_in_turn(module, row.expand(most_rows, 64))
     assert not is_made_in_turn(module, row.expand(most_rows + 1, 64))
-    assert not is_made_in_turn(nn.GELU(), torch.empty(1).expand(in_turn.limits()[0] + 1))
+    assert not is_made_in_turn(nn.GELU(), torch.empty(1).expand(in_turn.most_small() + 1))
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def test_where_a_loop_keeps_no_other_core_busy_less_work_is_worth_a_thread(
     num_threads: Callable[[int], None],
 ) -> None:
     num_threads(1)
-    alone = in_turn.limits()[0]
+    alone = in_turn.most_small()
     num_threads(2)
-    assert in_turn.limits()[0] > alone
+    assert in_turn.most_small() > alone
 
 
 def test_a_large_call_gets_no_thread_where_its_operators_keep_all_cores_busy(
