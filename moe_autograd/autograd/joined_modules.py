@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -279,5 +279,18 @@ def _tie(calls: JoinedModules) -> Sequence[Sequence[Tensor]]:
     # A module may turn gradients on by itself; then its result has a history under no_grad, too.
     # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
     dirty = tuple([tensor for call in calls.calls for tensor in call.dirty])
-    with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(dirty):
+    with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(dirty), _thawed(calls.calls):
         return join(calls)
+
+
+@contextlib.contextmanager
+def _thawed(calls: Sequence[ModuleCall]) -> Iterator[None]:
+    """Tie leaves that were frozen after a call used them, too: what they are in the backward counts, as in a loop."""
+    frozen = [leaf for call in calls for leaf in call.leaves if not leaf.requires_grad]
+    for leaf in frozen:
+        leaf.requires_grad_()
+    try:
+        yield
+    finally:
+        for leaf in frozen:
+            leaf.requires_grad_(False)
