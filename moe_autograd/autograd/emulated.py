@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +93,14 @@ class EmulatedAutogradContext(FunctionCtx):
                 raise RuntimeError(_ACCESSED_TWICE)
             saved[:] = [_CLEARED]
         return tensors
+
+    @property
+    def saved_variables(self) -> tuple[Tensor | None, ...]:
+        """What `saved_tensors` returns, by its name of old, of which PyTorch warns."""
+        warnings.warn(
+            "'saved_variables' is deprecated; use 'saved_tensors'", DeprecationWarning, stacklevel=2
+        )
+        return self.saved_tensors
 
     @property
     def _input_grad_buffers(self) -> tuple[None, ...]:

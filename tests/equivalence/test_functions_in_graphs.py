@@ -354,3 +354,19 @@ def test_maps_thirty_deep_come_to_an_end() -> None:
     map_with_parallel_backward(Descends, (x, 30), (x, 30))[0].sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 1.0]
+
+
+def test_what_was_saved_has_its_name_of_old_and_pytorchs_warning() -> None:
+    class Cubes(SavesInput):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_variables
+            return grad * 3 * x**2
+
+    def program(apply: MapFunction) -> Any:
+        xs = leaves(3, 3)
+        with pytest.warns(DeprecationWarning, match="'saved_variables' is deprecated; use 'saved_tensors'"):
+            loss_of(apply(Cubes, *[(x,) for x in xs])).backward()
+        return [x.grad for x in xs]
+
+    assert_same_program(program)
