@@ -129,7 +129,11 @@ def _drop_out(x: torch.Tensor, p: float, train: bool | None) -> Any:
         own = None if is_idle else _generator_for(x.device)
         if own is None:
             return torch.ops.aten.native_dropout.default(x, p, train)
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=own)
+        if x.is_nested:
+            mask = torch.empty_like(x, dtype=torch.bool)
+        else:
+            mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        (mask.values() if x.is_nested else mask).bernoulli_(1 - p, generator=own)
         return x.mul(mask).mul(1 / (1 - p) if p < 1 else 0.0), mask
 
 

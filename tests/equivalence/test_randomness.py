@@ -351,3 +351,22 @@ def test_a_selective_checkpoint_draws_the_same_again() -> None:
     torch.stack(outputs).sum().backward()
     for x, output in zip(xs, outputs, strict=True):
         assert torch.equal(x.grad, 6.0 * (output != 0))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_dropped_out(layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(5, 64)], layout=layout)
+    first, second = parallel_apply([nn.Dropout(0.5)] * 2, [(x,)] * 2)
+    values = [first.values(), second.values()]
+    assert all(own.unique().tolist() == [0, 2] for own in values)
+    assert not values[0].equal(values[1])
+
+
+def test_gradients_of_a_nested_tensor_are_those_that_dropout_leaves() -> None:
+    parts = [torch.ones(3, 64), torch.ones(5, 64)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    (y,) = parallel_apply([nn.Dropout(0.5)], [(x,)])
+    y.values().sum().backward()
+    assert x.grad is not None
+    assert x.grad.values().equal(y.values())
