@@ -58,6 +58,7 @@ from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
 from moe_autograd.autograd.sums import Sums, shared_by_many
 from moe_autograd.autograd.this_backward import kept_by_this_backward
+from moe_autograd.autograd.uncompiled import left_alone
 
 
 def may_defer() -> bool:
@@ -132,6 +133,7 @@ class _Late(Function):
         return torch.empty(0, dtype=torch.float32, device="cpu")
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, carrier: Any) -> Tensors:
         if carrier is None:
             return (None,) * len(ctx.needs_input_grad)

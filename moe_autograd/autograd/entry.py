@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from moe_autograd._random import running
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
+from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.walks import walk
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
 
@@ -228,6 +229,7 @@ class _MovedHook(WrappedHook):
         super().__init__(hook)
         self._hooks, self._key = hooks, key
 
+    @left_alone
     def __call__(self, grad: Tensor) -> Tensor | None:
         return self._hook(grad) if self._key in self._hooks else None
 

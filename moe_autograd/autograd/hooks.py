@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from moe_autograd.autograd.this_backward import kept_by_this_backward
+from moe_autograd.autograd.uncompiled import left_alone
 
 
 def before_backward(outputs: Any, function: Callable[[], object]) -> RemovableHandle:
@@ -115,6 +116,7 @@ class _End:
         with self._lock:
             self._functions[function] = None
 
+    @left_alone
     def __call__(self) -> None:
         while self._functions:  # one that is called may ask for more
             with self._lock:

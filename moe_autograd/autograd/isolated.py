@@ -23,8 +23,10 @@ from moe_autograd.autograd.emulated import (
     options_of,
 )
 from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes
+from moe_autograd.autograd.uncompiled import uncompiled
 
 
+@uncompiled
 def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAutogradContext, Any]:
     """Run the forward of an autograd function without a graph.
 
@@ -74,6 +76,7 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
         return ctx, outputs if isinstance(returned, tuple) else outputs[0]
 
 
+@uncompiled
 def run_isolated_backward(
     func: type[Function], ctx: EmulatedAutogradContext, *grad_outputs: Tensor | None
 ) -> tuple[Tensor | None, ...]:

@@ -61,7 +61,7 @@ from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
-from moe_autograd.autograd.uncompiled import uncompiled
+from moe_autograd.autograd.uncompiled import left_alone, uncompiled
 
 
 def join(joined: Joined) -> list[Sequence[Tensor]]:
@@ -109,6 +109,7 @@ def _backward(run: Callable[[Any, Grads], Tensors]) -> Any:
         grads = run(ctx, grad_outputs)
         return filled(ctx.next_functions, grads) if is_compiled() else grads
 
+    @left_alone
     def backward(ctx: Any, *grad_outputs: Any) -> Tensors:
         return run_all(ctx, boxed(grad_outputs))
 

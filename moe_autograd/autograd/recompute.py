@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from moe_autograd.autograd.entry import entered_again
 from moe_autograd.autograd.grouping import group_of
 from moe_autograd.autograd.sleeping_hooks import let_new_hooks_sleep
+from moe_autograd.autograd.uncompiled import uncompiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Recompute:
     determinism_check: str = "default"
     early_stop: bool = True
 
+    @uncompiled
     def __call__(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Make a call whose forward runs again in its backward.
 

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.autograd.function import Function
 
+from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, innermost, of_several, waited_for
 
 _TYING: set[type] = set()  # the kinds of nodes that tie the results of calls
@@ -35,6 +36,7 @@ def skip_missing_gradients(func: type[Function]) -> type[Function]:
     node_class: Any = func._backward_cls
     register = node_class._register_hook_dict
 
+    @left_alone
     def register_skipping(node: Any, result: Tensor) -> None:
         """Do what `Tensor.register_hook` asks for with its first hook."""
         result._backward_hooks = hooks = Hooks()
@@ -54,6 +56,7 @@ def joined_by(node: Any) -> Any:
 class _Skipping(WrappedHook):
     """A hook that is not called without a gradient."""
 
+    @left_alone
     def __call__(self, grad: Tensor | None) -> Any:
         return None if grad is None else self._hook(grad)
 
@@ -94,11 +97,13 @@ class Within(abc.ABC):
         del hooks[handle.id]
         _put_in(hooks, place, handle.id, self)
 
+    @left_alone
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         """Return gradients in place of these, or nothing."""
         new = self.of_tensor(grads[self._output_nr])
         return None if new is None else (*grads[: self._output_nr], new, *grads[self._output_nr + 1 :])
 
+    @left_alone
     def of_tensor(self, total: Tensor | None) -> Tensor | None:
         """Return a gradient in place of this one, or nothing."""
         seed = self.seeds.get(threading.get_ident())

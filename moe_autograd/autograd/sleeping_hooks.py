@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
 
 Ends = frozenset[int]  # the tensors where an inner backward ends: the `id`s of their dictionaries of hooks
@@ -52,6 +53,7 @@ class _Sleeper(WrappedHook):
         self._end = end
         self._is_counting = bool(waited_for(hook))
 
+    @left_alone
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None and not self._is_counting:
             return None
@@ -82,6 +84,7 @@ class _LateSleeper:
         self._hook = hook
         self.before: _Before | None = None
 
+    @left_alone
     def __call__(self, tensor: Tensor) -> None:
         before, self.before = self.before, None
         if before is None or not before.is_still(tensor.grad):

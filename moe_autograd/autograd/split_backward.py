@@ -51,10 +51,12 @@ from moe_autograd.autograd.split_arguments import (
     pair_roots,
     refuse_hooks_on_the_way,
 )
+from moe_autograd.autograd.uncompiled import uncompiled
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
+@uncompiled
 def split_backward(
     outputs: Differentiable | Iterable[Differentiable],
     grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None,
@@ -117,6 +119,7 @@ class PendingWeightGradients:
     def __init__(self, work: _SecondPart) -> None:
         self._work = [work]  # taken by a pop, which no two threads can both win
 
+    @uncompiled
     def run(self) -> Gradients:
         """Compute the gradients of the weights.
 

@@ -24,13 +24,18 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     def choose(*args: P.args, **kwargs: P.kwargs) -> T:
         return (break_graph if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
-    _leave_alone(choose)
-    return choose
+    return left_alone(choose)
 
 
-def _leave_alone(function: Any) -> None:
-    """Let the compiler run a function, and what that calls, as they are, where it does not trace through it."""
+def left_alone(function: Callable[P, T]) -> Callable[P, T]:
+    """Let the compiler run a function, and what that calls, as they are, where it does not trace through it.
+
+    So it is with all that torch calls in a backward: nodes, hooks and callbacks. Where compiled code begins a backward,
+    the compiler meets each of them as a function by itself, and would compile it anew for each number of gradients.
+    """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        code: Any = function.__code__
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return function

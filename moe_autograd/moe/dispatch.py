@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_autograd.autograd.uncompiled import left_alone
+
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
@@ -155,6 +157,7 @@ class _Gather(torch.autograd.Function):
         return tuple(x.index_select(0, tokens) for tokens in torch.split(token_index, list(counts)))
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, *grad_slices: Tensor) -> tuple[Tensor, None, None]:
         (token_index,) = ctx.saved_tensors
         grad_ND = torch.cat(grad_slices)

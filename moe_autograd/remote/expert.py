@@ -31,9 +31,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moe_autograd.autograd.accumulating import filled, is_compiled
 from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
+from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.inputs import check_tensors, check_transforms, dense, under_autocast
 from moe_autograd.remote.placement import HostedExpert
@@ -289,7 +291,8 @@ class _RemoteCalls(torch.autograd.Function):
         return tuple(y for outcome in outcomes for y in outcome.tensors)
 
     @staticmethod
-    def backward(ctx: Any, *flat_grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    @uncompiled
+    def backward(ctx: Any, *flat_grad_outputs: Tensor | None) -> Sequence[Tensor | None]:
         calls: list[Call] = ctx.calls
         (anchor_node, _), *edges = ctx.next_functions
         num_inputs = [call.num_inputs for call in calls]
@@ -314,7 +317,10 @@ class _RemoteCalls(torch.autograd.Function):
             for part in parts:
                 _refuse_a_second_time(ctx.connection.anchor, part, grads_of.get(part.call.call_id, []))
         grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
-        return (None, None, None, None, *grads)
+        if not is_compiled():
+            return (None, None, None, None, *grads)
+        nothing = torch.zeros_like(ctx.connection.anchor)  # to be added up, where there are several passes
+        return filled(ctx.next_functions, (None, None, None, nothing, *grads))
 
 
 def _refuse_a_second_time(anchor: Tensor, part: BackwardPart, grads: list[Tensor | None]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
+from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.errors import InvalidCallError, RemoteError
 from moe_autograd.remote.connection import Connection
 from moe_autograd.remote.expert import RemoteExpert
@@ -144,6 +145,7 @@ class RemoteOptimizer:
         self._update("Step")
         return loss
 
+    @uncompiled
     def _update(self, rpc: str) -> None:
         self.failures = []
         for connection, experts in self._experts.items():

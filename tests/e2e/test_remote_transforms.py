@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.errors import UnsupportedTransformError
-from moe_autograd.remote import connect
+from moe_autograd.remote import RemoteOptimizer, connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 X = torch.ones(2, 4)
@@ -96,3 +99,46 @@ def test_a_tensor_without_memory_of_its_own_is_refused(expert):
 def test_what_compiles_around_it_goes_on(expert):
     compiled = torch.compile(nn.Sequential(nn.ReLU(), expert), backend="eager")
     torch.testing.assert_close(compiled(X), expert(X))
+
+
+@pytest.fixture
+def trained():
+    modules = {name: nn.Linear(4, 4) for name in ("a", "b")}
+    with (
+        ExpertsServer(modules, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)) as server,
+        connect(server.address) as experts,
+    ):
+        yield experts
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_training_step_that_is_compiled_as_a_whole(trained):
+    """The backward that it begins was compiled as well, down to what is sent."""
+    optimizer = RemoteOptimizer(trained)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = (trained["a"](x) * trained["b"](x)).sum()
+        loss.backward()
+        return loss.detach(), x.grad
+
+    compiled = torch.compile(step, backend="eager")
+    for rows in (2, 3, 4, 5):
+        expected = step(torch.ones(rows, 4, requires_grad=True))
+        torch.testing.assert_close(compiled(torch.ones(rows, 4, requires_grad=True)), expected)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compiler", [lambda graph: graph, torch.compile(backend="eager")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_backward_through_several_passes(trained, compiler):
+    """Its graph adds up what each returns for the weights, which are not here; one of them takes a tensor twice."""
+
+    def grads(enabled):
+        x = torch.arange(8.0).view(2, 4).requires_grad_()
+        both, first = parallel_apply([trained["a"], trained["b"]], [(x,), (x,)]), trained["a"](x * 2)
+        with enabled:
+            (both[0] * first).sum().backward()
+        return x.grad
+
+    torch.testing.assert_close(grads(compiled_autograd._enable(compiler)), grads(nullcontext()))

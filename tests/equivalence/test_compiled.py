@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -15,7 +17,15 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
+from moe_autograd import (
+    MixtureOfExperts,
+    TopKRouter,
+    map_with_parallel_backward,
+    parallel_apply,
+    run_isolated_backward,
+    run_isolated_forward,
+    split_backward,
+)
 from moe_autograd.autograd import compiled
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
@@ -205,6 +215,42 @@ def test_of_a_map_within_a_compiled_function_nothing_is_compiled_for_each_number
     assert counters["stats"]["unique_graphs"] > 0
 
 
+LAYER = MixtureOfExperts(TopKRouter(4, 6, 2), [nn.Linear(4, 4) for _ in range(6)])
+TRAINED: dict[str, Callable[[list[Tensor]], Any]] = {
+    "functions": lambda xs: map_with_parallel_backward(Double, *[(x,) for x in xs]),
+    "modules": lambda xs: parallel_apply(LAYER.experts[: len(xs)], xs),
+    "recomputed": lambda xs: parallel_apply(LAYER.experts[: len(xs)], xs, recompute=True),
+    "deferred": lambda xs: parallel_apply(LAYER.experts[: len(xs)], xs, defer_weight_grads=True),
+    "layer": lambda xs: [LAYER(torch.cat(xs))],
+}
+
+
+@pytest.mark.parametrize("call", TRAINED.values(), ids=TRAINED)
+def test_a_backward_that_compiled_code_begins_compiles_nothing_of_ours(call: Any) -> None:
+    """Nodes and hooks were compiled, anew for each number of calls, until the compiler warned of `recompile_limit`."""
+
+    def train(x: Tensor, num_calls: int) -> Tensor | None:
+        results = call([x * 2] * num_calls)
+        results[0].register_hook(lambda grad: grad * 3)
+        sum(y.square().sum() for y in results).backward()
+        return x.grad
+
+    function = torch.compile(train, backend="eager")
+    for num_calls in range(1, 7):
+        x, same = (torch.linspace(-1, 1, 12).view(3, 4).requires_grad_() for _ in range(2))
+        torch.testing.assert_close(function(x, num_calls), train(same, num_calls))
+    # what leads from the compiled code to ours is compiled for one number, and then for any
+    assert {
+        code.co_qualname for code in codes_of_ours() if len(_debug_get_cache_entry_list(code)) > 2
+    } == set()
+
+
+def codes_of_ours() -> set[CodeType]:
+    """Return the code of all functions in our files, and of what dynamo has made of them."""
+    functions = [one for one in gc.get_objects() if type(one) is FunctionType]
+    return {one.__code__ for one in functions if "/moe_autograd/" in one.__code__.co_filename}
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"on_failure": "drop"}, {"zero_grads_for_idle_experts": True}], ids=str
 )
@@ -235,3 +281,17 @@ def test_a_layer_in_a_compiled_transform_is_refused_in_words_of_ours(transform: 
     function = torch.compile(lambda x: transform(lambda x: layer(x).sum())(x), backend="eager")
     with pytest.raises(UnsupportedTransformError, match=r"expected no active torch\.func transform"):
         function(torch.randn(2, 5, 4))
+
+
+def test_isolated_calls_and_split_backwards_in_compiled_code() -> None:
+    """The compiler traced into them, and bound the arguments of another function."""
+
+    def both(x: Tensor) -> tuple[Tensor, ...]:
+        ctx, y = run_isolated_forward(Double, x)
+        leaf, weight = (t.detach().requires_grad_() for t in (y, y.T))
+        (grad,), pending = split_backward(leaf @ weight, torch.ones(len(x), len(x)), leaf, weight)
+        return *run_isolated_backward(Double, ctx, grad), *pending.run()
+
+    function = torch.compile(both, backend="eager")
+    for rows in (2, 3, 4):
+        torch.testing.assert_close(function(torch.ones(rows, 4)), both(torch.ones(rows, 4)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
@@ -272,3 +274,18 @@ def test_an_expert_that_a_closure_holds_as_well_changes_its_buffers_in_turn_or_i
         outputs = parallel_apply(calls(expert), [(x,) for x in xs])
         wanted = [call(x) for call, x in zip(calls(plain), xs, strict=True)]
         torch.testing.assert_close(outputs, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_compiled_backward_through_several_calls() -> None:
+    """Its graph adds up what each returns for the weights, which are elsewhere."""
+    experts = OffloadedExperts([ffn(), ffn()], OPTIMIZERS["sgd"], max_resident_bytes=5000)
+
+    def grads(enabled: Any) -> list[Tensor]:
+        experts.zero_grad()
+        x = torch.ones(4, 8, requires_grad=True)
+        with enabled:
+            (experts[0](x) * experts[1](x * 2)).sum().backward()
+        return [x.grad, *experts.gradients(0).values(), *experts.gradients(1).values()]
+
+    torch.testing.assert_close(grads(compiled_autograd._enable(lambda graph: graph)), grads(nullcontext()))

@@ -24,6 +24,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from moe_autograd.autograd.accumulating import filled, is_compiled
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.hooks import at_end_of_backward
@@ -34,6 +35,7 @@ from moe_autograd.autograd.offload.saved import MovedActivations, saving
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
+from moe_autograd.autograd.uncompiled import uncompiled
 
 
 class _Piece(NamedTuple):
@@ -282,7 +284,8 @@ class _Node(Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
         if ctx.is_spent:
             raise RuntimeError(BACKWARD_TWICE)
         keep_graph = keeps_graph()
@@ -294,7 +297,12 @@ class _Node(Function):
         found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
         if torch.is_grad_enabled():  # create_graph=True
             found = [grad if grad is None else _not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
-        return (None, None, None, *found)
+        if not is_compiled():
+            return (None, None, None, *found)
+        nothing = (
+            torch.empty(0, device="cpu") if ctx.has_anchor else None
+        )  # to be added up, where calls share it
+        return filled(ctx.next_functions, (None, None, nothing, *found))
 
 
 class _NotTwice(Function):

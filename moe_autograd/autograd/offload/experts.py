@@ -34,6 +34,7 @@ from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.shared import SharedResidency
 from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.recompute import Recompute
+from moe_autograd.autograd.uncompiled import uncompiled
 
 
 class OffloadedExpert(nn.Module):
@@ -265,6 +266,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     # training
 
+    @uncompiled
     def step(self) -> None:
         """Update every expert that has gradients, as its optimizer does; those in memory first.
 
@@ -283,6 +285,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         order = [held for held in reversed(self._held) if held.is_to_be_updated]
         return sorted(order, key=lambda held: held.weights.buffer is None)
 
+    @uncompiled
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.residency.forget_wishes()
