@@ -4,6 +4,7 @@ hivemind wants versions of its own, so it runs in an interpreter of its own, whi
 
     python3.11 -m venv hivemind-venv && hivemind-venv/bin/pip install hivemind==1.1.12 torch==2.13.0
     python -m benchmarks.against_hivemind.main --hivemind hivemind-venv/bin/python
+    python -m benchmarks.against_hivemind.main --without-hivemind
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -29,6 +31,8 @@ from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 
 VARIABLE = "HIVEMIND_PYTHON"
+IN_A_ROW = 6
+REST_S = 0.02  # threads of OpenMP spin for some 5 ms after their last operator, on the other side's cores
 
 
 # ---- experts
@@ -272,6 +276,30 @@ def compare(name: str, python: str, rounds: int) -> list[object]:
     ]
 
 
+def compare_alone(name: str, rounds: int) -> list[object]:
+    """Return a row of the table where hivemind's processes are not beside: several times in a row, after a rest."""
+
+    def several(turn: Callable[[], float]) -> dict[str, float]:
+        time.sleep(REST_S)
+        return {"s": sum(turn() for _ in range(IN_A_ROW)) / IN_A_ROW}
+
+    with ours(name) as remote, in_one_process(name) as local:
+        times = take_turns(
+            {
+                "ours": lambda: several(lambda: stopwatch(remote)),
+                "in one process": lambda: several(lambda: local()["s"]),
+            },
+            rounds=rounds,
+        )
+    us, here = times["ours"]["s"], times["in one process"]["s"]
+    return [name, round(us.median_ms, 1), round(here.median_ms, 1), us.ratio_to(here), here.ratio_to(us)]
+
+
+def main_alone(rounds: int, names: list[str]) -> None:
+    heads = ("workload", "ours, ms", "in one process, ms", "times its time", "of its speed")
+    print_table(heads, [compare_alone(name, rounds) for name in names])
+
+
 def main(python: str, rounds: int, names: list[str]) -> None:
     heads = (
         "workload",
@@ -295,6 +323,9 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hivemind", default=os.environ.get(VARIABLE), help="its interpreter's path")
+    parser.add_argument(
+        "--without-hivemind", action="store_true", help="us and the one process, and nobody beside"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="may be given several times")
     parser.add_argument("--serve", choices=WORKLOADS, help="be our server")
@@ -309,6 +340,8 @@ if __name__ == "__main__":
         be_alone(arguments.serve)
     elif arguments.serve:
         serve(arguments.serve)
+    elif arguments.without_hivemind:
+        main_alone(arguments.rounds, arguments.only or ["step", "4 clients"])
     elif arguments.hivemind is None:
         print(
             f"against_hivemind: NOT RUN: expected --hivemind PYTHON or {VARIABLE}, the path of an interpreter with "
