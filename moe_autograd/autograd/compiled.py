@@ -127,7 +127,9 @@ def _kind_of_argument(value: Any) -> Any:
         value.device,
         value.requires_grad,
         value.is_inference(),
-        tuple([min(size, 2) for size in value.shape]),
+        tuple(
+            [min(size, 2) if isinstance(size, int) else ... for size in value.shape]
+        ),  # a jagged one is symbolic
         is_dense,
     )
 

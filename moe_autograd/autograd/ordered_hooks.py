@@ -101,9 +101,8 @@ class OrderedHooks:
             boxes.append(box)
             return box
 
-        hands_on_to(put, self._pack)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
+            with handing_on(put, self._pack), torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
                 yield
             self._end(index)
         except BaseException:
@@ -161,9 +160,21 @@ def counts(pack: Callable[[Tensor], Any]) -> bool:
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint" or getattr(pack, "counts", False)
 
 
-def hands_on_to(pack: Callable[[Tensor], Any], to: Callable[[Tensor], Any]) -> None:
-    """Say that what one hook sees it hands on to another."""
-    pack.counts = counts(to)  # type: ignore[attr-defined]
+@contextlib.contextmanager
+def handing_on(pack: Any, to: Any) -> Iterator[None]:
+    """Let everybody know in this block that what one hook sees it hands on to another.
+
+    From torch 2.15 on a selective checkpoint asks hooks whether they are a checkpoint's, and for the user's behind
+    them: it warns of these. The answer goes again, since a graph keeps the hooks of what it saved.
+    """
+    pack.counts = counts(to)
+    if is_checkpoints := getattr(to, "_checkpoint_internal", False):
+        pack._checkpoint_internal, pack._user_hooks = True, getattr(to, "_user_hooks", None)
+    try:
+        yield
+    finally:
+        if is_checkpoints:
+            del pack._user_hooks
 
 
 def ordered_hooks(num_calls: int) -> OrderedHooks | None:

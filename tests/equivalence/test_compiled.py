@@ -174,6 +174,23 @@ def test_what_is_compiled_anew_though_shapes_are_as_before_is_compiled_once(
     assert not isinstance(said, Raised), said
 
 
+def test_compiled_experts_take_nested_tensors() -> None:
+    rows = [[torch.randn(n, 4, dtype=torch.float64) for n in sizes] for sizes in ((2, 3), (1, 5), (4, 1))]
+
+    def program(apply: MapFunction) -> Any:
+        experts = seeded(Expert, 3)
+        nested = [torch.nested.nested_tensor(own, layout=torch.jagged) for own in rows]
+        results = apply([by_call(expert) for expert in experts], [(x,) for x in nested])
+        values = [result.values() for result in results]
+        torch.cat(values).square().sum().backward()
+        return values, [parameter.grad for parameter in parameters(experts)]
+
+    said = assert_same_program(
+        program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=1e-12
+    )
+    assert not isinstance(said, Raised)
+
+
 def test_once_compiled_experts_may_wait_for_each_other() -> None:
     barrier = threading.Barrier(2)
     is_open = True

@@ -28,7 +28,7 @@ from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
-from moe_autograd.autograd.ordered_hooks import hands_on_to
+from moe_autograd.autograd.ordered_hooks import handing_on
 
 
 class _Saved(Protocol):
@@ -166,9 +166,8 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
             return moved.add(tensor)
         return _Kept(_cut_off(tensor), tensor._version)
 
-    if by_caller is not None:
-        hands_on_to(pack, by_caller[0])
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    to = None if by_caller is None else by_caller[0]
+    with handing_on(pack, to), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         yield
 
 
