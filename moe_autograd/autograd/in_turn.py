@@ -37,6 +37,7 @@ MOST_SMALL = 1 << 20
 # calls of 2^25 to 2^27 took a tenth to two thirds longer on threads, those of 2^29 a twentieth.
 TEAM_SHARE = 128
 LEAST_LARGE = 1 << 30  # for each intra-op thread
+MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking through them would not end
 
 ONLY_COMPUTE = frozenset(
     [
@@ -118,7 +119,7 @@ def _work_of(module: Any, x: Any) -> int | None:
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
         return None
     num_parameters = 0
-    parts, taken_apart = [module], set()
+    parts = [module]
     for part in parts:  # which grows
         if type(part) not in ONLY_COMPUTE and not _says_so(part):
             return None
@@ -136,10 +137,9 @@ def _work_of(module: Any, x: Any) -> int | None:
                 elif parameter is not None:
                     return None
         if children := own["_modules"]:
-            if id(part) in taken_apart:
-                return None  # a part may lead back to what it is a part of, and this would not end
-            taken_apart.add(id(part))
             parts += children.values()
+            if len(parts) > MOST_PARTS:
+                return None
     shape = x.shape
     width = shape[-1] if shape else 1
     return x.numel() // max(1, width) * max(num_parameters, width)

@@ -174,7 +174,10 @@ class ModuleCall(CallResults):
                 continue
             seen.add(node)
             if type(node) is ACCUMULATE_GRAD:
-                leaf_nodes.append(node)
+                leaf = node.variable  # type: ignore[attr-defined]
+                # One that was frozen counts (`_thawed`), if it was not made whole numbers (quantized) as well.
+                if leaf.requires_grad or leaf.is_floating_point() or leaf.is_complex():
+                    leaf_nodes.append(node)
                 continue
             if (owner := owners.setdefault(node, self)) is not self:
                 owner._shares_graph = self._shares_graph = True

@@ -46,6 +46,16 @@ def weights_that_are_trained_after_all(apply: MapFunction) -> Any:
     return finish(outputs, *weights)
 
 
+def weights_that_are_quantized_in_their_place(apply: MapFunction) -> Any:
+    def call(weight: Tensor, x: Tensor) -> Tensor:
+        y = multiplied_and_frozen(weight, x)
+        weight.data = weight.data.to(torch.int8)
+        return y
+
+    weights, xs = leaves(NUM_CALLS, 4), leaves()
+    return finish(apply([functools.partial(call, weight) for weight in weights], [(x,) for x in xs]), *xs)
+
+
 def inputs_that_need_gradients_only_within_their_call(apply: MapFunction) -> Any:
     """As attributions of `captum` do: what was computed meanwhile has a history that leads to no gradient."""
 
@@ -66,6 +76,7 @@ def inputs_that_need_gradients_only_within_their_call(apply: MapFunction) -> Any
         weights_that_stay_frozen,
         weights_that_stay_frozen_beside_one_that_does_not,
         weights_that_are_trained_after_all,
+        weights_that_are_quantized_in_their_place,
         inputs_that_need_gradients_only_within_their_call,
     ],
     ids=name_of,

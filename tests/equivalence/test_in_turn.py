@@ -45,9 +45,21 @@ def test_programs_of_modules_mean_the_same(program: Any) -> None:
     assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=ORDER)
 
 
+def one_part_in_two_places() -> nn.Module:
+    part = expert()
+    return nn.Sequential(part, part)
+
+
 @pytest.mark.parametrize(
     "make",
-    [expert, nn.Identity, lambda: nn.Linear(4, 4), lambda: FeedForwardExpert(4), lambda: SwiGLUExpert(4, 8)],
+    [
+        expert,
+        one_part_in_two_places,
+        nn.Identity,
+        lambda: nn.Linear(4, 4),
+        lambda: FeedForwardExpert(4),
+        lambda: SwiGLUExpert(4, 8),
+    ],
 )
 def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph(
     make: Callable[[], nn.Module],
