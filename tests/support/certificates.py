@@ -6,6 +6,22 @@ import subprocess
 from pathlib import Path
 
 _NEW = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+_EXPIRED = ("-startdate", "20200101000000Z", "-enddate", "20200102000000Z")
+_AUTHORITY = """
+[ca]
+default_ca = here
+[here]
+database = {folder}/index
+new_certs_dir = {folder}
+certificate = {folder}/ca.pem
+private_key = {folder}/ca.key
+rand_serial = yes
+unique_subject = no
+default_md = sha256
+policy = any
+[any]
+commonName = supplied
+"""
 
 
 def make_certificates(folder: Path, host: str = "localhost") -> None:
@@ -14,14 +30,16 @@ def make_certificates(folder: Path, host: str = "localhost") -> None:
     And of `expired`, with the name of the server.
     """
     make_authority(folder)
+    (folder / "ca.conf").write_text(_AUTHORITY.format(folder=folder))
+    (folder / "index").touch()
     for name in ("server", "client", "expired"):
         key = ("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.csr")
         openssl(*_NEW, "-subj", "/CN=localhost", *key)
         (folder / f"{name}.ext").write_text(f"subjectAltName=DNS:{host},IP:127.0.0.1\n")
-        days = "-1" if name == "expired" else "1"
-        signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem", "-days", days)
-        authority = ("-CA", folder / "ca.pem", "-CAkey", folder / "ca.key", "-CAcreateserial")
-        openssl("x509", "-req", *signed, *authority, "-extfile", folder / f"{name}.ext")
+        signed = ("-in", folder / f"{name}.csr", "-out", folder / f"{name}.pem")
+        when = _EXPIRED if name == "expired" else ("-days", "1")
+        how = ("-config", folder / "ca.conf", "-extfile", folder / f"{name}.ext", "-batch", "-notext", *when)
+        openssl("ca", *how, *signed)
 
 
 def make_authority(folder: Path) -> None:
