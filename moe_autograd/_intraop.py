@@ -18,7 +18,8 @@ What holds in torch 2.13 with OpenMP on the CPU:
 
 So workers set their team through OpenMP (rule 2), to one where calls run side by side (rule 3), and keep none while
 they rest (rule 4): the caller's own operators would be slower for it. Nor does a thread that waits for a server on this
-machine, which computes with the same cores (rule 5). Where torch was built without OpenMP the team stays as it is.
+machine, which computes with the same cores (rule 5), unless little is to be computed. Where torch was built without
+OpenMP the team stays as it is.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ def set_team_size(num_threads: int) -> None:
 
 def end_team() -> None:
     """End the team of the calling thread, which is about to rest; its next parallel operator makes another."""
-    if _openmp.end_team is not None and getattr(_own, "may_have_team", True):
+    if _openmp.end_team is None or hasattr(_own, "has_forked"):
+        return
+    if get_team_size() > 1 or getattr(_own, "may_have_team", True):
         _openmp.end_team()
-        _own.may_have_team = get_team_size() > 1
+        _own.may_have_team = False
 
 
 if hasattr(os, "register_at_fork"):
-    # A child has its parent's team without the threads, and would wait for them for ever.
-    os.register_at_fork(after_in_child=functools.partial(setattr, _openmp, "end_team", None))
+    # The thread that lives on in a child has its team without the members, and would wait for them for ever.
+    os.register_at_fork(after_in_child=functools.partial(setattr, _own, "has_forked", True))

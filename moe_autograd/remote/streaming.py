@@ -16,6 +16,10 @@ from moe_autograd.remote.forking import Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation
 
+# With less, an answer comes about as fast as a team is ended and made anew, on a busy machine faster: a pass of 4 rows
+# of width 8 after an operator with a team took 1.05 to 1.6 times as long.
+_WORTH_ITS_TEAM_BYTES = 1 << 14
+
 
 @contextmanager
 def streaming(
@@ -45,7 +49,7 @@ def streaming(
             stream = channel.stream(rpc, first, rest, operation.deadline, passage)
             held.cancel_with(stream.cancel)
             operation.cancellation.add(stream.cancel)
-            if channel.is_local:
+            if channel.is_local and len(first) >= _WORTH_ITS_TEAM_BYTES:
                 end_team()  # its members would spin for milliseconds, on cores that the server computes with
             yield stream
         except (grpc.RpcError, RemoteError):

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -323,8 +325,26 @@ def test_ctrl_c_just_when_a_stream_begins_reaches_the_server(monkeypatch, phase)
 # ---- teams of intra-op threads
 
 
+@pytest.fixture
+def team_of_two() -> Iterator[Callable[[], set[str]]]:
+    """Give the calling thread a team of two; each call returns its other members, made anew if it has been ended."""
+
+    def make() -> set[str]:
+        end_team()
+        others = threads_of_this_process()
+        torch.ones(1 << 20).add_(1)
+        members = threads_of_this_process() - others
+        assert members
+        return members
+
+    before = get_team_size()
+    set_team_size(2)
+    yield make
+    set_team_size(before)
+
+
 @pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
-def test_who_waits_for_a_server_on_this_machine_leaves_it_the_cores() -> None:
+def test_who_waits_for_a_server_on_this_machine_leaves_it_the_cores(team_of_two: Any) -> None:
     """The members of the caller's team would spin there, where the server computes, also in the second call."""
 
     class AfterTheTeam(nn.Module):
@@ -332,19 +352,19 @@ def test_who_waits_for_a_server_on_this_machine_leaves_it_the_cores() -> None:
             wait_until(lambda: members.isdisjoint(threads_of_this_process()))
             return x + 1
 
-    before = get_team_size()
-    end_team()
-    set_team_size(2)
-    try:
-        with ExpertsServer({"after": AfterTheTeam()}) as server, connect(server.address) as experts:
-            for _ in range(2):
-                others = threads_of_this_process()
-                torch.ones(1 << 20).add_(1)
-                members = threads_of_this_process() - others
-                assert members
-                assert experts["after"](torch.ones(1, 4)).tolist() == [[2.0] * 4]
-    finally:
-        set_team_size(before)
+    with ExpertsServer({"after": AfterTheTeam()}) as server, connect(server.address) as experts:
+        for _ in range(2):
+            members = team_of_two()
+            assert experts["after"](torch.ones(4096, 1)).sum() == 8192.0
+
+
+@pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
+def test_a_small_pass_to_a_server_on_this_machine_keeps_the_team(team_of_two: Any) -> None:
+    """To end it and to make it anew would take as long as the answer."""
+    with ExpertsServer({"ffn.0": nn.Identity()}) as server, connect(server.address) as experts:
+        members = team_of_two()
+        experts["ffn.0"](torch.ones(4, 8))
+        assert members <= threads_of_this_process()
 
 
 def threads_of_this_process() -> set[str]:

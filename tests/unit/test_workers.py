@@ -16,6 +16,7 @@ import torch
 from moe_autograd import _threads
 from moe_autograd._intraop import _openmp, get_team_size, num_cores, set_team_size
 from moe_autograd._workers import MOST_LOOKS_AGAIN, _Crew, run_all
+from tests.support.subprocesses import assert_prints
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +113,51 @@ def test_a_worker_at_rest_keeps_no_team() -> None:
     command = [sys.executable, "-m", "tests.support.team_at_rest"]
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
     assert told == "2 0\n"
+
+
+@pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
+def test_in_a_forked_child_only_the_thread_that_forked_cannot_end_its_team() -> None:
+    """It has its parent's team without the members, for which it would wait for ever."""
+    assert_prints(
+        """
+        import os, threading, time, torch
+        from moe_autograd._intraop import end_team
+
+        def num_threads():
+            return len(os.listdir("/proc/self/task"))
+
+        def make_and_end_a_team():
+            before = num_threads()
+            torch.ones(1 << 20).add_(1)
+            added = num_threads() - before
+            end_team()
+            deadline_s = time.monotonic() + 10.0
+            while num_threads() > before and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            print(added, num_threads() - before, flush=True)
+
+        def in_a_thread(function):
+            thread = threading.Thread(target=function)
+            thread.start()
+            thread.join()
+
+        def fork_with_a_team():
+            torch.set_num_threads(1)
+            end_team()
+            torch.set_num_threads(2)
+            make_and_end_a_team()
+            torch.ones(1 << 20).add_(1)
+            child = os.fork()
+            if child == 0:
+                end_team()
+                in_a_thread(make_and_end_a_team)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+
+        in_a_thread(fork_with_a_team)  # this process may have been forked, too
+        """,
+        "1 0 1 0",
+    )
 
 
 def void(_: object) -> None:
