@@ -119,7 +119,14 @@ def _draw_noise(operator: OpOverload, position: int, *args: Any, **kwargs: Any) 
 def _draw_as_sibling(operator: OpOverload, sibling: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with _ExcludeDispatchKeyGuard(_PASSED_BY):
         own = _generator_for(_device_of(args, kwargs))
-        return operator(*args, **kwargs) if own is None else sibling(*args, **kwargs, generator=own)
+        if own is None:
+            return operator(*args, **kwargs)
+        if isinstance(args[0], torch.Tensor) and args[0].is_nested:  # torch has no sibling for these
+            like = torch.empty_like(args[0], **kwargs)
+            values = like.values()
+            values.copy_(sibling(values, *args[1:], generator=own))
+            return like
+        return sibling(*args, **kwargs, generator=own)
 
 
 def _drop_out(x: torch.Tensor, p: float, train: bool | None) -> Any:

@@ -370,3 +370,20 @@ def test_gradients_of_a_nested_tensor_are_those_that_dropout_leaves() -> None:
     y.values().sum().backward()
     assert x.grad is not None
     assert x.grad.values().equal(y.values())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like], ids=lambda draw: str(draw.__name__))
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
+def test_random_numbers_like_a_nested_tensor(draw: Any, dtype: torch.dtype | None) -> None:
+    x = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(5, 64)], layout=torch.jagged)
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        draws.append(parallel_apply([functools.partial(draw, dtype=dtype)] * 2, [(x,)] * 2))
+    (first, second), again = draws
+    assert first.shape == x.shape
+    assert first.dtype == (dtype or x.dtype)
+    assert first.values().unique().numel() > 500
+    assert not first.values().equal(second.values())
+    assert first.values().equal(again[0].values())
