@@ -159,7 +159,7 @@ class Channel:
         It would begin the call all the same and let nobody read its events: that channel never closes, and each later
         call that needs a thread waits there for ever.
         """
-        probe = threading.Thread()  # which does nothing
+        probe = threading.Thread(daemon=True)  # which does nothing
         try:
             probe.start()
         except RuntimeError as error:
@@ -215,9 +215,9 @@ class Channel:
 
         grpc's own blocking call would first wait for the message that is on its way, also past the deadline.
         """
-        self._check_thread(rpc)
         begin = self._stubs_now().request_stream[rpc].future
         with interrupts_held_back() as held, self.our_errors(rpc, operation.deadline) as passage:
+            self._check_thread(rpc)
             call = begin(messages, timeout=operation.deadline.remaining_s, metadata=self.token.metadata)
             passage.carry(call, has_thread=True)
             held.cancel_with(call.cancel)

@@ -98,6 +98,8 @@ def test_after_ctrl_c_in_any_lock_other_calls_go_on(experts, call: Callable[[Rem
         assert not other.is_alive(), f"it waits for ever after an interrupt in lock {number}"
         call(experts)
         wait_until(lambda: "(0 RPCs under way" in repr(GATE))  # else a fork would wait for it
+    # One that was interrupted as it was begun never is alive, and the interpreter would wait for it at exit.
+    wait_until(lambda: all(thread.is_alive() for thread in threading.enumerate()), patience_s=10.0)
 
 
 def num_sockets() -> int:
