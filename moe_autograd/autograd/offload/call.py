@@ -299,9 +299,8 @@ class _Node(Function):
             found = [grad if grad is None else _not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
         if not is_compiled():
             return (None, None, None, *found)
-        nothing = (
-            torch.empty(0, device="cpu") if ctx.has_anchor else None
-        )  # to be added up, where calls share it
+        # to be added up, where calls share the anchor
+        nothing = torch.empty(0, device="cpu") if ctx.has_anchor else None
         return filled(ctx.next_functions, (None, None, nothing, *found))
 
 
