@@ -27,6 +27,7 @@ from moe_autograd import (
     split_backward,
 )
 from moe_autograd.autograd import compiled
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.module_programs import finish, parameters, seeded
@@ -312,3 +313,16 @@ def test_isolated_calls_and_split_backwards_in_compiled_code() -> None:
     function = torch.compile(both, backend="eager")
     for rows in (2, 3, 4):
         torch.testing.assert_close(function(torch.ones(rows, 4)), both(torch.ones(rows, 4)))
+
+
+def test_a_call_that_is_recomputed_by_hand_in_compiled_code() -> None:
+    """The compiler failed within itself."""
+
+    def train(x: Tensor) -> Tensor | None:
+        Recompute()(lambda x: (x * x).sin(), x).sum().backward()
+        return x.grad
+
+    function = torch.compile(train, backend="eager")
+    for rows in (2, 3, 4):
+        x, same = (torch.linspace(-1, 1, rows).requires_grad_() for _ in range(2))
+        torch.testing.assert_close(function(x), train(same))

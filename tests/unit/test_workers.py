@@ -120,8 +120,9 @@ def test_in_a_forked_child_only_the_thread_that_forked_cannot_end_its_team() -> 
     """It has its parent's team without the members, for which it would wait for ever."""
     assert_prints(
         """
-        import os, threading, time, torch
+        import os, threading, torch
         from moe_autograd._intraop import end_team
+        from tests.support.servers import wait_until
 
         def num_threads():
             return len(os.listdir("/proc/self/task"))
@@ -131,9 +132,7 @@ def test_in_a_forked_child_only_the_thread_that_forked_cannot_end_its_team() -> 
             torch.ones(1 << 20).add_(1)
             added = num_threads() - before
             end_team()
-            deadline_s = time.monotonic() + 10.0
-            while num_threads() > before and time.monotonic() < deadline_s:
-                time.sleep(0.01)
+            wait_until(lambda: num_threads() <= before, patience_s=10.0)
             print(added, num_threads() - before, flush=True)
 
         def in_a_thread(function):
