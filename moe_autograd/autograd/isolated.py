@@ -95,7 +95,8 @@ def run_isolated_backward(
         TypeError: `ctx` is no context of `run_isolated_forward`, or a gradient no tensor.
         ValueError: not one gradient for each output, or one of another shape, or for an output that is no tensor.
         RuntimeError: in PyTorch's words, when the function returns too few or too many gradients, or one of a
-            shape that does not fit its argument; when a saved tensor was changed in place.
+            shape that does not fit its argument; when a saved tensor was changed in place; under
+            `torch.autograd.detect_anomaly`, when a gradient has a NaN.
         Exception: whatever the backward raises.
 
     Threads: any, also another one than the forward's; one at a time for each context.
