@@ -80,7 +80,7 @@ class Connection:
         return self._delivery.settings.encodings.compression
 
     def ask(self, *, allow_missing: bool = False) -> dict[str, HostedExpert]:
-        """Ask all servers what they host now; return it by name.
+        """Ask all servers what they host now; return what those say that answer, by name.
 
         Args:
             allow_missing: whether addresses may have no server, as long as one has.
@@ -89,7 +89,7 @@ class Connection:
             errors = self._finding.look(operation, may_miss=allow_missing)
         if errors and (not allow_missing or len(errors) == len(self._finding.servers.given)):
             raise errors[0]
-        return self._finding.placement.experts()
+        return self._finding.placement.experts(as_of_now=True)
 
     def check_inputs(self, name: str, inputs: tuple[Any, ...]) -> HostedExpert:
         """Refuse what an expert does not take, though its server is asked again; return what that says of it."""

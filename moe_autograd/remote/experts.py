@@ -187,7 +187,10 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
         return self._connection.compression
 
     def info(self) -> dict[str, HostedExpert]:
-        """Ask the servers again: the number of updates, for one, is as of now."""
+        """Ask the servers again: the number of updates, for one, is as of now.
+
+        Experts are left out if none of their servers answers.
+        """
         hosted = self._connection.ask(allow_missing=True)
         return {name: hosted[name] for name in self if name in hosted}
 

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from moe_autograd.errors import (
     DeadlineExceededError,
     PermissionDeniedError,
+    RemoteError,
     ServerUnavailableError,
 )
 from moe_autograd.remote.asking import ask
@@ -25,6 +26,7 @@ from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.fanout import Fanout
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.placement import HostedExpert, Placement
+from moe_autograd.remote.retry import is_worth_retrying
 from moe_autograd.remote.servers import Servers
 from moe_autograd.wire import experts_pb2 as pb
 
@@ -160,12 +162,14 @@ def _ask_patiently(channel: Channel, operation: Operation, began_at: float) -> p
     for pause_s in _PAUSES_S:
         try:
             return _ask(channel, operation)
-        except ServerUnavailableError:
-            # one that broke, which grpc may not have noticed at the second attempt
-            if operation.deadline.remaining_s < _LEAST_ATTEMPT_S or operation.cancellation.wait(pause_s):
-                raise
         except PermissionDeniedError:
             if not channel.token.is_renewed_since(began_at):
+                raise
+        except RemoteError as error:
+            # a connection that broke, which grpc may not have noticed at the second attempt; or a damaged answer
+            has_time = operation.deadline.remaining_s >= _LEAST_ATTEMPT_S
+            is_worth = has_time and is_worth_retrying(error, was_answered=False)
+            if not is_worth or operation.cancellation.wait(pause_s):
                 raise
     return _ask(channel, operation)
 

@@ -235,15 +235,23 @@ class Placement:
         moved_to, hosts = self.moved_to(name, lost), self.hosts_of(name)
         return moved_to if moved_to or lost in hosts else hosts
 
-    def experts(self) -> dict[str, HostedExpert]:
-        """Return all experts by name."""
+    def experts(self, *, as_of_now: bool = False) -> dict[str, HostedExpert]:
+        """Return all experts by name.
+
+        Args:
+            as_of_now: without those none of whose servers answered when all were asked last.
+        """
         with self._lock:
             places: dict[str, list[tuple[str, pb.ExpertInfo]]] = {}
             for address in self._addresses:
                 for name, info in self._replies.get(address, {}).items():
                     places.setdefault(name, []).append((address, info))
             layouts, answered = dict(self._layouts), self._answered
-        return {name: _hosted(name, found, layouts, answered) for name, found in places.items()}
+        return {
+            name: _hosted(name, found, layouts, answered)
+            for name, found in places.items()
+            if not as_of_now or any(address in answered for address, _ in found)
+        }
 
     def __repr__(self) -> str:
         now = time.monotonic()

@@ -160,6 +160,26 @@ def test_all_calls_and_threads_share_one_connection():
         assert proxy.num_accepted == 1
 
 
+class _DamagesOnce(Proxy):
+    """Flips one bit, of the next message, past grpc's own bytes: of a wrong length a server would wait for the rest."""
+
+    flips_next = False
+
+    def _through(self, chunk, carried, whole):
+        self.flip_chance = float(self.flips_next)
+        flipped = super()._through(chunk, [frame[5:] for frame in carried if len(frame) > 5], whole)
+        self.flips_next = self.flips_next and not self.num_flipped
+        return flipped
+
+
+def test_what_servers_say_that_they_host_is_asked_again_where_it_was_damaged():
+    with ExpertsServer({"echo": nn.Identity()}) as server, _DamagesOnce(server.address) as proxy:
+        proxy.flips_next = True
+        with connect(proxy.address) as experts:
+            assert proxy.num_flipped == 1
+            assert list(experts.info()) == ["echo"]
+
+
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_without_retries_damage_is_an_error_and_never_a_number(is_encrypted, tmp_path):
     """In the clear our checksums find it, in our messages; under TLS the connection ends."""

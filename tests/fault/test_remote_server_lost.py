@@ -15,7 +15,7 @@ from moe_autograd.errors import DeadlineExceededError, ExpertNotFoundError, Serv
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
-from tests.support.servers import ServerProcess
+from tests.support.servers import ServerProcess, wait_until
 
 AT_ONCE = RetryPolicy(patience_s=0.0)
 PATIENT = RetryPolicy(patience_s=150.0)  # a server process takes a while to start on a busy machine
@@ -254,3 +254,15 @@ class TestElsewhere:
                     with pytest.raises(ExpertNotFoundError, match=r"expert 'ffn\.0'"):
                         experts["ffn.0"](torch.ones(1, 8))
                     experts.info()
+
+    def test_what_is_known_of_old_is_not_told_as_of_now(self):
+        goes = ExpertsServer({"ffn.1": nn.Linear(8, 8)}).start()
+        with (
+            ExpertsServer({"ffn.0": nn.Linear(8, 8)}) as stays,
+            connect([stays.address, goes.address]) as experts,
+        ):
+            assert list(experts.info()) == ["ffn.0", "ffn.1"]
+            goes.stop()
+            assert list(experts.info()) == ["ffn.0"]
+            with ExpertsServer({"ffn.1": nn.Linear(8, 8)}, listen=goes.address):
+                wait_until(lambda: list(experts.info()) == ["ffn.0", "ffn.1"])
