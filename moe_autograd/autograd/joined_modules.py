@@ -271,6 +271,8 @@ def run_module_calls(
         tied = _tie(all_calls)
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
     forwards.renew_views()
+    for call in calls:
+        call.let_changed_go()
     return returned
 
 

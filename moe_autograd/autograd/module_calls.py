@@ -260,6 +260,12 @@ class ModuleCall(CallResults):
         """Keep the histories of inputs that it changed in place, which are about to get another (Rule 6)."""
         self.before = {id(t): past(t) for t in self.touched if t.requires_grad}
 
+    def let_changed_go(self) -> None:
+        """Lead to the histories that inputs had before they were changed: they lead to the join now (a cycle)."""
+        if self.before:
+            self.cuts = [(edge, self.before.get(id(tensor), tensor)) for edge, tensor in self.cuts]
+            self.before = {id(tensor): tensor for tensor in self.before.values()}
+
     def cuts_with_histories(self, name: str) -> list[Cut]:
         """Return where its graph ends, each with a tensor whose history is that of the forward.
 
