@@ -261,7 +261,7 @@ def run_module_calls(
     forwards = _Forwards(modules, flats, names, cuts, title, shares_graph)
     calls = forwards.run(at_once, even_shares=even_shares)
     for call in calls:
-        if call.touched:
+        if call.changed:
             call.keep_histories()
             call.tie_changed()
     tied: Sequence[Sequence[Tensor]] = [()] * len(calls)

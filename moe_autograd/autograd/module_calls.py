@@ -65,7 +65,7 @@ from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, is_entry, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
-from moe_autograd.autograd.module_results import CallResults, edge_of, refuse_lost
+from moe_autograd.autograd.module_results import CallResults, changed_of, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.runs import is_under_mode_of_torch
@@ -127,7 +127,9 @@ class ModuleCall(CallResults):
             self.cuts += _renewed(cuts)
         outer_of = {id(alias): tensor for tensor, alias in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
-        changed = [both for both, v in zip(entered, versions, strict=True) if both[0]._version != v]
+        changed = changed_of(
+            [both for both, v in zip(entered, versions, strict=True) if both[0]._version != v]
+        )
         given = [value for value in inner if isinstance(value, Tensor)]
         self._take_results(returned, given, outer_of, changed)
         if spec is not None:
@@ -258,7 +260,7 @@ class ModuleCall(CallResults):
 
     def keep_histories(self) -> None:
         """Keep the histories of inputs that it changed in place, which are about to get another (Rule 6)."""
-        self.before = {id(t): past(t) for t in self.touched if t.requires_grad}
+        self.before = {id(t): past(t) for t in self.changed if t.requires_grad}
 
     def let_changed_go(self) -> None:
         """Lead to the histories that inputs had before they were changed: they lead to the join now (a cycle)."""

@@ -50,7 +50,18 @@ def refuse_lost(values: Iterable[Any], known: Collection[int]) -> None:
             )
 
 
-def refuse_other_shape(tensor: Tensor, alias: Tensor) -> None:
+def changed_of(newer: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return which inputs of another version, each with its alias, have another history; not if under `no_grad`.
+
+    Raises:
+        RuntimeError: one has another shape.
+    """
+    for tensor, alias in newer:
+        _refuse_other_shape(tensor, alias)
+    return [(tensor, alias) for tensor, alias in newer if not is_entry(alias.grad_fn)]
+
+
+def _refuse_other_shape(tensor: Tensor, alias: Tensor) -> None:
     """Raise if a call has given an input another shape, by `input.unsqueeze_` and its like: the caller's has its own.
 
     Raises:
@@ -101,11 +112,10 @@ class CallResults:
     cuts: list[Cut]  # where its graph ends besides leaves
     grad_dtypes: GradDtypes = ()
     dirty: tuple[Tensor, ...] = ()
-    _changed_views: Sequence[Tensor | None] = ()  # those of `touched` that are views, each in its place
+    _changed_views: Sequence[Tensor | None] = ()  # those of `changed` that are views, each in its place
     _in_objects: InObjects | None = None  # of its results
     _begun = 0  # the number of the first node that its forward may have made
     _inner: Sequence[Tensor] = ()  # its results in its own graph, until all calls have been made
-    touched: Sequence[Tensor] = ()  # inputs whose memory was changed
     changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
     _edges: list[GradientEdge]  # where the gradients of its results go within it
     _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
@@ -250,24 +260,20 @@ class CallResults:
 
     def _take_changed(self, changed: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take note of inputs that were changed in place, each with its alias (Rule 7)."""
-        for tensor, alias in changed:
-            refuse_other_shape(tensor, alias)
-        self.touched = [tensor for tensor, _ in changed]
+        self.changed = [tensor for tensor, _ in changed]
         self._edges += [edge_of(alias) for _, alias in changed]
-        # a change that autograd knows of gives the alias another history
-        self.changed = [tensor for tensor, alias in changed if not is_entry(alias.grad_fn)]
-        self._changed_views = [tensor if tensor._is_view() else None for tensor in self.touched]
-        self.dirty = tuple([tensor for tensor in self.touched if not tensor._is_view()])
+        self._changed_views = [tensor if tensor._is_view() else None for tensor in self.changed]
+        self.dirty = tuple([tensor for tensor in self.changed if not tensor._is_view()])
 
     def tie_changed(self) -> None:
         """Let the join tie inputs that it changed, as they are when all calls have been made (Rule 7)."""
-        self.results += tuple([t.detach().clone() if t._is_view() else t for t in self.touched])
+        self.results += tuple([t.detach().clone() if t._is_view() else t for t in self.changed])
         if self.grad_dtypes:
-            self.grad_dtypes = [*self.grad_dtypes, *[tensor.dtype for tensor in self.touched]]
+            self.grad_dtypes = [*self.grad_dtypes, *[tensor.dtype for tensor in self.changed]]
 
     def forget_results(self) -> None:
         """See `joined.Call`."""
-        self.results = self.dirty = self.inputs = self.to_save = self.changed = self.touched = ()
+        self.results = self.dirty = self.inputs = self.to_save = self.changed = ()
 
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
         """Return what the module returned, with the tied tensors in their places."""

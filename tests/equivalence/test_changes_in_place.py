@@ -380,3 +380,18 @@ def test_a_parameter_that_a_call_returns_is_not_changed_behind_its_back(
     with pytest.raises(RuntimeError, match=r"leaf Variable|modified inplace"):
         y.mul_(3)
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_an_input_that_a_call_changes_unknown_to_autograd_keeps_its_history(is_leaf: bool) -> None:
+    def call(t: Tensor) -> Tensor:
+        t.detach().mul_(3)
+        return t.sin()
+
+    def run(apply: MapFunction) -> Any:
+        leaf, other = leaves(2)
+        x = leaf if is_leaf else leaf * 2
+        loss = loss_of([*apply([call, torch.cos], [(x,), (other,)]), x])
+        return x.detach(), torch.autograd.grad(loss, [leaf, x])
+
+    assert_same(run(one_after_another), run(parallel_apply))
