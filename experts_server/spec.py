@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,16 +53,21 @@ def infer_spec(module: nn.Module) -> InputSpec:
     declared = getattr(module, "input_spec", None)
     if isinstance(declared, InputSpec):
         return declared
-    if isinstance(module, FeedForwardExpert):
+    if isinstance(module, FeedForwardExpert) and _is_plain(module.up):
         return InputSpec(module.up.weight.dtype, module.up.in_features, 2, is_certain=True)
-    if isinstance(module, SwiGLUExpert):
+    if isinstance(module, SwiGLUExpert) and _is_plain(module.gate):
         return InputSpec(module.gate.weight.dtype, module.gate.in_features, 2, is_certain=True)
     first = module
     while isinstance(first, nn.Sequential) and len(first) > 0:
         first = first[0]
-    if isinstance(first, nn.Linear):
+    if _is_plain(first):
         return InputSpec(first.weight.dtype, first.in_features, is_certain=True)
     leaf = next((m for m in module.modules() if next(m.children(), None) is None), None)
-    if isinstance(leaf, nn.Linear):
+    if _is_plain(leaf):
         return InputSpec(leaf.weight.dtype, leaf.in_features)
     return InputSpec()
+
+
+def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a layer takes what its weight says; one that is derived may have quantized it, or compute it anew."""
+    return type(module) is nn.Linear
