@@ -113,7 +113,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
     scalars: dict[str, Any] = {}
     for index, entries in trainer.training.optimizer.state_dict()["state"].items():
         for key, value in entries.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
                 tensors[f"optimizer.{index}.{key}"] = value
             elif _is_plain(value):
                 scalars[f"{index}.{key}"] = value

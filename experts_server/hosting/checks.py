@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from experts_server.hosting.calls import BackwardCall, ForwardCall
 from experts_server.hosting.gradients import Gradients, first_not_finite, is_finite
 from experts_server.spec import InputSpec
-from moe_autograd.errors import ExpertFailedError, ExpertNotFoundError, InvalidCallError
+from moe_autograd.autograd.offload.flat import is_made_of_others
+from moe_autograd.errors import ConfigError, ExpertFailedError, ExpertNotFoundError, InvalidCallError
+
+
+def check_weights(expert: str, module: nn.Module) -> None:
+    """Raise `ConfigError` for weights that are made of other tensors: they cannot be sent, saved or found in memory."""
+    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_made_of_others(tensor):
+            raise ConfigError(
+                f"expert {expert!r}: expected weights with memory of their own, got {type(tensor).__name__}, which is "
+                f"made of other tensors (key={key!r}). Host the module as it was before these came into it."
+            )
 
 
 def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:

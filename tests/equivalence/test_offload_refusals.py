@@ -6,13 +6,16 @@ import copy
 import pickle
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.errors import CheckpointError
 from tests.support.offloading import OPTIMIZERS
 
 sgd = OPTIMIZERS["sgd"]
@@ -209,6 +212,51 @@ def test_tensors_without_bytes_or_elsewhere_are_refused_by_name() -> None:
         ValueError, match=r"expert-00000: expected weight with values, .* got one without a shape"
     ):
         offloaded(nn.LazyLinear(4))
+
+
+def two_of(tensor: Tensor) -> TwoTensor:
+    return TwoTensor(tensor.clone(), tensor.clone())
+
+
+def test_weights_that_are_made_of_other_tensors_are_refused() -> None:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(two_of(module.weight.detach()))
+    with pytest.raises(TypeError, match=r"got TwoTensor, which is made of other tensors \(name='weight'\)"):
+        offloaded(module)
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps what a function makes of the first gradient."""
+
+    remembered: Callable[[Tensor], Any]
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("kept", type(self).remembered(parameter.grad))
+        super().step()
+
+
+def test_optimizer_state_that_is_made_of_other_tensors_is_refused_and_not_turned_into_plain_numbers() -> None:
+    class Optimizer(Remembers):
+        remembered = two_of
+
+    experts = OffloadedExperts([nn.Linear(4, 4)], Optimizer, max_resident_bytes=10_000)
+    experts[0](torch.ones(3, 4)).sum().backward()
+    with pytest.raises(TypeError, match=r"got TwoTensor, .* \(name='kept.weight'\)"):
+        experts.step()
+
+
+def test_optimizer_state_that_holds_tensors_in_a_list_trains_and_cannot_be_saved(tmp_path: Path) -> None:
+    class Optimizer(Remembers):
+        @staticmethod
+        def remembered(gradient: Tensor) -> list[Tensor]:
+            return [gradient.clone()]
+
+    with OffloadedExperts([nn.Linear(4, 4)], Optimizer, max_resident_bytes=10_000, store=tmp_path) as experts:
+        experts[0](torch.ones(3, 4)).sum().backward()
+        experts.step()
+        with pytest.raises(CheckpointError, match=r"got list with tensors in it \(key='kept'\)"):
+            experts.checkpoint()
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])

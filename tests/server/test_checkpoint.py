@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from experts_server import ExpertsServer
 from experts_server.checkpoints.checkpoint import CheckpointFolder, _sealed
@@ -247,6 +248,26 @@ def test_an_expert_that_no_checkpoint_can_hold_is_refused_at_the_start(
         served(tmp_path, {"e": module}).start()
     assert text in str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+class Quantizing(torch.optim.SGD):
+    """Keeps state in tensors that are made of others, as optimizers with 8 bits do."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["kept"] = TwoTensor(parameter.grad.clone(), parameter.grad.clone())
+        super().step()
+
+
+def test_optimizer_state_that_no_checkpoint_can_hold_is_refused_by_name(tmp_path: Path) -> None:
+    config = {"checkpoint_dir": str(tmp_path)}
+    server = ExpertsServer({"e": nn.Linear(D, D)}, optimizer=Quantizing, config=config).start()
+    with WireClient(server.address) as client:
+        client.forward("e", tokens(2, D))
+        client.backward("e", torch.ones(2, D))
+        client.step()
+    with pytest.raises(CheckpointError, match=r"expert 'e', optimizer, state 'kept': .* got TwoTensor"):
+        server.stop()
 
 
 def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:

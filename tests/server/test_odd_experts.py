@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,8 +10,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from experts_server import ExpertsServer
+from moe_autograd import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote import RemoteOptimizer, connect
 from tests.support.servers import ServerProcess, WireClient, tokens
@@ -277,3 +280,49 @@ def test_a_module_that_cannot_tell_its_state_is_refused_by_name() -> None:
         ConfigError, match=r"expert 'e': expected .* state_dict, .* got LookupError: it is secret"
     ):
         ExpertsServer({"e": Secretive(D, D)}).start()
+
+
+class Quantized(nn.Linear):
+    """Keeps its weight as whole numbers, as quantized layers do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.weight = nn.Parameter(
+            torch.randint(-9, 9, (width, width), dtype=torch.int8), requires_grad=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) / 9, self.bias)
+
+
+@pytest.mark.parametrize("make", [lambda quantized: quantized, nn.Sequential])
+def test_a_layer_that_is_derived_from_linear_is_not_thought_to_take_what_its_weight_is(
+    make: Callable[[nn.Module], nn.Module],
+) -> None:
+    hosted, x = make(Quantized(D)), tokens(3, D)
+    with ExpertsServer({"e": hosted}) as server, connect(server.address) as experts:
+        torch.testing.assert_close(experts["e"](x), hosted(x))
+
+
+@pytest.mark.parametrize("part", ["up", "gate"])
+def test_nor_is_a_built_in_expert_with_such_a_layer(part: str) -> None:
+    hosted = FeedForwardExpert(D, d_ff=D) if part == "up" else SwiGLUExpert(D, d_ff=D)
+    setattr(hosted, part, Quantized(D))
+    x = tokens(3, D)
+    with ExpertsServer({"e": hosted}) as server, connect(server.address) as experts:
+        torch.testing.assert_close(experts["e"](x), hosted(x))
+
+
+def test_hosting_computes_no_parametrized_weight() -> None:
+    """In training each look at a spectrally normalized one goes on with its power iteration."""
+    hosted = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)))
+    before = copy.deepcopy(hosted.state_dict())
+    with ExpertsServer({"e": hosted}) as server, connect(server.address) as experts:
+        torch.testing.assert_close(experts["e"].state_dict(), dict(before), rtol=0, atol=0)
+
+
+def test_weights_that_are_made_of_other_tensors_are_refused_by_name() -> None:
+    hosted = nn.Linear(D, D)
+    hosted.weight = nn.Parameter(TwoTensor(torch.ones(D, D), torch.ones(D, D)))
+    with pytest.raises(ConfigError, match=r"expert 'e': .* got TwoTensor, .* other tensors \(key='weight'\)"):
+        ExpertsServer({"e": hosted}).start()

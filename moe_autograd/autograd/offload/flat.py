@@ -67,6 +67,11 @@ class Layout:
         fields, start = {}, 0
         for name in sorted(tensors, key=roughness):
             tensor = tensors[name]
+            if is_made_of_others(tensor):
+                raise TypeError(
+                    f"Layout: expected a tensor with memory of its own, got {type(tensor).__name__}, which is made of "
+                    f"other tensors (name={name!r}). Keep the expert in memory, or make it without them."
+                )
             if tensor.dtype not in _NAMES:
                 raise TypeError(
                     f"Layout: expected a dtype of safetensors, got {tensor.dtype} (name={name!r})."
@@ -132,6 +137,11 @@ class Layout:
                 f"{path}: expected {8 + length + num_bytes} bytes, as its header says, got {path.stat().st_size}."
             )
         return cls(fields, num_bytes), 8 + length
+
+
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own, as quantized ones and `DTensor`."""
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def lies_in(tensor: torch.Tensor, flat: torch.Tensor) -> bool:

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.errors import CheckpointError
 
 
 class HeldOptimizer:
@@ -127,13 +129,23 @@ class HeldOptimizer:
                 state[key] = torch.empty(0, dtype=state[key].dtype)
 
     def options(self) -> dict[str, Any]:
-        """Return what a checkpoint says about the optimizer beside its tensors."""
+        """Return what a checkpoint says about the optimizer beside its tensors.
+
+        Raises:
+            CheckpointError: it keeps tensors in something else, which neither JSON nor the part can hold.
+        """
         numbers = {
             name: {
                 k: v for k, v in self.optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)
             }
             for name, parameter in self._parameters.items()
         }
+        for key, value in (entry for entries in numbers.values() for entry in entries.items()):
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                raise CheckpointError(
+                    f"{self.name}: expected tensors and plain values in the optimizer's state, got "
+                    f"{type(value).__name__} with tensors in it (key={key!r}). Save what it keeps yourself."
+                )
         groups = [
             {k: v.tolist() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"}
             for g in self.optimizer.param_groups
