@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.named import globals_of
-from moe_autograd.autograd.ranks import are_spread, modules_that_talk
+from moe_autograd.autograd.ranks import are_spread, has_hooks_of_torch, modules_that_talk, refuse_reducing
 from moe_autograd.autograd.reaching import (
     CONTAINERS,
     Held,
@@ -67,12 +67,11 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
             add(held for held in around if isinstance(held, torch.nn.Module))
-        if isinstance(part, talking) or are_spread(parameters.values()):
+        if isinstance(part, talking) or are_spread(parameters.values()) or has_hooks_of_torch(attributes):
+            refuse_reducing(part)
             of_all.talks = True
         if is_compiled(part):
             of_all.compiled.append(part)
-        if attributes.get("_forward_pre_hooks"):
-            _refuse_sharded(part)
         if hasattr(type(part), "stands_for"):  # an offloaded expert
             stand_in: Any = part
             add([stand_in.stands_for])
@@ -131,15 +130,6 @@ def _with_history(tensors: Sequence[Tensor | None]) -> list[Tensor]:
         return [tensor for tensor in tensors if tensor is not None and tensor.grad_fn is not None]
     except RuntimeError:
         return [tensor for tensor in tensors if tensor is not None and has_history(tensor)]
-
-
-def _refuse_sharded(module: torch.nn.Module) -> None:
-    """Raise for what `fully_shard` has wrapped: it reduces gradients in the call's backward, before they are added."""
-    if hasattr(type(module), "set_reshard_after_backward") and torch.is_grad_enabled():
-        raise TypeError(
-            "parallel_apply: expected calls without modules that `fully_shard` has wrapped, got "
-            f"{type(module).__name__}, whose gradients would be a step late. Shard what makes the map, not its calls."
-        )
 
 
 def _of_script(module: torch.nn.Module) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What functions name: globals and attributes, and with them what they may reach, or do.
 
-Among it are two things that can be done for one thread at a time only:
+Among it are three things that can be done for one thread at a time only:
 
 1. Changes of a module for as long as it runs: `torch.func.functional_call` puts other weights into it, others switch it
    to `eval`, its adapters off (as `peft` does), freeze it, or put a hook on it. Another call that runs the module
@@ -8,10 +8,11 @@ Among it are two things that can be done for one thread at a time only:
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached` and forward-mode
    differentiation (`torch.func.jvp` and its like) are of the whole process. Side by side, calls would have each
    other's, and might leave it behind: a map with such a call makes one after the other.
+3. Collectives (`torch.distributed.all_reduce` and its like), which all ranks have to come to in one order (`ranks`).
 
 Three looks, each of which uses the one before it::
 
-    names_of        what the code of a function names, and which of these names tell of 1 or 2
+    names_of        what the code of a function names, and which of these names tell of 1, 2 or 3
     telling_names   which names of a function, and of functions that it names, tell
     globals_of      which do of all that the `forward` of a class calls in its file; and the globals that it names
 """
@@ -65,7 +66,29 @@ SETTING = frozenset(  # rule 2
         *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
     ]
 )
-_TELLING = CHANGING | SETTING
+TALKING = frozenset(  # rule 3; not `gather`, `scatter` and others that tensors have, too
+    [
+        *("all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list"),
+        *(
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_object",
+            "all_gather_single",
+            "all_gather_tensor",
+        ),
+        *(
+            "reduce_scatter",
+            "reduce_scatter_single",
+            "reduce_scatter_tensor",
+            "all_to_all",
+            "all_to_all_single",
+        ),
+        *("all_gather_single_autograd", "all_gather_tensor_autograd", "all_to_all_single_autograd"),
+        *("reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd"),
+        *("isend", "irecv", "batch_isend_irecv"),
+    ]
+)
+_TELLING = CHANGING | SETTING | TALKING
 _WAYS = ("forward", "setup_context", "backward", "vjp")  # of an autograd function
 _SURE = _TELLING - _UNSURE
 
@@ -83,7 +106,7 @@ class Places(NamedTuple):
         of: the class.
         forward: its code.
         places: of the globals.
-        telling: those of `CHANGING` and `SETTING`.
+        telling: those of `CHANGING`, `SETTING` and `TALKING`.
     """
 
     of: weakref.ref[type]
@@ -122,7 +145,7 @@ def unwrapped(value: object) -> object:
 
 
 def telling_names(function: types.FunctionType) -> frozenset[str]:
-    """Return those of `CHANGING` and `SETTING` that a function names, or another that it names."""
+    """Return those of `CHANGING`, `SETTING` and `TALKING` that a function names, or another that it names."""
     names = names_of(function.__code__)
     named = [function.__globals__.get(name) for name in names.of_globals]
     functions = [own for one in named for own in _functions_of(one)]

@@ -84,8 +84,9 @@ def map_with_parallel_backward(
         of the other calls. A later one, through other results, is as in a loop (`docs/limits.md`).
 
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once. Calls
-        of a function that sets something for the whole process (`sdpa_kernel`), or changes a module that calls share
-        while it runs (`functional_call`), are made one after the other where it is seen to (`named`).
+        of a function that sets something for the whole process (`sdpa_kernel`), changes a module that calls share
+        while it runs (`functional_call`) or talks with other ranks (`all_reduce`), are made one after the other where
+        it is seen to (`named`).
 
     Source: the idea is hivemind's (`map_with_parallel_backward`, 2020); this is written anew.
 
@@ -227,7 +228,7 @@ def parallel_apply(
         ValueError: lists of different lengths; `max_concurrency` less than 1.
         TypeError: one module instead of several; keyword arguments that are no dict. A call takes or returns a nested
             tensor of layout `torch.strided`; `torch.jagged` will do. A call holds a module that `fully_shard` has
-            wrapped. Another `recompute`.
+            wrapped, or another wrapper that would reduce gradients too early (`ranks`). Another `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
         RuntimeError: calls that share a module have changed it side by side (`statistics`, `watched`); a call has
             changed in place what another takes, or it takes by another way (`changes`).

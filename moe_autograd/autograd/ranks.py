@@ -3,9 +3,14 @@
 Collectives of one group meet in the order in which each rank comes to them. Calls side by side come to theirs in any
 order, another one on each rank: at best sizes differ and all is over, at worst they agree and sums are of the wrong
 numbers. So a map with a call that is known to talk makes its calls one after the other, forwards and backwards, in the
-order of their index. Known are weights and inputs that are `DTensor`s (tensor parallelism), modules that
-`FullyShardedDataParallel` has wrapped, and `SyncBatchNorm`. Whoever calls collectives by other means has to say so, by
-`max_concurrency=1`.
+order of their index. Known are
+
+1. weights and inputs that are `DTensor`s (tensor parallelism);
+2. modules that `DistributedDataParallel` or `FullyShardedDataParallel` has wrapped, and `SyncBatchNorm`;
+3. modules with a hook of `torch.distributed` on their forward (`replicate`, `PrepareModuleInput`);
+4. callables that name a collective, as far as `named` sees it (its rule 3).
+
+Whoever calls collectives by other means has to say so, by `max_concurrency=1`.
 """
 
 from __future__ import annotations
@@ -14,9 +19,17 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 _DTENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+
+
+def has_other_ranks() -> bool:
+    """Whether there is anybody to talk with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def are_spread(values: Iterable[Any]) -> bool:
@@ -29,6 +42,34 @@ def are_spread(values: Iterable[Any]) -> bool:
 
 def modules_that_talk() -> tuple[type, ...]:
     """Return the classes of modules that run collectives, as far as somebody has imported them."""
+    always = nn.SyncBatchNorm, DistributedDataParallel
     if _FSDP not in sys.modules:
-        return (nn.SyncBatchNorm,)
-    return nn.SyncBatchNorm, *filter(None, [getattr(sys.modules[_FSDP], "FullyShardedDataParallel", None)])
+        return always
+    return *always, *filter(None, [getattr(sys.modules[_FSDP], "FullyShardedDataParallel", None)])
+
+
+def has_hooks_of_torch(attributes: dict[str, Any]) -> bool:
+    """Whether a module, which has these attributes, has a hook on its forward that is of `torch.distributed`."""
+    before, after = attributes.get("_forward_pre_hooks"), attributes.get("_forward_hooks")
+    if not before and not after:  # mostly
+        return False
+    hooks = (*(before or {}).values(), *(after or {}).values())
+    return any(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)
+
+
+def refuse_reducing(module: nn.Module) -> None:
+    """Raise for a wrapper that reduces gradients when the call's backward ends, before they are added to `.grad`."""
+    if not torch.is_grad_enabled():
+        return
+    is_static = isinstance(module, DistributedDataParallel) and module.static_graph
+    is_root = isinstance(module, modules_that_talk()[2:]) and vars(module)["_is_root"] is not False
+    for is_meant, what in (
+        (hasattr(type(module), "set_reshard_after_backward"), "`fully_shard` has wrapped"),
+        (is_root, "`FullyShardedDataParallel` has wrapped with nothing around them that it has wrapped, too"),
+        (is_static, "`DistributedDataParallel` has wrapped with static_graph=True"),
+    ):
+        if is_meant:
+            raise TypeError(
+                f"parallel_apply: expected calls without modules that {what}, got {type(module).__name__}, whose "
+                "gradients would be a step late. Wrap what makes the map, not its calls."
+            )

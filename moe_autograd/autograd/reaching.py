@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from moe_autograd.autograd.named import CHANGING, SETTING, functions_in, is_torchs, names_of, telling_names
+from moe_autograd.autograd.named import (
+    CHANGING,
+    SETTING,
+    TALKING,
+    functions_in,
+    is_torchs,
+    names_of,
+    telling_names,
+)
+from moe_autograd.autograd.ranks import has_other_ranks
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
 CONTAINERS = frozenset([list, tuple, dict])
@@ -36,7 +45,7 @@ class Held:
         cuts: the tensors with history (Rule 3 of `module_calls`).
         parts: all modules.
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
-        talks: whether a module runs collectives, by itself or for its weights, or a tensor needs them (`ranks`).
+        talks: whether something runs collectives, by itself or for its weights, or a tensor needs them (`ranks`).
         changes: whether something changes a module for as long as it runs (`named`, rule 1).
         sets: whether something sets what is there once for the whole process (`named`, rule 2).
         known: what modules hold, for all calls of a map: several may reach a large one.
@@ -58,10 +67,11 @@ class Held:
         self.sets = self.sets or module.sets
 
     def note(self, telling: Collection[str]) -> None:
-        """Take note of names, some of `CHANGING` or `SETTING`."""
+        """Take note of names, some of `CHANGING`, `SETTING` or `TALKING`."""
         if telling:
             self.changes = self.changes or not CHANGING.isdisjoint(telling)
             self.sets = self.sets or not SETTING.isdisjoint(telling)
+            self.talks = self.talks or (not TALKING.isdisjoint(telling) and has_other_ranks())
 
 
 def has_history(tensor: Tensor) -> bool:

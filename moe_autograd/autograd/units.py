@@ -17,7 +17,8 @@ from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
-from moe_autograd.autograd.named import CHANGING, SETTING, function_in, globals_of
+from moe_autograd.autograd.named import CHANGING, SETTING, TALKING, function_in, globals_of
+from moe_autograd.autograd.ranks import has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import is_under_mode_of_torch
@@ -94,12 +95,14 @@ def _held_by(unit: Unit, modules: Sequence[Any], known: Known) -> Held:
 
 
 def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]) -> bool:
-    """Whether calls of an autograd function change modules that they share, or set what is process-wide (`named`)."""
+    """Whether calls of an autograd function may not run side by side: for one of the three reasons of `named`."""
     telling = globals_of(func, func.forward).telling
     if not telling:  # mostly
         return False
+    if telling & SETTING or (telling & TALKING and has_other_ranks()):
+        return True
     own = [
         function_in(held) for kind in func.__mro__[: -len(Function.__mro__)] for held in vars(kind).values()
     ]
     shared = shared_modules([look_into(own, args).parts for args in args_per_call])
-    return bool(telling & SETTING) or any(map(may_be_changed, itertools.chain(*shared)))
+    return any(map(may_be_changed, itertools.chain(*shared)))

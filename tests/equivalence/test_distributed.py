@@ -16,13 +16,14 @@ def test_two_processes_have_the_gradients_of_one(find_unused: bool, defers: bool
     assert run_ranks(program, tmp_path / "store", find_unused, defers) == ["equal\n"] * 2
 
 
-def test_a_mapped_layer_may_be_sharded_and_its_calls_by_fully_shard_are_refused() -> None:
+def test_a_mapped_layer_may_be_sharded_and_calls_that_would_reduce_too_early_are_refused() -> None:
     assert_prints(
         """
         import functools, warnings
         import torch, torch.distributed as dist
         from torch import nn
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from torch.nn.parallel import DistributedDataParallel
         from moe_autograd import parallel_apply
         from tests.support.comparison import one_after_another
 
@@ -55,16 +56,21 @@ def test_a_mapped_layer_may_be_sharded_and_its_calls_by_fully_shard_are_refused(
             applies = one_after_another, parallel_apply, functools.partial(parallel_apply, defer_weight_grads=True)
             natively, mapped, deferred = [list(losses_of(shard(Layer(apply)))) for apply in applies]
             assert natively == mapped == deferred, (natively, mapped, deferred)
-        layer = Layer(parallel_apply)
-        for expert in layer.experts:
-            fully_shard(expert, mesh=mesh)
-        try:
-            list(losses_of(layer))
-        except TypeError as error:
-            print("fully_shard" in str(error))
-        with torch.no_grad():
-            layer(torch.ones(3, 4))
+        for wrap in (
+            lambda expert: fully_shard(expert, mesh=mesh),
+            lambda expert: FullyShardedDataParallel(expert, **options),
+            lambda expert: DistributedDataParallel(expert, static_graph=True),
+        ):
+            layer = Layer(parallel_apply)
+            for i, expert in enumerate(layer.experts):
+                layer.experts[i] = wrap(expert)
+            try:
+                list(losses_of(layer))
+            except TypeError as error:
+                print("a step late" in str(error))
+            with torch.no_grad():
+                layer(torch.ones(3, 4))
         dist.destroy_process_group()
         """,
-        "True",
+        "True True True",
     )

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
+from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import in_turn
 from tests.support.comparison import MapFunction, one_after_another
 from tests.support.plain_layer import plain_loop
@@ -67,6 +69,14 @@ def fully_sharded(model: Model, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def replicated_one_by_one(model: Model) -> nn.Module:
+    for i, expert in enumerate(model.experts):
+        model.experts[i] = DistributedDataParallel(
+            expert
+        )  # which broadcasts its buckets in the second forward
+    return model
+
+
 def tensor_parallel(model: Model, mesh: Any) -> nn.Module:
     for expert in (*model.layer.experts, *model.experts):
         parallelize_module(expert, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -94,7 +104,7 @@ def learned(model: nn.Module, seed: int) -> list[Tensor | None]:
     return said + [whole(p.detach()) for p in model.parameters()]
 
 
-def train_one_rank(rank: int, folder: str) -> None:
+def join_group(rank: int, folder: str) -> None:
     warnings.simplefilter("ignore")  # torch has some to say about a CPU
     in_turn.MOST_SMALL = -1
     dist.init_process_group(
@@ -104,12 +114,77 @@ def train_one_rank(rank: int, folder: str) -> None:
         world_size=NUM_RANKS,
         timeout=timedelta(seconds=200),
     )
+
+
+class SumOverRanks(torch.autograd.Function):
+    """As tensor parallel layers have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return summed(grad)
+
+
+def summed(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+class SumOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SumOverRanks.apply(self.linear(x))
+
+
+def exchanged(x: Tensor) -> Tensor:
+    return all_to_all_single_autograd(x, None, None, dist.group.WORLD)
+
+
+def talk_by_themselves(rank: int, folder: str) -> None:
+    join_group(rank, folder)
+    experts = [SumOfExperts() for _ in range(8)]
+    ways: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (
+            lambda xs: [SumOverRanks.apply(x) for x in xs],
+            lambda xs: map_with_parallel_backward(SumOverRanks, *zip(xs)),
+        ),
+        (lambda xs: [exchanged(x) for x in xs], lambda xs: parallel_apply([exchanged] * 8, list(zip(xs)))),
+        *[
+            (
+                lambda xs: one_after_another(experts, list(zip(xs))),
+                lambda xs, options=options: parallel_apply(experts, list(zip(xs)), **options),
+            )
+            for options in OPTIONS
+        ],
+    ]
+    weights = [p for expert in experts for p in expert.parameters()]
+    for natively, ours in ways * 3:
+        x = torch.randn(8, 6, WIDTH, dtype=torch.float64).requires_grad_()
+        said = []
+        for way in (natively, ours):
+            outputs = way(x.unbind())
+            loss = sum(((i + 1) * y).square().sum() for i, y in enumerate(outputs))
+            said.append([*outputs, *torch.autograd.grad(loss, [x, *weights], allow_unused=True)])
+        torch.testing.assert_close(*said)
+    dist.destroy_process_group()
+
+
+def train_one_rank(rank: int, folder: str) -> None:
+    join_group(rank, folder)
     mesh = dist.init_device_mesh("cpu", (NUM_RANKS,))
     ways: list[tuple[Callable[[Model], nn.Module], int]] = [
         (functools.partial(in_flat_parameters, use_orig_params=True), rank),
         (functools.partial(in_flat_parameters, use_orig_params=False), rank),
         (functools.partial(in_flat_parameters, use_orig_params=False, wraps_experts=True), rank),
         (functools.partial(fully_sharded, mesh=mesh), rank),
+        (replicated_one_by_one, rank),
         (functools.partial(tensor_parallel, mesh=mesh), 0),  # all ranks have the same tokens
     ]
     for spread, seed in ways:
@@ -124,7 +199,15 @@ def train_one_rank(rank: int, folder: str) -> None:
 
 def test_layers_spread_over_two_ranks_learn_as_plain_loops_there(tmp_path: Path) -> None:
     """Also where each call talks with the other rank: then they take turns, for they have to talk in one order."""
-    program = (
-        f"import sys; from {__name__} import train_one_rank; train_one_rank(int(sys.argv[1]), sys.argv[2])"
-    )
-    run_ranks(program, tmp_path, num_ranks=NUM_RANKS)
+    _run(train_one_rank, tmp_path)
+
+
+def test_calls_that_name_a_collective_are_made_one_after_the_other(tmp_path: Path) -> None:
+    """By a function of theirs, in an autograd function's backward as well: side by side they get each other's sums."""
+    _run(talk_by_themselves, tmp_path)
+
+
+def _run(one_rank: Callable[[int, str], None], folder: Path) -> None:
+    name = one_rank.__name__
+    program = f"import sys; from {__name__} import {name}; {name}(int(sys.argv[1]), sys.argv[2])"
+    run_ranks(program, folder, num_ranks=NUM_RANKS)
