@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,7 +59,8 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the recording in the Trace Event Format: one lane an expert, times in microseconds."""
-        lanes = {name: lane for lane, name in enumerate(sorted({span.name for span in self.spans}), start=1)}
+        names = sorted({span.name for span in self.spans}, key=_natural_order)
+        lanes = {name: lane for lane, name in enumerate(names, start=1)}
         origin_s = min((span.start_s for span in self.spans), default=0.0)
         return {
             "displayTimeUnit": "ms",
@@ -102,6 +104,10 @@ def add_span(name: str, phase: str, start_s: float, end_s: float) -> None:
     """Report a call that has ended; its times are those of `time.perf_counter`."""
     for timeline in _recordings:
         timeline.spans.append(Span(name, phase, start_s, end_s))
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _lane_name(lane: int, name: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,6 +105,20 @@ def _on_timeline(run: Callable[[int], None], names: Sequence[str], phase: str) -
                 add_span(lane, phase, start_s, time.perf_counter())
 
     return run_timed
+
+
+@contextmanager
+def shown(name: str, phase: str, title: str) -> Iterator[None]:
+    """Show the block to profilers and on timelines, as `run_calls` shows calls: for who runs calls by itself."""
+    start_s = time.perf_counter()
+    try:
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.autograd.profiler.record_function(f"{title}, {phase}: {name}"):
+                yield
+        else:
+            yield
+    finally:
+        add_span(name, phase, start_s, time.perf_counter())
 
 
 class CallName(str):

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.timeline import Timeline, record_timeline
 from tests.support.comparison import MapFunction, assert_same, loss_of, one_after_another
 from tests.support.functions_waiting import PATIENCE_S, Calls, Meets
@@ -63,6 +65,22 @@ def test_the_experts_of_a_layer_are_there_by_their_place_in_it() -> None:
     with record_timeline() as timeline:
         layer(torch.randn(5, 4)).sum().backward()
     assert counted(timeline) == once_each(["expert 0", "expert 1"], "forward", "backward")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_offloaded_experts_are_there_and_in_profiles_by_the_names_of_their_store(recompute: bool) -> None:
+    names = [f"expert-{index:05}" for index in range(3)]
+    linears = (nn.Linear(4, 4) for _ in range(3))
+    with OffloadedExperts(linears, torch.optim.SGD, max_resident_bytes=1000) as experts:
+        layer = MixtureOfExperts(TopKRouter(4, 2, top_k=2), experts[:2], recompute=recompute)
+        with record_timeline() as timeline, profile() as profiled:
+            y = layer(torch.randn(5, 4)) + experts[2](torch.randn(5, 4))
+            y.sum().backward()
+    assert counted(timeline) == once_each(names, "forward", "backward")
+    shown = {event.key for event in profiled.key_averages()}
+    assert shown >= {
+        f"OffloadedExperts, {phase}: {name}" for name in names for phase in ("forward", "backward")
+    }
 
 
 @pytest.mark.parametrize("num_calls", [1, 3])

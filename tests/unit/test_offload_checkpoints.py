@@ -173,7 +173,7 @@ def test_without_a_checkpoint_or_a_folder(tmp_path: Path) -> None:
         experts.restore()
     experts = OffloadedExperts([nn.Linear(2, 2)], adam, max_resident_bytes=100)
     for call in (experts.checkpoint, experts.restore):
-        with pytest.raises(CheckpointError, match="expected a folder as store, got another"):
+        with pytest.raises(CheckpointError, match="expected a folder as store, got RamStore"):
             call()
 
 

@@ -69,6 +69,14 @@ def test_the_chrome_trace_has_one_named_lane_an_expert_and_microseconds(tmp_path
     assert (spans[lanes["ffn.0"]]["name"], spans[lanes["ffn.0"]]["ts"]) == ("backward", 1000.0)
 
 
+def test_lanes_are_in_the_order_of_numbers() -> None:
+    with record_timeline() as timeline:
+        for name in ("ffn.10", "expert 3", "ffn.2", "ffn"):
+            add_span(name, "forward", 1.0, 2.0)
+    lanes = [event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "M"]
+    assert [lane["args"]["name"] for lane in lanes] == ["expert 3", "ffn", "ffn.2", "ffn.10"]
+
+
 def test_an_empty_recording_exports_an_empty_trace(tmp_path: Path) -> None:
     with record_timeline() as timeline:
         pass

@@ -28,11 +28,12 @@ from moe_autograd.autograd.accumulating import filled, is_compiled
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.hooks import at_end_of_backward
-from moe_autograd.autograd.offload.checks import check_reached, check_returned
+from moe_autograd.autograd.offload.checks import check_reached, check_returned, not_twice
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
 from moe_autograd.autograd.recompute import Recompute
+from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import uncompiled
@@ -90,14 +91,19 @@ class OffloadedCall:
         self._num_rows = next((shape[0] for shape in self._shapes if shape), 0)
         call = functools.partial(self._call, leaves, spec)
         try:
-            if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
-                tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
-            else:
-                self._result, tied = self._without_graph(call, tensors)
+            with self.shown("forward"):
+                if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
+                    tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
+                else:
+                    self._result, tied = self._without_graph(call, tensors)
         finally:  # saved-tensor hooks may raise when the result is tied: it would hold the node, which holds this
             (result, result_spec), self._result = self._result, ([], spec)
         rest = iter(tied)
         return tree_unflatten([next(rest) if isinstance(one, Tensor) else one for one in result], result_spec)
+
+    def shown(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Show the block to profilers and on timelines: in a layer, the map's one call is all the experts together."""
+        return shown(self._held.name, phase, "OffloadedExperts")
 
     def _call(self, leaves: Sequence[Any], spec: TreeSpec, tensors: Sequence[Tensor]) -> Any:
         rest = iter(tensors)
@@ -294,32 +300,15 @@ class _Node(Function):
         for_weights = ctx.has_anchor and (
             is_wanted_later(anchor) or torch._C._will_engine_execute_node(anchor)
         )
-        found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
+        with ctx.call.shown("backward"):
+            found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
         if torch.is_grad_enabled():  # create_graph=True
-            found = [grad if grad is None else _not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
+            found = [grad if grad is None else not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
         if not is_compiled():
             return (None, None, None, *found)
         # to be added up, where calls share the anchor
         nothing = torch.empty(0, device="cpu") if ctx.has_anchor else None
         return filled(ctx.next_functions, (None, None, nothing, *found))
-
-
-class _NotTwice(Function):
-    """Passes a gradient on. It depends on what it is tied to, and says so instead of being taken for a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *tied_to: Tensor | None) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "OffloadedExperts: expected a gradient of first order, got a derivative of the gradient. "
-            "Use the plain modules where second derivatives are needed."
-        )
-
-
-_not_twice: Callable[..., Tensor] = _NotTwice.apply
 
 
 def _leaf_of(piece: Tensor, tensor: Tensor) -> Tensor:

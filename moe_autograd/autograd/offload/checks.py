@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -144,3 +146,21 @@ def note_owner(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Remember whose these tensors are, as long as they are there."""
     for tensor_name, tensor in tensors.items():
         _owners[tensor] = f"{tensor_name} of {name}"
+
+
+class _NotTwice(Function):
+    """Passes a gradient on. It depends on what it is tied to, and says so instead of being taken for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *tied_to: Tensor | None) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "OffloadedExperts: expected a gradient of first order, got a derivative of the gradient. "
+            "Use the plain modules where second derivatives are needed."
+        )
+
+
+not_twice: Callable[..., Tensor] = _NotTwice.apply

@@ -91,7 +91,8 @@ class SharedResidency:
         """Return the folder and its store, or complain that there is none."""
         if self._folder is None or not isinstance(self.residency.store, FolderStore):
             raise CheckpointError(
-                "OffloadedExperts: expected a folder as store, got another. Pass store=FOLDER to save checkpoints."
+                f"OffloadedExperts: expected a folder as store, got {type(self.residency.store).__name__}. "
+                "Pass store=FOLDER to save checkpoints."
             )
         return self._folder, self.residency.store
 
