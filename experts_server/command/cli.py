@@ -69,6 +69,10 @@ def _check_address(ctx: click.Context, parameter: click.Parameter, given: str | 
     return given
 
 
+def _check_metrics_address(ctx: click.Context, parameter: click.Parameter, given: str) -> Any:
+    return _check_address(ctx, parameter, given.removeprefix("http://").removesuffix("/metrics"))
+
+
 def _check_timeout(ctx: click.Context, parameter: click.Parameter, timeout_s: float) -> float:
     if not 0 < timeout_s <= LONGEST_S:  # for "nan" a range of click's has room
         raise click.BadParameter(f"{timeout_s} is not in the range 0<x<={LONGEST_S:.0e}.")
@@ -242,7 +246,7 @@ def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
 
 
 @main.command()
-@click.argument("address", metavar="METRICS_HOST:PORT", callback=_check_address)
+@click.argument("address", metavar="METRICS_HOST:PORT", callback=_check_metrics_address)
 @click.option(
     "--interval-s",
     type=click.FloatRange(0.1),
@@ -254,8 +258,8 @@ def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
 def top(address: str, interval_s: float, looks: int | None) -> None:
     """Watch load, latency and updates of each expert.
 
-    METRICS_HOST:PORT is what the server was started with as --metrics-listen, and its log names. While the server is
-    away, top says so, and goes on when it is back.
+    METRICS_HOST:PORT is what the server was started with as --metrics-listen; the address that its log names will do as
+    well. While the server is away, top says so, and goes on when it is back.
     """
     with to_stdout():
         watch(address, interval_s, looks)

@@ -91,9 +91,8 @@ def _token(file: Path) -> str:
     try:
         return read_token(file)
     except ValueError as error:
-        raise ConfigError(
-            f"--token-file {str(file)!r}: {error} (The server's tokens_file has permissions as well.)"
-        ) from error
+        hint = "" if error.__cause__ else " (The server's tokens_file has permissions as well.)"
+        raise ConfigError(f"--token-file {str(file)!r}: {error}{hint}") from error
 
 
 def ask_info(address: str, **connection: Any) -> pb.InfoReply:

@@ -29,6 +29,7 @@ def check_name(name: str) -> str:
         raise ValueError(
             f"expert name {name[: MAX_NAME_LENGTH + 1]!r}: expected letters, digits, '_' and '-' with single dots "
             f"between them, at most {MAX_NAME_LENGTH} characters"
+            + (". A range is [start:stop], as in 'ffn.[0:8]'" if "[" in name else "")
         )
     return name
 

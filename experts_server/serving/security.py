@@ -115,7 +115,8 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
             continue
         place = f"config, key 'security.tokens_file': {str(file)!r}, line {number}"
         if len(words) != 2 or words[0] not in get_args(Permission):
-            raise ConfigError(f"{place}: expected 'read' or 'train' and a token, got {len(words)} words.")
+            got = {1: "one word", 2: "another first word"}.get(len(words), f"{len(words)} words")
+            raise ConfigError(f"{place}: expected 'read' or 'train' and a token, got {got}.")
         if len(words[1]) < MIN_TOKEN_LENGTH:
             raise ConfigError(
                 f"{place}: expected a token of at least {MIN_TOKEN_LENGTH} characters, got {len(words[1])}. "

@@ -306,6 +306,12 @@ def test_a_name_that_could_leave_a_folder_or_hide_is_refused(name: str) -> None:
         check_name(name)
 
 
+@pytest.mark.parametrize("pattern", ["ffn.[0-8]", "ffn.[0:8", "ffn.[0:8:2]"])
+def test_a_range_written_otherwise_is_told_how(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"expected letters.*A range is \[start:stop\], as in 'ffn.\[0:8\]'"):
+        expand_pattern(pattern)
+
+
 def test_patterns_expand_in_order() -> None:
     assert expand_pattern("a") == ["a"]
     assert expand_pattern("l.[1:3].e.[9:11]") == ["l.1.e.9", "l.1.e.10", "l.2.e.9", "l.2.e.10"]

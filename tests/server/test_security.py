@@ -92,8 +92,9 @@ def test_another_scheme_than_bearer_is_refused(guarded: ExpertsServer) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("admin 0123456789abcdef", "line 1: expected 'read' or 'train' and a token"),
-        ("\n0123456789abcdef", "line 2: expected 'read' or 'train' and a token, got 1 words"),
+        ("admin 0123456789abcdef", "line 1: expected 'read' or 'train' and a token, got another first word."),
+        ("\n0123456789abcdef", "line 2: expected 'read' or 'train' and a token, got one word."),
+        ("read 0123456789abcdef me", "line 1: expected 'read' or 'train' and a token, got 3 words."),
         ("train short", "expected a token of at least 16 characters, got 5"),
         ("# nothing", "expected tokens in"),
         ("train 0123456789abcdef\u00e9", "line 1: token: expected 1 to 4096 printable characters of ASCII"),
@@ -322,7 +323,7 @@ def test_a_certificate_that_has_expired_is_found_by_the_check_and_told_by_the_se
     ("arguments", "text"),
     [
         (("--token-file", "tokens"), "without blanks, got ' ' at position 5"),
-        (("--token-file", "none"), "expected a readable text file"),
+        (("--token-file", "none"), "(No such file or directory)\n"),
         (("--cert", "tokens"), "--cert and --key: expected both or neither"),
         (("--ca", "none"), "expected a readable one"),
     ],

@@ -143,6 +143,12 @@ def test_top_in_a_pipe_writes_each_look_below_the_other(server: ExpertsServer) -
     assert shown.output.endswith("\n")
 
 
+def test_top_takes_the_address_that_the_log_names(server: ExpertsServer) -> None:
+    shown = CliRunner().invoke(main, ["top", f"http://{server.metrics_address}/metrics", "--looks", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert f"experts at {server.metrics_address}" in shown.output
+
+
 def test_top_says_that_its_server_is_away_and_goes_on_when_it_is_back() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
