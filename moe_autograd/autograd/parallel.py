@@ -74,7 +74,7 @@ def map_with_parallel_backward(
         TypeError: `func` is not an autograd function, or an element of `args_per_call` not a list or tuple.
         ValueError: `max_concurrency` is less than 1.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
-        RuntimeError: a call has changed in place what another takes (`changes`).
+        RuntimeError: a call has changed in place what another takes.
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call,
             after all other calls have come to rest; from a backward likewise.
 
@@ -86,7 +86,7 @@ def map_with_parallel_backward(
     Threads: any thread may call it, also from inside other maps and autograd functions. Ctrl-C returns at once. Calls
         of a function that sets something for the whole process (`sdpa_kernel`), changes a module that calls share
         while it runs (`functional_call`) or talks with other ranks (`all_reduce`), are made one after the other where
-        it is seen to (`named`).
+        the map sees it.
 
     Source: the idea is hivemind's (`map_with_parallel_backward`, 2020); this is written anew.
 
@@ -228,10 +228,10 @@ def parallel_apply(
         ValueError: lists of different lengths; `max_concurrency` less than 1.
         TypeError: one module instead of several; keyword arguments that are no dict. A call takes or returns a nested
             tensor of layout `torch.strided`; `torch.jagged` will do. A call holds a module that `fully_shard` has
-            wrapped, or another wrapper that would reduce gradients too early (`ranks`). Another `recompute`.
+            wrapped, or another wrapper that would reduce gradients too early. Another `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
-        RuntimeError: calls that share a module have changed it side by side (`statistics`, `watched`); a call has
-            changed in place what another takes, or it takes by another way (`changes`).
+        RuntimeError: calls that share a module have changed it side by side; a call has changed in place what another
+            takes, or it takes by another way.
         BaseException: of the lowest failing call, with its own type and traceback and a note that names the call.
 
     Autograd: hooks on parameters run once, `.grad` is accumulated once, parameters that no call reached get none.
@@ -244,12 +244,11 @@ def parallel_apply(
     Threads: any thread may call it, also from inside other maps. The forward of a module that stands in several
         places may run on several threads at once. Calls that share a module with running statistics (`BatchNorm`), as
         a part or in a closure, take turns, since these have to be those of a loop: they cannot wait for each other in
-        the forward (`statistics`). So do calls that share a module which one of them changes while it runs, as
-        `functional_call` does (`named`); where nothing tells that, a call that meets the change raises (`watched`).
-        Modules that would rather be called together have a `call_group` (`grouping`): all of one group are one call.
-        Calls that talk with other ranks, as those with `DTensor`s do (`ranks`), or set something for the whole process
-        (`sdpa_kernel`, forward-mode differentiation: `named`), are made one after the other; where the map cannot find
-        out, pass `max_concurrency=1`.
+        the forward. So do calls that share a module which one of them changes while it runs, as `functional_call` does;
+        where nothing tells that, a call that meets the change raises. Modules that would rather be called together have
+        a `call_group`: all of one group are one call. Calls that talk with other ranks, as those with `DTensor`s do, or
+        set something for the whole process (`sdpa_kernel`, forward-mode differentiation), are made one after the other;
+        where the map cannot find out, pass `max_concurrency=1`.
 
     Example:
         >>> import torch
