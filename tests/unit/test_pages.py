@@ -16,7 +16,15 @@ PAGES = {
 # Of torch, Python, hivemind, Kubernetes and shells, and nowhere in our code.
 NAMES_OF_OTHERS = {
     *("AveragedModel", "batch_norm", "node_creation_hook", "swa_utils"),
-    *("RemoteMixtureOfExperts", "in_features", "grid_size", "k_best", "uid_prefix", "k_min", "timeout_after_k_min"),
+    *(
+        "RemoteMixtureOfExperts",
+        "in_features",
+        "grid_size",
+        "k_best",
+        "uid_prefix",
+        "k_min",
+        "timeout_after_k_min",
+    ),
     *("backward_k_min", "forward_timeout", "backward_timeout", "detect_anomalies", "register_expert_class"),
     *("SIGALRM", "set_default_executor", "enableServiceLinks", "nice", "chrt", "process_"),
 }
