@@ -8,6 +8,8 @@ Rows go after rows through one call of the module. What each call is owed is tol
   they got together, up to rounding, nothing of this expert is joined any more.
 - *Random numbers* of a call cannot be told apart, and its backward has to draw the same again. So a module that draws
   some is found out, and from then on computed call by call in training.
+- *Buffers* that a module changes (spectral normalization, moving averages) go on with each call. So a module that has
+  buffers is computed alone the first time, and if it changed them, always.
 - *Weight gradients* gather by client, while a joined backward gives their sum. They are told apart where `separating`
   knows how; elsewhere such backwards are computed one by one.
 - *A backward that has its graph* is quicker alone. The others compute their forward again, which they may do as one.
@@ -80,6 +82,8 @@ class Joiner:
 
     def _row_key(self, x: Tensor, evaluate: bool) -> object:
         if not self.can_join or x.dim() < 2 or (self.draws_random_numbers and not evaluate):
+            return None
+        if self._caller.changes_buffers.get(evaluate, True):
             return None
         if self._caller.spec.mismatch(self._caller.name, (x,)) is not None:
             return None

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from experts_server.budget import Budget
 from experts_server.configuration.config import MemoryConfig, UpdateMode
@@ -92,6 +93,37 @@ def backward_call(client: int, grad: Tensor, **settings: Any) -> BackwardCall:
 
 def step(expert: HostedExpert, client: int) -> int:
     return expert.update(UpdateCall(bytes([client]), _ignore, "step", 2, 0))
+
+
+# ---- which
+
+
+class Counting(nn.Module):
+    """Counts its calls in training; in a buffer that takes the place of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_calls = self.num_calls + 1
+        return x
+
+
+@pytest.mark.parametrize("make", [Counting, lambda: spectral_norm(nn.Linear(D, D, dtype=torch.float64))])
+def test_a_module_that_changes_its_buffers_is_computed_call_by_call(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    expert = hosted(nn.Sequential(nn.Linear(D, D, dtype=torch.float64), make()))
+    assert expert.spec.width == D
+    reference = copy.deepcopy(expert.module)
+    for evaluate, is_joined in ((True, True), (False, False)):
+        for seed in range(2):
+            call = forward_call(1, rows(2, seed=seed), evaluate=evaluate)
+            assert (expert.join_key(call) is not None) == (is_joined and seed > 0)
+            reference.train(not evaluate)
+            torch.testing.assert_close(expert.forward([call])[0].tensors[0], reference(call.inputs[0]))
+    torch.testing.assert_close(expert.module.state_dict(), reference.state_dict())
 
 
 # ---- shares
