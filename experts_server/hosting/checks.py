@@ -15,8 +15,12 @@ from moe_autograd.errors import ConfigError, ExpertFailedError, ExpertNotFoundEr
 
 
 def check_weights(expert: str, module: nn.Module) -> None:
-    """Raise `ConfigError` for weights that are made of other tensors: they cannot be sent, saved or found in memory."""
+    """Raise `ConfigError` for weights that cannot be sent, saved or found in memory."""
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ConfigError(
+                f"expert {expert!r}: expected weights with values, got {key!r} on meta. Load them before it is hosted."
+            )
         if is_made_of_others(tensor):
             raise ConfigError(
                 f"expert {expert!r}: expected weights with memory of their own, got {type(tensor).__name__}, which is "

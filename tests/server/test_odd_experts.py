@@ -326,3 +326,8 @@ def test_weights_that_are_made_of_other_tensors_are_refused_by_name() -> None:
     hosted.weight = nn.Parameter(TwoTensor(torch.ones(D, D), torch.ones(D, D)))
     with pytest.raises(ConfigError, match=r"expert 'e': .* got TwoTensor, .* other tensors \(key='weight'\)"):
         ExpertsServer({"e": hosted}).start()
+
+
+def test_weights_without_values_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"expert 'e': expected weights with values, got 'weight' on meta"):
+        ExpertsServer({"e": nn.Linear(D, D, device="meta")}).start()
