@@ -43,6 +43,15 @@ def no_gc() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """A test that left Ctrl-C to the system would have a later one, which sends it to itself, end all of them."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    left = signal.signal(signal.SIGINT, before)
+    assert left is before, f"expected {before} for SIGINT, got {left}"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_lingering() -> Iterator[None]:
     """A server that stops need not wait for late callers: it is 0.2 s, a thousand times.

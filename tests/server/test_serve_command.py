@@ -22,6 +22,7 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.command.cli import main
+from experts_server.command.daemon import SIGNALS
 from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -33,7 +34,12 @@ FLAGS = ("--expert", "ffn", "--num-experts", "3", "--d-model", "8", "--optimizer
 
 
 def command(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments, env={"COLUMNS": "200"})
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        return CliRunner().invoke(main, arguments, env={"COLUMNS": "200"})
+    finally:  # `serve` lets signals end its process, which is ours here
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_serve_prints_one_line_with_its_address_serves_and_exits_0_on_sigterm() -> None:
