@@ -118,10 +118,14 @@ async def _leave_modules_out_of_collections() -> None:
     optimizers loads 800 modules more: torch._dynamo, SymPy.)
     """
     num_modules = 0
-    while True:
-        if len(sys.modules) > num_modules:
-            num_modules = len(sys.modules)
-            gc.collect()
-            gc.freeze()
-            gc.collect()  # counts what is left
-        await asyncio.sleep(LOOK_FOR_MODULES_S)
+    try:
+        while True:
+            if len(sys.modules) > num_modules:
+                num_modules = len(sys.modules)
+                gc.collect()
+                gc.freeze()
+                gc.collect()  # counts what is left
+            await asyncio.sleep(LOOK_FOR_MODULES_S)
+    finally:
+        if "triton" in sys.modules:  # torch 2.15's writes on stderr what of it is left at exit
+            gc.unfreeze()  # only then: Python looks through all of it again, for a second

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import pty
@@ -12,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +76,21 @@ def test_warnings_are_events_of_the_log() -> None:
         assert server.stop() == 0
     (warned,) = [event for event in map(json.loads, server.log) if event["level"] == "warning"]
     assert "UserWarning: mind\nthe gap" in warned["message"]
+
+
+class BesideTriton(nn.Linear):
+    """Tells at exit whether objects are frozen: of its own, Triton (3.9) writes a page about them on stderr."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        sys.modules.setdefault("triton", types.ModuleType("triton"))  # torch for CPUs alone comes without it
+        atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 0, file=sys.stderr))
+
+
+def test_at_its_end_nothing_of_triton_is_frozen() -> None:
+    with ServerProcess("--expert", f"{__name__}:BesideTriton") as server:
+        assert server.stop() == 0
+    assert "frozen: False\n" in server.log
 
 
 def test_serve_listens_beyond_loopback_only_if_it_is_told_so() -> None:
