@@ -6,6 +6,7 @@ other's changes: such a map is refused. None gives a wrong gradient in silence.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -213,8 +214,9 @@ def views_that_calls_use_for_nothing_after_a_change(apply: MapFunction) -> Any:
 def a_part_that_one_uses_after_another_has_changed_another_part(apply: MapFunction) -> Any:
     (x,) = leaves(1)
     y = x + 1
-    part = y[2:]
-    return finish([*apply([lambda t: t.mul_(3), lambda t: part * t.sum()], [(y[:2],), (x,)]), part, y], x)
+    part, changed = y[2:], threading.Event()
+    calls = [lambda t: (t.mul_(3), changed.set())[0], lambda t: part * t.sum() if changed.wait(60) else None]
+    return finish([*apply(calls, [(y[:2],), (x,)]), part, y], x)
 
 
 def a_view_that_a_call_changes_before_its_whole_is_changed(apply: MapFunction) -> Any:
