@@ -203,7 +203,7 @@ class Joined:
         run_calls(run, names, self.max_concurrency, title, is_backward=True, even_shares=self.even_shares)
         if sums is not None:
             sums.hand_out(grads)
-        return [grad for own in grads for grad in own]
+        return _with_memory_of_their_own([grad for own in grads for grad in own])
 
     def see_within(self, place: int, see: See) -> None:
         """Let something see what comes to a result within its call.
@@ -220,6 +220,24 @@ class Joined:
             grads: what `backward` returned.
         """
         return (None, *self.last_first(grads))
+
+
+def _with_memory_of_their_own(grads: Grads) -> Grads:
+    """Copy sparse gradients that share memory with dense ones, to which later backwards add in place.
+
+    PyTorch keeps a dense gradient as `.grad` where nobody else holds the tensor. In a loop, what a sparse one was made
+    of still waits in the engine then.
+    """
+    if not any(grad is not None and grad.is_sparse for grad in grads):
+        return grads
+    dense = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
+    memory = {grad.untyped_storage().data_ptr() for grad in dense}
+    return [
+        grad.clone()
+        if grad is not None and grad.is_sparse and grad._values().untyped_storage().data_ptr() in memory
+        else grad
+        for grad in grads
+    ]
 
 
 def has_any(grads: Tensors) -> bool:

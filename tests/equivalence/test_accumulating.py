@@ -237,3 +237,19 @@ def test_after_ctrl_c_a_call_that_is_left_to_end_by_itself_adds_nothing() -> Non
     """,
         "True 0.0",
     )
+
+
+def test_what_is_added_to_a_dense_gradient_is_not_added_to_a_sparse_one() -> None:
+    """Both are made of the gradient that came to the call."""
+
+    def run(apply: Any) -> list[Tensor]:
+        embedding = nn.Embedding.from_pretrained(torch.ones(3, 4), freeze=False, sparse=True)
+        x = torch.zeros(3, 4, requires_grad=True)
+        (y,) = apply([lambda t: embedding(torch.arange(3)) + t], [(x,)])
+        y.exp().sum().backward()
+        x.sin().sum().backward()
+        assert x.grad is not None
+        assert embedding.weight.grad is not None
+        return [x.grad, embedding.weight.grad.to_dense()]
+
+    torch.testing.assert_close(run(parallel_apply), run(one_after_another))
