@@ -304,7 +304,7 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
                 "a@b:1",
                 "host:\u0663",
                 "127.0.0.1:0",
-                "http://a:1",
+                "https://a:1",
             )
             for command, rest in (("info", ()), ("save", ()), ("top", ()), ("export", ("e", "f")))
         ),
