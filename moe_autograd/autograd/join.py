@@ -196,14 +196,21 @@ class _Part:
         return split(tied, self.joined.num_results)
 
 
+def _token() -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device="cpu")  # wherever tensors are made by default
+
+
 class _Link(Function):
-    """A node that passes on no gradient, but a token: it only settles which node runs when."""
+    """A node that passes on no gradient, but a token: it only settles which node runs when.
+
+    The token's gradient is one too: who takes what a node gets, to go on from there later, comes back with it.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: _Part, *leads_to: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.part = part
-        return torch.empty(0, dtype=torch.float32, device="cpu")  # wherever tensors are made by default
+        return _token()
 
 
 class _Departure(_Link):
@@ -217,7 +224,7 @@ class _Waiting(_Link):
     @_backward
     def backward(ctx: Any, _: Grads) -> Tensors:
         _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
-        return None, None
+        return None, _token()
 
 
 @skip_missing_gradients
@@ -237,7 +244,7 @@ class _Arrival(Function):
         wanted = _ask(part.joined, departure, grad_outputs)
         saved = take_saved(ctx, part.joined, grad_outputs, wanted)
         _arrivals_of(part.whole).add(part, saved, grad_outputs, wanted)
-        return (None,) * len(ctx.needs_input_grad)
+        return None, _token(), *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def _arrivals_of(whole: Joined) -> _Arrivals:
@@ -291,9 +298,19 @@ class _Arrivals:
         self._waiting.clear()
 
     def take_grads(self, part: _Part) -> Grads:
-        """Return one gradient or `None` for each input of a part."""
+        """Return one gradient or `None` for each input of a part.
+
+        Raises:
+            RuntimeError: it has not arrived: somebody begins in the midst of the map.
+        """
         if part in self._parts:
             self._run(part.whole)
+        if not self._grads.keys() >= set(part.places):
+            raise RuntimeError(
+                f"{part.whole.title}: expected a backward that comes by way of the results, got one that begins at an "
+                "inner node, as zero-bubble schedules of torch.distributed.pipelining make it. Take a schedule that "
+                "splits no backward."
+            )
         return [grad for place in part.places for grad in self._grads.pop(place)]
 
     def _run(self, whole: Joined) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import map_with_parallel_backward
-from tests.support.comparison import MapFunction, Raised, assert_same_program
+from moe_autograd import map_with_parallel_backward, parallel_apply
+from tests.support.comparison import MapFunction, Raised, assert_same, assert_same_program
 from tests.support.functions_context import SavesInput
 from tests.support.functions_waiting import Meets
 from tests.support.histories import copied, leaf
@@ -182,3 +183,32 @@ def test_all_backwards_meet_though_another_thread_has_made_what_depends_on_them(
         thread.start()
         thread.join()
     assert all(x.grad is not None for x in xs)
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_a_backward_of_the_inputs_and_then_of_the_weights_as_in_zero_bubble_pipelines(
+    are_apart: bool,
+) -> None:
+    """The second begins at an inner node. One that nothing has arrived at raises, and gives no weight None."""
+    experts = [torch.nn.Linear(4, 4) for _ in range(2)]
+    weights = [expert.weight for expert in experts]
+    x = torch.randn(3, 4, requires_grad=True)
+    y = x * 1
+    inputs = [copied(y), copied(x)] if are_apart else [y, y]
+
+    def loss_of(results: list[Tensor]) -> Tensor:
+        return results[0].square().sum() + (3 * results[1]).cos().sum()
+
+    natively = loss_of([expert(one) for expert, one in zip(experts, inputs, strict=True)])
+    expected = torch.autograd.grad(natively, (x, *weights), retain_graph=True)
+    loss = loss_of(parallel_apply(experts, [(one,) for one in inputs]))
+    input_grads, groups = stage_backward_input([loss], None, [x], iter(weights))
+    assert_same(input_grads, expected[:1])
+    if are_apart:
+        with pytest.raises(
+            RuntimeError, match="parallel_apply: expected a backward that comes by way of the results"
+        ):
+            stage_backward_weight(iter(weights), groups)
+    else:
+        stage_backward_weight(iter(weights), groups)
+        assert_same([weight.grad for weight in weights], list(expected[1:]))
