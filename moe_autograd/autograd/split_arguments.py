@@ -44,6 +44,11 @@ def pair_roots(
     outputs: Edges, grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None
 ) -> list[Root]:
     """Pair each output that requires a gradient with the gradient it is given."""
+    if outputs and not any(outputs):
+        raise RuntimeError(
+            f"split_backward: expected an output that requires a gradient, got {len(outputs)} that do not. Compute "
+            "them outside of `torch.no_grad` and `torch.inference_mode`."
+        )
     if grad_outputs is None:
         grad_outputs = (None,) * len(outputs)
     grads = (grad_outputs,) if isinstance(grad_outputs, torch.Tensor) else tuple(grad_outputs)

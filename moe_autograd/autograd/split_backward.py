@@ -57,6 +57,7 @@ Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
 @uncompiled
+@torch.inference_mode(False)  # under which nothing has a gradient edge
 def split_backward(
     outputs: Differentiable | Iterable[Differentiable],
     grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None,
@@ -83,6 +84,7 @@ def split_backward(
         ValueError: `grad_outputs` does not fit `outputs`; or weights lie behind an input that has hooks,
             which would have to fire twice.
         TypeError: something is neither a tensor nor a `GradientEdge`.
+        RuntimeError: no output requires a gradient.
 
     Autograd: nobody's `.grad` is touched. Tensor hooks fire once, in the part that computes the gradient.
     The gradients require none themselves: differentiating them once more raises. The graph can't be used
@@ -120,6 +122,7 @@ class PendingWeightGradients:
         self._work = [work]  # taken by a pop, which no two threads can both win
 
     @uncompiled
+    @torch.inference_mode(False)
     def run(self) -> Gradients:
         """Compute the gradients of the weights.
 

@@ -33,6 +33,15 @@ def test_single_tensors_stand_for_sequences_of_one() -> None:
     assert torch.equal(weight_grad, x)
 
 
+def test_both_parts_run_in_inference_mode_as_any_backward_does() -> None:
+    net, x = mlp(), an_input(3, 4)
+    expected = torch.autograd.grad(net(x).sum(), [x, *net.parameters()])
+    y = net(x).sum()
+    with torch.inference_mode():
+        input_grads, pending = split_backward(y, None, x, net.parameters())
+        torch.testing.assert_close((*input_grads, *pending.run()), expected)
+
+
 def test_of_many_threads_that_run_it_one_wins() -> None:
     w = an_input(3)
     _, pending = split_backward(w.sum(), None, [], w)
@@ -193,8 +202,9 @@ def test_a_deep_graph_does_not_recurse() -> None:
     assert torch.equal(pending.run()[0], torch.full((2,), 5000.0))
 
 
-def test_outputs_that_need_no_gradient_give_none() -> None:
+def test_outputs_that_need_no_gradient_are_passed_over() -> None:
     x, w = torch.ones(3), torch.ones(3)
-    input_grads, pending = split_backward(x * w, torch.ones(3), [x, x], [w])
+    outputs = [x * w, an_input(3) * 2]
+    input_grads, pending = split_backward(outputs, [torch.ones(3)] * 2, [x, x], [w])
     assert input_grads == (None, None)
     assert pending.run() == (None,)

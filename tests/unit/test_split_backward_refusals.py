@@ -65,6 +65,15 @@ def test_second_order_raises_as_without_create_graph() -> None:
             torch.autograd.grad(grad.sum(), x)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_outputs_that_require_no_gradient(mode: Any) -> None:
+    x, w = an_input(3), an_input(3)
+    with mode():
+        y = (x * w).sum()
+        with pytest.raises(RuntimeError, match=r"an output that requires a gradient, got 1 that do not"):
+            split_backward(y, None, x, w)
+
+
 def test_too_few_grad_outputs() -> None:
     w = an_input(3)
     with pytest.raises(ValueError, match=r"expected 2 grad_outputs, one for each output, got 1\."):
