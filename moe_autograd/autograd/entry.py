@@ -230,8 +230,10 @@ class _MovedHook(WrappedHook):
         self._hooks, self._key = hooks, key
 
     @left_alone
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        return self._hook(grad) if self._key in self._hooks else None
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        """Moved in a backward, it is met in this one without a gradient, too, where the others sleep."""
+        is_met_alone = grad is None and not waited_for(self._hook)
+        return None if is_met_alone or self._key not in self._hooks else self._hook(grad)
 
 
 def _do_nothing(grad: Tensor) -> None:

@@ -134,6 +134,26 @@ def test_a_hook_on_what_a_call_computes_for_a_map_of_its_own_runs_though_others_
     assert not isinstance(said, Raised)
 
 
+def test_a_hook_that_a_second_run_registers_on_an_input_runs_with_a_gradient_or_not_at_all() -> None:
+    """The backward goes through a result that this input has not come to."""
+
+    def program(apply: MapFunction) -> Any:
+        x, y = leaf(1), leaf(2)
+
+        def call(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            a.register_hook(lambda grad: grad * 2)
+            return a.sin(), b.sin()
+
+        ((_, result),) = apply([call], [(x * 2, y)], recompute=True)
+        result.sum().backward()
+        return x.grad, y.grad
+
+    said = assert_same_program(
+        program, native_apply=checkpointed_loop, mapped_apply=parallel_apply, tolerance=1e-12
+    )
+    assert not isinstance(said, Raised)
+
+
 def checkpointed_loop(modules: Any, inputs: Any, *, recompute: bool | Recompute) -> list[Any]:
     return [
         checkpoint(m, *x, use_reentrant=False, early_stop=False) if recompute else m(*x)
