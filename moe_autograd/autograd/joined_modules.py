@@ -220,7 +220,7 @@ class _Forwards:
             refuse_shared_changes(self._title, self._names, [call.changed for call in self.calls], taken)
 
     def _taken_by(self, call: ModuleCall) -> list[Tensor]:
-        reached = [base for base in self.changed.values() if call.leads_to(base)]
+        reached = [base for base in self.changed.values() if base.requires_grad and call.leads_to(base)]
         return [*[tensor for _, tensor in call.cuts], *reached]
 
     def _note_shared_leaves(self) -> None:

@@ -99,3 +99,16 @@ def test_second_order_through_a_view_that_a_call_takes_and_holds() -> None:
         return x.grad, weight.grad
 
     assert_same_modules_program(program)
+
+
+@pytest.mark.parametrize("kind", ["view of a leaf", "result of another map"])
+def test_views_that_may_not_be_changed_are_refused_in_the_words_of_pytorch(kind: str) -> None:
+    if kind == "view of a leaf":
+        view = torch.ones(2, 3, dtype=torch.float64)[0].requires_grad_()
+        words = "a view of a leaf Variable that requires grad is being used in an in-place operation"
+    else:
+        (x,) = leaves(1)
+        view = parallel_apply([lambda t: (y := t * 2, y.flatten())], [(x,)])[0][1]
+        words = "view.* modified inplace.*replace the inplace operation by an out-of-place one"
+    with pytest.raises(RuntimeError, match=words):
+        parallel_apply([lambda t: t.mul_(2) * 1], [(view,)])[0].sum().backward()
