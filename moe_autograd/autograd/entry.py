@@ -218,6 +218,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         self._moving.clear()
         tensor = self._tensor()
         if tensor is not None:  # else nobody asks for its gradient
+            _ = tensor.grad_fn  # unseen since a change, that of a view crashes `register_hook`
             for _, hook in moving:
                 tensor.register_hook(hook)
 

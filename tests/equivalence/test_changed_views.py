@@ -112,3 +112,21 @@ def test_views_that_may_not_be_changed_are_refused_in_the_words_of_pytorch(kind:
         words = "view.* modified inplace.*replace the inplace operation by an out-of-place one"
     with pytest.raises(RuntimeError, match=words):
         parallel_apply([lambda t: t.mul_(2) * 1], [(view,)])[0].sum().backward()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_hook_on_a_view_that_its_call_changes(is_known: bool) -> None:
+    """PyTorch crashes when a first hook is put on a changed view before anybody has looked at its history."""
+
+    def call(t: Tensor) -> Tensor:
+        t.register_hook(torch.Tensor.clone)
+        (t if is_known else t.detach()).mul_(3)
+        return t.sin()
+
+    def run(apply: MapFunction) -> Any:
+        leaf, other = leaves(2)
+        x = (leaf * 2)[0]
+        loss = loss_of([*apply([call, torch.cos], [(x,), (other,)]), x])
+        return torch.autograd.grad(loss, leaf)
+
+    assert_same(run(one_after_another), run(parallel_apply))
