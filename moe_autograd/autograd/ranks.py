@@ -58,7 +58,10 @@ def has_hooks_of_torch(attributes: dict[str, Any]) -> bool:
 
 
 def refuse_reducing(module: nn.Module) -> None:
-    """Raise for a wrapper that reduces gradients when the call's backward ends, before they are added to `.grad`."""
+    """Raise for a wrapper that reduces gradients when the call's backward ends, before they are added to `.grad`.
+
+    One that has none to reduce, as a frozen teacher, may stay.
+    """
     if not torch.is_grad_enabled():
         return
     is_static = isinstance(module, DistributedDataParallel) and module.static_graph
@@ -68,8 +71,8 @@ def refuse_reducing(module: nn.Module) -> None:
         (is_root, "`FullyShardedDataParallel` has wrapped with nothing around them that it has wrapped, too"),
         (is_static, "`DistributedDataParallel` has wrapped with static_graph=True"),
     ):
-        if is_meant:
+        if is_meant and any(parameter.requires_grad for parameter in module.parameters()):
             raise TypeError(
                 f"parallel_apply: expected calls without modules that {what}, got {type(module).__name__}, whose "
-                "gradients would be a step late. Wrap what makes the map, not its calls."
+                "gradients would be a step late. Wrap what makes the map, not its calls; what is not trained, freeze."
             )

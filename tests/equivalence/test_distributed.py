@@ -70,6 +70,9 @@ def test_a_mapped_layer_may_be_sharded_and_calls_that_would_reduce_too_early_are
                 print("a step late" in str(error))
             with torch.no_grad():
                 layer(torch.ones(3, 4))
+            x = torch.ones(3, 4, requires_grad=True)
+            frozen = layer.requires_grad_(False), Layer(one_after_another).requires_grad_(False)
+            assert torch.equal(*[torch.autograd.grad(one(x).sum(), x)[0] for one in frozen])
         dist.destroy_process_group()
         """,
         "True True True",
