@@ -1,16 +1,16 @@
 """What an expert takes: the check that every call passes before it can meet another's.
 
-What is certain about an expert (the built-in ones, a plain `torch.nn.Linear`, a `Sequential` that starts with
-one, a module with an `input_spec`) refuses a call up front. What is only likely (the first layer is a Linear)
-refuses nothing: it explains afterwards why the module raised, and keeps the call from being joined with others.
+What is certain about an expert (the built-in ones, a `torch.nn.Linear`, a `Sequential` that starts with one, a
+module with an `input_spec`) refuses a call up front. What is only likely (the first layer is a Linear, or one with a
+forward of its own) refuses nothing: it explains afterwards why the module raised, and keeps the call from being joined
+with others.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -53,21 +53,25 @@ def infer_spec(module: nn.Module) -> InputSpec:
     declared = getattr(module, "input_spec", None)
     if isinstance(declared, InputSpec):
         return declared
-    if isinstance(module, FeedForwardExpert) and _is_plain(module.up):
-        return InputSpec(module.up.weight.dtype, module.up.in_features, 2, is_certain=True)
-    if isinstance(module, SwiGLUExpert) and _is_plain(module.gate):
-        return InputSpec(module.gate.weight.dtype, module.gate.in_features, 2, is_certain=True)
-    first = module
+    first, rank = module, None
+    if isinstance(module, FeedForwardExpert):
+        first, rank = module.up, 2
+    elif isinstance(module, SwiGLUExpert):
+        first, rank = module.gate, 2
     while isinstance(first, nn.Sequential) and len(first) > 0:
         first = first[0]
-    if _is_plain(first):
-        return InputSpec(first.weight.dtype, first.in_features, is_certain=True)
+    if isinstance(first, nn.Linear):
+        return _spec_of(first, rank)
     leaf = next((m for m in module.modules() if next(m.children(), None) is None), None)
-    if _is_plain(leaf):
-        return InputSpec(leaf.weight.dtype, leaf.in_features)
+    if isinstance(leaf, nn.Linear):
+        return replace(_spec_of(leaf), is_certain=False)
     return InputSpec()
 
 
-def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a layer takes what its weight says; one that is derived may have quantized it, or compute it anew."""
-    return type(module) is nn.Linear
+def _spec_of(layer: nn.Linear, rank: int | None = None) -> InputSpec:
+    """Return what a linear layer takes: with a forward of its own, which may quantize, of any dtype."""
+    if type(layer).forward is not nn.Linear.forward:
+        return InputSpec(None, layer.in_features, rank)
+    # Not `layer.weight`: where that is computed, a look at it goes on with the power iteration of a spectral norm.
+    dtypes = (p.dtype for p in layer.parameters() if p.is_floating_point() or p.is_complex())
+    return InputSpec(next(dtypes, None), layer.in_features, rank, is_certain=True)

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from experts_server import ExpertsServer
 from moe_autograd import FeedForwardExpert, SwiGLUExpert
-from moe_autograd.errors import ConfigError
+from moe_autograd.errors import ConfigError, InvalidCallError
 from moe_autograd.remote import RemoteOptimizer, connect
 from tests.support.servers import ServerProcess, WireClient, tokens
 
@@ -319,6 +319,20 @@ def test_hosting_computes_no_parametrized_weight() -> None:
     before = copy.deepcopy(hosted.state_dict())
     with ExpertsServer({"e": hosted}) as server, connect(server.address) as experts:
         torch.testing.assert_close(experts["e"].state_dict(), dict(before), rtol=0, atol=0)
+
+
+class Bare(nn.Linear):
+    """Computes as a linear layer does."""
+
+
+@pytest.mark.parametrize("hosted", [Bare(D, D), nn.utils.parametrizations.weight_norm(nn.Linear(D, D))])
+def test_a_derived_layer_with_the_forward_of_linear_takes_what_linear_takes(hosted: nn.Module) -> None:
+    x = tokens(3, D)
+    with ExpertsServer({"e": hosted}) as server, connect(server.address) as experts:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert experts["e"](x.bfloat16()).dtype is torch.float32
+        with pytest.raises(InvalidCallError, match=rf"expected shape \(..., num_tokens, {D}\), got \(3, 1\)"):
+            experts["e"](x[:, :1])
 
 
 def test_weights_that_are_made_of_other_tensors_are_refused_by_name() -> None:
