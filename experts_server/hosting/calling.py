@@ -50,8 +50,8 @@ class ModuleCaller:
         self.random = RandomStream(module)
         self.changes_inputs = False  # in place; found out
         # By `evaluate`: whether it changes its buffers, as spectral normalization does; found out at the first call.
-        self.changes_buffers = {} if any(True for _ in module.buffers()) else {True: False, False: False}
-        self._has_buffers = not self.changes_buffers
+        self._with_buffers = [part for part in module.modules() if part._buffers]
+        self.changes_buffers = {} if self._with_buffers else {True: False, False: False}
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.is_on_cpu = self.device.type == "cpu"
         # Of the smallest and the largest call, by `evaluate` and the shape of a row.
@@ -83,7 +83,8 @@ class ModuleCaller:
         elif self.changes_inputs:
             own = tuple([x.clone() for x in inputs])
         versions = _versions_of(inputs)
-        buffers = self._buffers_now()
+        looks = bool(self._with_buffers) and not self.changes_buffers.get(evaluate)
+        buffers = self._buffers_now() if looks else {}
         try:
             if self.random.is_silent:
                 result = self.module(*own)
@@ -98,15 +99,14 @@ class ModuleCaller:
             return self.call(inputs, evaluate, seed)
         if versions != _versions_of(inputs):
             self.changes_inputs = True
-        if self._has_buffers and not self.changes_buffers.get(evaluate):
+        if looks:
             self.changes_buffers[evaluate] = buffers != self._buffers_now()
         return self._outputs_of(result)
 
-    def _buffers_now(self) -> list[tuple[int, int]]:
-        """Return what is another with each change of a buffer, in place or not."""
-        if not self._has_buffers:
-            return []
-        return [(id(buffer), buffer.is_inference() or buffer._version) for buffer in self.module.buffers()]
+    def _buffers_now(self) -> dict[Tensor, int]:
+        """Return what is another after each change of a buffer. Held, a tensor leaves its place to no other."""
+        found = (b for part in self._with_buffers for b in part._buffers.values() if b is not None)
+        return {buffer: buffer.is_inference() or buffer._version for buffer in found}
 
     def _outputs_of(self, result: object) -> Outputs:
         if isinstance(result, Tensor):

@@ -111,7 +111,14 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [Counting, lambda: spectral_norm(nn.Linear(D, D, dtype=torch.float64))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Counting,
+        lambda: nn.Sequential(*[Counting()] * 4),  # the last may lie where the first was
+        lambda: spectral_norm(nn.Linear(D, D, dtype=torch.float64)),
+    ],
+)
 def test_a_module_that_changes_its_buffers_is_computed_call_by_call(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     expert = hosted(nn.Sequential(nn.Linear(D, D, dtype=torch.float64), make()))
