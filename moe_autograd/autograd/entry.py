@@ -125,12 +125,18 @@ class Entrance:
             self.aliases[key] = _alias(tensor, anchor, hooks)
 
     def refuse_replaced(self, caller: str) -> None:
-        """Raise if a call has given an input other memory, by `input.data = ...`: the caller's tensor has its own.
+        """Raise if a call has detached an input, or given it other memory: the caller's tensor has its own.
 
         Raises:
-            RuntimeError: one has.
+            RuntimeError: one has, by `input.detach_()` or `input.data = ...`.
         """
         for hooks, alias in zip(self._hooks, self.aliases.values(), strict=True):
+            if not alias.requires_grad:
+                raise RuntimeError(
+                    f"{caller}: expected calls to leave the history of their inputs as it is, got an input of shape "
+                    f"{tuple(alias.shape)} that a call has detached in place. The caller's tensor would keep its own: "
+                    "use `detach()`, or make the calls in a plain loop."
+                )
             has_memory = type(alias) is Tensor and alias.layout is torch.strided
             if has_memory and alias.data_ptr() != hooks.tensor().data_ptr():
                 raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +131,17 @@ def test_a_hook_on_a_view_that_its_call_changes(is_known: bool) -> None:
         return torch.autograd.grad(loss, leaf)
 
     assert_same(run(one_after_another), run(parallel_apply))
+
+
+@pytest.mark.parametrize("apply", [parallel_apply, functools.partial(parallel_apply, recompute=True)])
+def test_an_input_that_a_call_detaches_in_place_is_refused(apply: MapFunction) -> None:
+    """The caller's tensor would keep its history, without an error."""
+    (x,) = leaves(1)
+    y = x * 2
+    with pytest.raises(
+        RuntimeError, match=r"expected calls to leave the history of their inputs .* of shape \(3, 4\)"
+    ):
+        apply([lambda t: t.detach_() * 2, torch.sin], [(y,), (x * 1,)])
+    (result, _) = apply([lambda t: t.detach() * 2, torch.sin], [(y,), (x * 1,)])
+    assert y.requires_grad
+    assert not result.requires_grad
