@@ -81,13 +81,13 @@ def test_inputs_are_other_tensors() -> None:
     assert returned[1:] == (False, Tensor, False)
 
 
-@of("(`unsqueeze_`, `t_`) **or other memory** (`.data = `) raises")
-def test_other_shapes_and_other_memory() -> None:
+@of("(`unsqueeze_`, `t_`), **no history** (`detach_`) **or other memory** (`.data = `) raises")
+def test_other_shapes_no_history_and_other_memory() -> None:
     def sets_data(x: Tensor) -> Tensor:
         x.data = torch.zeros(3)
         return x * 2
 
-    for change in (lambda x: x.unsqueeze_(0) * 2, sets_data):
+    for change in (lambda x: x.unsqueeze_(0) * 2, lambda x: x.detach_() * 2, sets_data):
         with pytest.raises(RuntimeError, match="parallel_apply: expected calls to leave the"):
             in_call(change, leaf())
 
