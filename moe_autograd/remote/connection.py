@@ -79,6 +79,10 @@ class Connection:
         """How tensors travel now."""
         return self._delivery.settings.encodings.compression
 
+    def address_of(self, name: str) -> str:
+        """Return the server that the next call of an expert goes to, as far as is known."""
+        return self._finding.hosts_of(name)[0]
+
     def ask(self, *, allow_missing: bool = False) -> dict[str, HostedExpert]:
         """Ask all servers what they host now; return what those say that answer, by name.
 
@@ -276,7 +280,7 @@ class Connection:
         """Return the `state_dict` of each named expert, by name."""
         names_at: dict[str, list[str]] = {}
         for name in names:
-            names_at.setdefault(self._finding.hosts_of(name)[0], []).append(name)
+            names_at.setdefault(self.address_of(name), []).append(name)
 
         def once(channel: Channel, own: list[str], operation: Operation) -> dict[str, State]:
             layouts = {name: self.hosted[name].layout for name in own}

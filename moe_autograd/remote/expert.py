@@ -112,8 +112,7 @@ class RemoteExpert(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the name and where it is."""
-        hosted = self.hosted
-        return f"{self.name!r}, kind={hosted.kind!r}, address={hosted.addresses[0]!r}"
+        return f"{self.name!r}, kind={self.hosted.kind!r}, address={self._connection.address_of(self.name)!r}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Let `state_dict()` of any module that holds this one fetch the hosted weights."""

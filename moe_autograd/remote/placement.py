@@ -31,7 +31,7 @@ class HostedExpert:
     Args:
         name: of the expert.
         kind: the module's class.
-        addresses: the servers that host it.
+        addresses: the servers that host it; those first that answered when all were asked last.
         num_parameters: of the module.
         is_trained: whether it has an optimizer.
         update: `"on_step"`, `"on_backward"` or `"on_samples"`.
@@ -41,8 +41,6 @@ class HostedExpert:
         wants_hints: whether it comes and goes on its server, and is there sooner if that knows in time.
         may_draw: random numbers, in its forwards.
         layout: of its state, on the first of the servers.
-
-    The first is the first that answered when all were asked last.
     """
 
     name: str
@@ -265,7 +263,8 @@ def _hosted(
     layouts_at: Mapping[str, Sequence[pb.StateLayout]],
     answered: Collection[str],
 ) -> HostedExpert:
-    address, info = next((place for place in places if place[0] in answered), places[0])
+    places = sorted(places, key=lambda place: place[0] not in answered)
+    address, info = places[0]
     layouts = layouts_at[address]
     return HostedExpert(
         name=name,

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import ServingConfig
-from moe_autograd.errors import ExpertNotFoundError, GradientsLostError, ServerUnavailableError
+from moe_autograd.errors import (
+    ExpertNotFoundError,
+    GradientsLostError,
+    InvalidCallError,
+    ServerUnavailableError,
+)
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from tests.support.hosting import LR, make_modules, sgd
 from tests.support.servers import wait_until
@@ -144,6 +149,13 @@ class TestOnce:
     def test_a_forward_finds_it(self, modules, experts, move):
         move()
         assert torch.equal(experts["ffn.0"](X), modules["ffn.0"](X))
+
+    def test_its_repr_and_its_errors_name_where_it_is(self, servers, experts, move):
+        move()
+        experts["ffn.0"](X)
+        assert f"address='{servers.addresses[1]}'" in repr(experts["ffn.0"])
+        with pytest.raises(InvalidCallError, match=rf"at {servers.addresses[1]}: expected shape"):
+            experts["ffn.0"](torch.ones(1, 5))
 
     def test_its_weights_are_fetched(self, modules, experts, move):
         move()

@@ -124,6 +124,7 @@ class TestPlacement:
         placement = self.make(a=("ffn.0",), b=("ffn.0",))
         placement.note_replies("ab", {"b": reply("ffn.0")})
         assert placement.hosts_of("ffn.0") == ("a", "b")
+        assert placement.experts()["ffn.0"].addresses == ("b", "a"), "b answered"
         placement.note_replies("b", {"b": reply("ffn.0")})
         assert placement.hosts_of("ffn.0") == ("b",)
 
