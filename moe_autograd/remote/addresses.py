@@ -44,10 +44,11 @@ def resolve(
     """
     answers: queue.SimpleQueue[tuple[str, list[str] | ServerUnavailableError] | None] = queue.SimpleQueue()
     for address in addresses:
-        ask = threading.Thread(
-            target=lambda address=address: answers.put((address, _ask_resolver(address))), daemon=True
-        )
-        ask.start()
+        try:
+            threading.Thread(target=lambda at=address: answers.put((at, _ask_resolver(at))), daemon=True).start()
+        except RuntimeError as error:
+            unasked = f"expected a thread to resolve its name on, got {str(error)!r}. Raise the limit of threads."
+            answers.put((address, ServerUnavailableError(f"server at {address}: {unasked}")))
     found: dict[str, list[str] | ServerUnavailableError] = {}
     wake = partial(answers.put, None)
     operation.cancellation.add(wake)

@@ -82,6 +82,12 @@ def test_what_grpc_needs_a_thread_for_is_refused_and_works_again_later(
         send()
 
 
+def test_a_name_that_is_asked_for_stands_for_what_it_did(addresses: list[str]) -> None:
+    name = addresses[0].replace("127.0.0.1", "localhost")
+    with connect(name, timeout_s=START_S) as experts, no_thread_to_give():
+        assert list(experts.info()) == ["a"]
+
+
 def test_what_asyncio_has_no_thread_for_raises_and_is_not_called_later() -> None:
     called: list[str] = []
 
