@@ -12,6 +12,7 @@ Threads: any.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 
@@ -54,6 +55,7 @@ class Finding:
         self.hosted: Mapping[str, HostedExpert] = {}
         self._first_told: Mapping[str, HostedExpert] = {}
         self._looked_at = -math.inf
+        self._noting = threading.Lock()
         self._looking = Fanout(servers.expected_number)
 
     def look(self, operation: Operation, *, may_miss: bool = False) -> list[Exception]:
@@ -142,17 +144,18 @@ class Finding:
         return errors
 
     def _note_replies(self, replies: Mapping[str, pb.InfoReply]) -> None:
-        told = {info.name for reply in replies.values() for info in reply.experts}
-        needed = {a for name, expert in self.hosted.items() if name not in told for a in expert.addresses}
-        counted = self.servers.settle(replies, needed)
-        known = [
-            address for address in self.servers.addresses if address in counted or address not in replies
-        ]
-        self.placement.note_replies(known, counted)
-        # What a server has dropped is still known, for a clear error.
-        self.hosted = {**self.hosted, **self.placement.experts()}
-        self._first_told = {**self.hosted, **self._first_told}
-        self._looked_at = time.monotonic()
+        with self._noting:  # else what was told before could take the place of what is told now
+            told = {info.name for reply in replies.values() for info in reply.experts}
+            needed = {a for name, expert in self.hosted.items() if name not in told for a in expert.addresses}
+            counted = self.servers.settle(replies, needed)
+            known = [
+                address for address in self.servers.addresses if address in counted or address not in replies
+            ]
+            self.placement.note_replies(known, counted)
+            # What a server has dropped is still known, for a clear error.
+            self.hosted = {**self.hosted, **self.placement.experts()}
+            self._first_told = {**self.hosted, **self._first_told}
+            self._looked_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"Finding({self.servers!r}, {self.placement!r})"

@@ -12,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.experts import natural_order
 from moe_autograd.remote.fanout import Cancellation, Fanout
+from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.numbering import Numbering
-from moe_autograd.remote.placement import Placement
+from moe_autograd.remote.placement import HostedExpert, Placement
+from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import split_by_expert
 from moe_autograd.wire import experts_pb2 as pb
 
@@ -174,6 +177,26 @@ class TestPlacement:
 
     def test_an_unknown_expert_has_no_host(self):
         assert self.make(a=()).hosts_of("ffn.0") == ()
+
+
+def test_what_was_told_before_does_not_take_the_place_of_what_is_told_later():
+    finding = Finding(Servers(["10.0.0.1:1"], lambda address, given: Channel(address)), seed=0)
+    told = [pb.InfoReply(experts=[pb.ExpertInfo(name="ffn.0", is_trained=it_is)]) for it_is in (False, True)]
+    note = [threading.Thread(target=finding._note_replies, args=({"10.0.0.1:1": reply},)) for reply in told]
+    experts = finding.placement.experts
+
+    def experts_slowly() -> dict[str, HostedExpert]:
+        found = experts()
+        if threading.current_thread() is note[0]:
+            note[1].start()
+            note[1].join(0.2)  # it may have to wait for this one
+        return found
+
+    with patch.object(finding.placement, "experts", experts_slowly):
+        note[0].start()
+        for thread in note:
+            thread.join()
+    assert finding.hosted["ffn.0"].is_trained
 
 
 class TestNames:
