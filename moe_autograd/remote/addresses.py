@@ -45,9 +45,13 @@ def resolve(
     answers: queue.SimpleQueue[tuple[str, list[str] | ServerUnavailableError] | None] = queue.SimpleQueue()
     for address in addresses:
         try:
-            threading.Thread(target=lambda at=address: answers.put((at, _ask_resolver(at))), daemon=True).start()
+            threading.Thread(
+                target=lambda at=address: answers.put((at, _ask_resolver(at))), daemon=True
+            ).start()
         except RuntimeError as error:
-            unasked = f"expected a thread to resolve its name on, got {str(error)!r}. Raise the limit of threads."
+            unasked = (
+                f"expected a thread to resolve its name on, got {str(error)!r}. Raise the limit of threads."
+            )
             answers.put((address, ServerUnavailableError(f"server at {address}: {unasked}")))
     found: dict[str, list[str] | ServerUnavailableError] = {}
     wake = partial(answers.put, None)

@@ -159,7 +159,9 @@ class Delivery:
             )
             if is_gone and not job.is_needed():
                 error.add_note("Not waited for: every token has enough other experts.")
-            elif self._is_worth_retrying(job, attempts, operation):
+            elif self._is_looked_for(error, [job.request.expert], attempts) or self._is_worth_retrying(
+                error, job.address, operation, was_answered=job.outcome.was_answered
+            ):
                 repeated.append(job)
                 continue
             job.request.on_settled(False)
@@ -200,25 +202,16 @@ class Delivery:
             self.finding.placement.note_success(address)
             self._budget.note_success()
 
-    def _is_worth_retrying(self, job: Job, attempts: Attempts, operation: Operation) -> bool:
-        outcome = job.outcome
-        assert outcome.error is not None
-        if isinstance(outcome.error, ExpertNotFoundError):
-            is_looked_for = self._is_looked_for(outcome.error, [job.request.expert], attempts)
-            return is_looked_for and self.finding.servers.may_change
-        return self._is_worth_it(outcome.error, job.address, operation, was_answered=outcome.was_answered)
-
     def _is_looked_for(self, error: RemoteError, names: Collection[str], attempts: Attempts) -> bool:
         """Tell whether experts that a server does not host may have moved; one look tells."""
         is_first = isinstance(error, ExpertNotFoundError) and attempts.num_retries == 0
-        return is_first and self.finding.is_worth_looking(names)
+        return is_first and self.finding.servers.may_change and self.finding.is_worth_looking(names)
 
-    def _is_worth_it(
+    def _is_worth_retrying(
         self, error: RemoteError, address: str, operation: Operation, *, was_answered: bool
     ) -> bool:
-        if isinstance(error, PermissionDeniedError):
-            return self._channel(address).token.is_renewed_since(operation.deadline.started_at)
-        return is_worth_retrying(error, was_answered=was_answered)
+        has_new_token = self._channel(address).token.is_renewed_since(operation.deadline.started_at)
+        return is_worth_retrying(error, was_answered=was_answered, has_new_token=has_new_token)
 
     def _find_anew(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> Mapping[str, Exception]:
         """Choose where jobs go next; return the servers that are lost, and why."""
@@ -286,8 +279,10 @@ class Delivery:
                         self.finding.placement.note_failure(address)
                     is_gone = is_lost and (address in lost or attempts.num_retries > 0)
                     is_given_up = not is_patient(own) or (is_gone and failures is not None)
-                    may_pass = isinstance(error, DeadlineExceededError)  # of this attempt only
-                    may_pass = may_pass or self._is_worth_it(error, address, operation, was_answered=False)
+                    # the deadline that is over may be that of this attempt only
+                    may_pass = isinstance(error, DeadlineExceededError) or self._is_worth_retrying(
+                        error, address, operation, was_answered=False
+                    )
                     is_looked_for = self._is_looked_for(error, own, attempts)
                     is_worth = is_looked_for or (may_pass and not is_given_up)
                     if not (is_worth and _has_paused(attempts, [error], operation)):

@@ -16,12 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from moe_autograd.errors import (
-    DeadlineExceededError,
-    PermissionDeniedError,
-    RemoteError,
-    ServerUnavailableError,
-)
+from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.fanout import Fanout
@@ -125,7 +120,7 @@ class Finding:
         def info(address: str, _: None) -> pb.InfoReply:
             patience_s = self.servers.patience_s(address, may_miss=may_miss)
             part = operation.part(min(timeout_s, patience_s))
-            return _ask_patiently(self.servers.channel(address), part, operation.deadline.started_at)
+            return _ask_patiently(self.servers.channel(address), part)
 
         asked = dict.fromkeys(self.servers.addresses)
         replies: dict[str, pb.InfoReply] = {}
@@ -161,18 +156,16 @@ class Finding:
         return f"Finding({self.servers!r}, {self.placement!r})"
 
 
-def _ask_patiently(channel: Channel, operation: Operation, began_at: float) -> pb.InfoReply:
+def _ask_patiently(channel: Channel, operation: Operation) -> pb.InfoReply:
     for pause_s in _PAUSES_S:
         try:
             return _ask(channel, operation)
-        except PermissionDeniedError:
-            if not channel.token.is_renewed_since(began_at):
-                raise
         except RemoteError as error:
             # a connection that broke, which grpc may not have noticed at the second attempt; or a damaged answer
             has_time = operation.deadline.remaining_s >= _LEAST_ATTEMPT_S
-            is_worth = has_time and is_worth_retrying(error, was_answered=False)
-            if not is_worth or operation.cancellation.wait(pause_s):
+            has_new_token = channel.token.is_renewed_since(operation.deadline.started_at)
+            is_worth = is_worth_retrying(error, was_answered=False, has_new_token=has_new_token)
+            if not (has_time and is_worth) or operation.cancellation.wait(pause_s):
                 raise
     return _ask(channel, operation)
 

@@ -24,6 +24,7 @@ from moe_autograd.errors import (
     CorruptDataError,
     ExpertNotFoundError,
     InvalidCallError,
+    PermissionDeniedError,
     RemoteError,
     ServerBusyError,
     ServerUnavailableError,
@@ -151,13 +152,16 @@ class Attempts:
         return min(self._policy.max_pause_s, grown) * random.uniform(0.5, 1.0)
 
 
-def is_worth_retrying(error: RemoteError, *, was_answered: bool) -> bool:
+def is_worth_retrying(error: RemoteError, *, was_answered: bool, has_new_token: bool) -> bool:
     """Tell whether a call that failed so may be made again (rule 4).
 
     Args:
         error: what became of it.
         was_answered: whether the server answered this very call, and not only the connection broke.
+        has_new_token: whether the client shows another token now than when the operation began.
     """
+    if isinstance(error, PermissionDeniedError):
+        return has_new_token
     if isinstance(error, CorruptDataError):
         # What came whole and is refused, as too large a tensor, will come again.
         return not isinstance(error.__cause__, InvalidCallError)

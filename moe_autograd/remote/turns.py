@@ -80,7 +80,7 @@ class Turns:
     def _wait(self, own: _Turn, rpc: str, operation: Operation) -> RemoteError | None:
         operation.cancellation.add(own.ring)
         try:
-            own.bell.get(timeout=min(operation.deadline.remaining_s, threading.TIMEOUT_MAX))
+            own.bell.get(timeout=operation.deadline.remaining_s)
         except queue.Empty:
             what = "backward or update" if own.is_alone else "update"
             return DeadlineExceededError(

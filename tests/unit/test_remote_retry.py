@@ -32,8 +32,8 @@ def attempts(policy: RetryPolicy, timeout_s: float = 100.0) -> Attempts:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_what_the_server_has_refused_is_not_repeated(error, if_answered, if_broken):
-    assert is_worth_retrying(error, was_answered=True) is if_answered
-    assert is_worth_retrying(error, was_answered=False) is if_broken
+    assert is_worth_retrying(error, was_answered=True, has_new_token=False) is if_answered
+    assert is_worth_retrying(error, was_answered=False, has_new_token=False) is if_broken
 
 
 def test_pauses_grow_up_to_the_longest_and_vary():
