@@ -1,7 +1,8 @@
 """How long calls that wait take when all wait at once: 50 ms each, forward and backward.
 
-Beside it, in turns, bare threads that do nothing but wake, wait and count down (`bare`): what the machine allows. The
-first map of each size has threads yet to make; the others reuse them. A plain loop over 64 calls shows what is saved.
+Calls that make one torch operation besides, and calls that only wait and return what they got. Beside them, in turns,
+bare threads (`bare`) that do the same: what the machine allows. The first map of each size has threads yet to make; the
+others reuse them. A plain loop over 64 calls shows what is saved.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.measure import Times, print_table, stopwatch
 from moe_autograd import map_with_parallel_backward
 
 WAIT_S = 0.05
+WAITS = "wait, and one torch call"
 
 
 class Waits(Function):
@@ -35,17 +37,29 @@ class Waits(Function):
         return grad * 2
 
 
+class OnlyWaits(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(WAIT_S)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(WAIT_S)
+        return grad
+
+
 def plain_loop(func: type[Function], *args_per_call: Any) -> tuple[Any, ...]:
     return tuple(func.apply(*args) for args in args_per_call)
 
 
-def one_round(apply: Any, num_calls: int) -> Mapping[str, float]:
+def one_round(apply: Any, func: type[Function], num_calls: int) -> Mapping[str, float]:
     inputs = [torch.ones(8, requires_grad=True) for _ in range(num_calls)]
     ones = [torch.ones(8) for _ in inputs]
     results: list[Any] = []
 
     def forward() -> None:
-        results[:] = apply(Waits, *[(x,) for x in inputs])
+        results[:] = apply(func, *[(x,) for x in inputs])
 
     return {
         "forward": stopwatch(forward),
@@ -57,44 +71,45 @@ def wait_bare(index: int) -> None:
     time.sleep(WAIT_S)
 
 
-def peers(num_calls: int) -> dict[str, Callable[[int], object]]:
-    """Return what bare threads are to do: wait, and wait and make the one torch call that `Waits` makes."""
+def peers(num_calls: int) -> dict[str, tuple[type[Function], Callable[[int], object]]]:
+    """Return each kind of call, and what bare threads are to do beside it."""
     tensors = [torch.ones(8) for _ in range(num_calls)]
 
     def wait_and_compute(index: int) -> None:
         time.sleep(WAIT_S)
         tensors[index] * 2
 
-    return {"bare threads that wait": wait_bare, "the same, and one torch call": wait_and_compute}
+    return {WAITS: (Waits, wait_and_compute), "wait": (OnlyWaits, wait_bare)}
 
 
 def rows_of(num_calls: int, rounds: int) -> Iterator[tuple[object, ...]]:
     """Return the rows of one size; its variants take turns."""
-    taken: dict[tuple[str, str], list[float]] = {}
+    taken: dict[tuple[str, str, str], list[float]] = {}
     with contextlib.ExitStack() as stack:
-        threads = {
-            name: stack.enter_context(bare_threads(num_calls, work))
-            for name, work in peers(num_calls).items()
+        kinds = {
+            what: (func, stack.enter_context(bare_threads(num_calls, work)))
+            for what, (func, work) in peers(num_calls).items()
         }
         for _ in range(1 + rounds):
-            for name, bare in threads.items():
-                taken.setdefault((name, "either"), []).append(bare.go())
-            for part, seconds in one_round(map_with_parallel_backward, num_calls).items():
-                taken.setdefault(("map", part), []).append(seconds)
-    floor = Times(taken[list(threads)[-1], "either"][1:])
-    for (name, part), (first_s, *others_s) in taken.items():
-        others = Times(others_s)
-        first_ms: object = first_s * 1e3 if name == "map" else ""
-        yield name, num_calls, part, first_ms, others.median_ms, max(others_s) * 1e3, others.ratio_to(floor)
+            for what, (func, bare) in kinds.items():
+                taken.setdefault(("bare threads", what, "either"), []).append(bare.go())
+                for part, seconds in one_round(map_with_parallel_backward, func, num_calls).items():
+                    taken.setdefault(("map", what, part), []).append(seconds)
+    for (how, what, part), (first_s, *others_s) in taken.items():
+        others, floor = Times(others_s), Times(taken["bare threads", what, "either"][1:])
+        first_ms: object = first_s * 1e3 if how == "map" else ""
+        ratio = others.ratio_to(floor)
+        yield how, what, num_calls, part, first_ms, others.median_ms, max(others_s) * 1e3, ratio
 
 
 def main(rounds: int) -> None:
-    one_round(plain_loop, 1)  # torch imports a part of itself at the first backward with given gradients
+    one_round(plain_loop, Waits, 1)  # torch imports a part of itself at the first such backward
     rows = [row for num_calls in (64, 256, 1024) for row in rows_of(num_calls, rounds)]
-    loop = one_round(plain_loop, 64)
-    rows += [("loop", 64, part, seconds * 1e3, "", "", "") for part, seconds in loop.items()]
+    loop = one_round(plain_loop, Waits, 64)
+    rows += [("loop", WAITS, 64, part, seconds * 1e3, "", "", "") for part, seconds in loop.items()]
     heads = (
         "how",
+        "what each does",
         "calls of 50 ms",
         "pass",
         "first, ms",
