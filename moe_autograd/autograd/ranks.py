@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _DTENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+_REPLICATE = "torch.distributed._composable.replicate"
 
 
 def has_other_ranks() -> bool:
@@ -64,15 +65,23 @@ def refuse_reducing(module: nn.Module) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    is_static = isinstance(module, DistributedDataParallel) and module.static_graph
     is_root = isinstance(module, modules_that_talk()[2:]) and vars(module)["_is_root"] is not False
+    is_static = _has_static_graph(module)
     for is_meant, what in (
         (hasattr(type(module), "set_reshard_after_backward"), "`fully_shard` has wrapped"),
         (is_root, "`FullyShardedDataParallel` has wrapped with nothing around them that it has wrapped, too"),
-        (is_static, "`DistributedDataParallel` has wrapped with static_graph=True"),
+        (is_static, "`DistributedDataParallel` or `replicate` has wrapped with static_graph=True"),
     ):
         if is_meant and any(parameter.requires_grad for parameter in module.parameters()):
             raise TypeError(
                 f"parallel_apply: expected calls without modules that {what}, got {type(module).__name__}, whose "
                 "gradients would be a step late. Wrap what makes the map, not its calls; what is not trained, freeze."
             )
+
+
+def _has_static_graph(module: nn.Module) -> bool:
+    if isinstance(module, DistributedDataParallel):
+        return module.static_graph
+    if _REPLICATE not in sys.modules or not (state := sys.modules[_REPLICATE].replicate.state(module)):
+        return False
+    return bool(state._ddp.static_graph if state.has_initialized else state._init_kwargs.get("static_graph"))

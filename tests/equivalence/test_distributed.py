@@ -22,6 +22,7 @@ def test_a_mapped_layer_may_be_sharded_and_calls_that_would_reduce_too_early_are
         import functools, warnings
         import torch, torch.distributed as dist
         from torch import nn
+        from torch.distributed._composable import replicate
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
         from torch.nn.parallel import DistributedDataParallel
         from moe_autograd import parallel_apply
@@ -60,6 +61,7 @@ def test_a_mapped_layer_may_be_sharded_and_calls_that_would_reduce_too_early_are
             lambda expert: fully_shard(expert, mesh=mesh),
             lambda expert: FullyShardedDataParallel(expert, **options),
             lambda expert: DistributedDataParallel(expert, static_graph=True),
+            lambda expert: replicate(expert, static_graph=True),
         ):
             layer = Layer(parallel_apply)
             for i, expert in enumerate(layer.experts):
@@ -75,5 +77,5 @@ def test_a_mapped_layer_may_be_sharded_and_calls_that_would_reduce_too_early_are
             assert torch.equal(*[torch.autograd.grad(one(x).sum(), x)[0] for one in frozen])
         dist.destroy_process_group()
         """,
-        "True True True",
+        "True True True True",
     )
