@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from experts_server.configuration.config import ExpertConfig, OptimizerConfig, ScheduleConfig, UpdateMode
+from experts_server.hosting.checks import check_weights
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.hosting.training import Training
 from moe_autograd.errors import ConfigError
@@ -66,13 +67,7 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
         raise ConfigError(
             f"{place}, key 'class': expected a torch.nn.Module, got {type(module).__name__} from {config.class_name!r}."
         )
-    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        is_lazy = nn.parameter.is_lazy(tensor)
-        if is_lazy or tensor.is_meta:
-            raise ConfigError(
-                f"{place}, key 'args': expected weights with values, got {key!r} "
-                f"{'without a shape' if is_lazy else 'on meta'}. Say how large they are, and on which device."
-            )
+    check_weights(f"{place}, key 'args'", module)
     return module.eval() if config.eval_only else module.train()
 
 

@@ -45,7 +45,7 @@ class ModuleCaller:
         self.name = name
         self.eval_only = eval_only
         self.module = module
-        check_weights(name, module)
+        check_weights(f"expert {name!r}", module)
         self.spec = infer_spec(module)
         self.random = RandomStream(module)
         self.changes_inputs = False  # in place; found out

@@ -14,16 +14,18 @@ from moe_autograd.autograd.offload.flat import is_made_of_others
 from moe_autograd.errors import ConfigError, ExpertFailedError, ExpertNotFoundError, InvalidCallError
 
 
-def check_weights(expert: str, module: nn.Module) -> None:
+def check_weights(place: str, module: nn.Module) -> None:
     """Raise `ConfigError` for weights that cannot be sent, saved or found in memory."""
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.is_meta:
+        is_lazy = nn.parameter.is_lazy(tensor)
+        if is_lazy or tensor.is_meta:
             raise ConfigError(
-                f"expert {expert!r}: expected weights with values, got {key!r} on meta. Load them before it is hosted."
+                f"{place}: expected weights with values, got {key!r} {'without a shape' if is_lazy else 'on meta'}. "
+                "Say how large they are, and on which device."
             )
         if is_made_of_others(tensor):
             raise ConfigError(
-                f"expert {expert!r}: expected weights with memory of their own, got {type(tensor).__name__}, which is "
+                f"{place}: expected weights with memory of their own, got {type(tensor).__name__}, which is "
                 f"made of other tensors (key={key!r}). Host the module as it was before these came into it."
             )
 
