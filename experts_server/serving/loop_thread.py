@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class LoopThread:
@@ -56,5 +58,19 @@ class LoopThread:
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run on the loop; return what it returns, or raise what it raises."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """Run on the loop; return what it returns, or raise what it raises. After Ctrl-C it has been cancelled."""
+
+        async def begin() -> asyncio.Task[R]:
+            return asyncio.ensure_future(coroutine)
+
+        begun = self._submit(begin())
+        try:
+            return self._submit(asyncio.wait_for(begun.result(), None)).result()
+        except BaseException:
+            task = begun.result()
+            self._loop.call_soon_threadsafe(task.cancel)
+            self._submit(asyncio.wait([task])).result()
+            raise
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

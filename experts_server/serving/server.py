@@ -97,18 +97,19 @@ class ExpertServer:
         self.config = config
         self.state: State = "starting"
         self.address = config.listen
-        self.pool = WorkerPool(max_threads=limits.max_threads)
         self.memory = _memory_for_all(config)
+        self.pool = WorkerPool(max_threads=limits.max_threads)
         self.queue_limits = _queue_limits(config)
         self.failures = FailureLog()
-        self.registry = Registry(
-            [self._queue_of(name, hosting) for name, hosting in experts.items()],
-            self.pool,
-            self.queue_limits,
-        )
-        self.saver = Saver(self.registry, config)
-        self.doorway = Doorway(limits.max_concurrent_passes, Gate(config.security.tokens_file))
-        self.service = Service(self.registry, self.doorway, self.saver.save, config)
+        with contextlib.ExitStack() as if_refused:
+            if_refused.callback(self._close_memory)
+            if_refused.callback(self.pool.close, 0)
+            queues = [self._queue_of(name, hosting) for name, hosting in experts.items()]
+            self.registry = Registry(queues, self.pool, self.queue_limits)
+            self.saver = Saver(self.registry, config)
+            self.doorway = Doorway(limits.max_concurrent_passes, Gate(config.security.tokens_file))
+            self.service = Service(self.registry, self.doorway, self.saver.save, config)
+            if_refused.pop_all()
         self.health = Health(self.registry)
         self.open_inference = OpenInference(
             self.registry, self.doorway, lambda: self.state == "ready", limits.max_tensor_bytes
@@ -180,35 +181,46 @@ class ExpertServer:
         logger.info("ready: %s at %s", counted(len(self.registry)), self.address)
 
     async def stop(self) -> None:
-        """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close."""
+        """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close.
+
+        Cancelled, it closes without the rest; of a save that is being written it waits for the end.
+        """
         if self.state == "stopped" or self._grpc is None:
             return
         self.state = "draining"
         until = time.monotonic() + self.config.drain_timeout_s
         logger.info("draining: at most %g s", self.config.drain_timeout_s)
-        await self.health.set_draining()
-        is_at_rest = await self.doorway.close(self.config.drain_timeout_s)
-        if not is_at_rest:
-            logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
-        await self._grpc.stop(CLOSE_S)
-        self._is_stopping.set()
-        self.saver.leave_to_last()
-        if self._upkeep is not None:
-            await self._upkeep
-        is_computing = any(queue.computing_since is not None for queue in self.registry.values())
         try:
+            await self.health.set_draining()
+            is_at_rest = await self.doorway.close(self.config.drain_timeout_s)
+            if not is_at_rest:
+                logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)
+            await self._end_serving(CLOSE_S)
+            is_computing = any(queue.computing_since is not None for queue in self.registry.values())
             await self.saver.save_last(until - time.monotonic() if is_computing else None)
         finally:
+            await self._end_serving(None)
             if not await self.saver.in_thread(self.pool.close, 1.0):
                 logger.warning("stopped while an expert still hangs: %s", self.pool)
             self._close()
             self.state = "stopped"
             logger.info("stopped")
 
+    async def _end_serving(self, grace_s: float | None) -> None:
+        assert self._grpc is not None
+        await self._grpc.stop(grace_s)
+        self._is_stopping.set()
+        self.saver.leave_to_last()
+        if self._upkeep is not None:
+            await asyncio.wait([self._upkeep])
+
     def _close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
         self.saver.close()
+        self._close_memory()
+
+    def _close_memory(self) -> None:
         if self.memory.offload is not None:
             self.memory.offload.close()
 
