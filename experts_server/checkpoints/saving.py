@@ -56,13 +56,8 @@ class Saver:
         """How long ago the last save was, or the start."""
         return self._clock() - self._saved_at
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the folder is taken, and loaded."""
-        return self._folder is not None
-
     def open(self) -> None:
-        """Take the folder and load its newest whole generation; if there is none, write the first.
+        """Take the folder, once, and load its newest whole generation; if there is none, write the first.
 
         So each expert has a state that was saved before, and what cannot be saved is known at once.
 
@@ -70,7 +65,7 @@ class Saver:
             CheckpointError: the folder cannot be used, no generation is whole, it does not fit what is hosted, or
                 what is hosted cannot be saved.
         """
-        if self._config.checkpoint_dir is None:
+        if self._config.checkpoint_dir is None or self._folder is not None:
             return
         self._folder = CheckpointFolder(self._config.checkpoint_dir, self._config.keep_checkpoints)
         self._folder.remove_leftovers()

@@ -2,21 +2,7 @@
 
 A variable is called `EXPERTS_SERVER_<KEY>`, with `__` between a table and its key; its value is a text, or an inline
 table of TOML. Whatever is wrong raises `ConfigError` with one line a mistake, each naming where it comes from, the
-key, the value and what is allowed. A file looks like this::
-
-    listen = "127.0.0.1:31415"
-    checkpoint_dir = "checkpoints"
-
-    [optimizer]
-    name = "adam"
-    lr = 1e-3
-
-    [experts."ffn.[0:32]"]                  # ffn.0 ... ffn.31
-    class = "ffn"
-    args = { d_model = 64 }
-
-    [experts."ffn.3"]                       # a later entry overrides what an earlier one said of the same name
-    optimizer = { name = "sgd", lr = 0.1 }
+key, the value and what is allowed. docs/server.md shows a file.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from experts_server.hosting.calls import BackwardCall, ForwardCall
-from experts_server.hosting.gradients import Gradients, first_not_finite, is_finite
+from experts_server.hosting.gradients import Gradients, is_finite
 from experts_server.spec import InputSpec
 from moe_autograd.autograd.offload.flat import is_made_of_others
 from moe_autograd.errors import ConfigError, ExpertFailedError, ExpertNotFoundError, InvalidCallError
@@ -90,13 +90,10 @@ def check_replica(expert: str, replica: int, call: BackwardCall) -> None:
 
 def check_finite(expert: str, tensors: Gradients, what: str) -> None:
     """Check that all values are finite."""
-    if is_finite(tensors):
-        return
-    index = first_not_finite(tensors)
-    bad = None if index is None else tensors[index]
-    assert bad is not None, "the same values as a line above"
-    num_bad = int((~bad.isfinite()).sum())
-    raise InvalidCallError(
-        f"expert {expert!r}, {what} {index}: expected finite values, got {num_bad} of {bad.numel()} that are not "
-        f"(shape={tuple(bad.shape)}). Nothing was changed."
-    )
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and not is_finite(tensor):
+            num_bad = int((~tensor.isfinite()).sum())
+            raise InvalidCallError(
+                f"expert {expert!r}, {what} {index}: expected finite values, got {num_bad} of {tensor.numel()} that "
+                f"are not (shape={tuple(tensor.shape)}). Nothing was changed."
+            )

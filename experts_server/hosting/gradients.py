@@ -15,22 +15,12 @@ from experts_server.hosting.own_memory import storages
 Gradients = Sequence[Tensor | None]
 
 
-def is_finite(tensors: Gradients) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite. A finite sum proves it; the rare other case is looked at exactly."""
-    for tensor in tensors:
-        if tensor is None or tensor.dtype not in _CAN_BE_INFINITE or not tensor.numel():
-            continue
-        total = tensor.sum().item()
-        if not (math.isfinite(total.real) and math.isfinite(total.imag)) and not bool(
-            tensor.isfinite().all()
-        ):
-            return False
-    return True
-
-
-def first_not_finite(tensors: Gradients) -> int | None:
-    """Return the index of the first tensor with a value that is not finite."""
-    return next((index for index, tensor in enumerate(tensors) if not is_finite([tensor])), None)
+    if tensor.dtype not in _CAN_BE_INFINITE or not tensor.numel():
+        return True
+    total = tensor.sum().item()
+    return (math.isfinite(total.real) and math.isfinite(total.imag)) or bool(tensor.isfinite().all())
 
 
 def differentiate(

@@ -102,17 +102,10 @@ class Ledger:
         ]
 
     def load_plain(self, plain: list[dict[str, Any]]) -> None:
-        """Become what `to_plain` returned; answers are not part of it."""
-        self.clear()
+        """Become what `to_plain` returned, for one that is empty yet; answers are not part of it."""
         for item in plain:
             applied = {int(sequence): Entry(int(updates)) for sequence, updates in item["applied"].items()}
             self._clients[bytes.fromhex(item["client"])] = _Client(int(item["settled_below"]), applied)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        for client in self._clients.values():
-            self._settle(client, 1 << 64)
-        self._clients.clear()
 
     def _client(self, client_id: bytes) -> _Client:
         client = self._clients.get(client_id)

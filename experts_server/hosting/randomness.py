@@ -69,7 +69,7 @@ class RandomStream:
         """Return where the stream is, or `None` if nothing is drawn from it."""
         if self._seeds is None:
             return None
-        return self._seeds.generator(0, torch.device("cpu")).get_state()
+        return _generator_of(self._seeds).get_state()
 
     def has_moved_from(self, state: Tensor | None) -> bool:
         """Whether anything was drawn since the stream was at `state`."""
@@ -79,11 +79,15 @@ class RandomStream:
     def set_state(self, state: Tensor | None) -> None:
         """Go on from `state`, if there is one."""
         if self._seeds is not None and state is not None:
-            self._seeds.generator(0, torch.device("cpu")).set_state(state)
+            _generator_of(self._seeds).set_state(state)
 
     def next_seed(self) -> int:
         """Return a seed for `drawing`; 0 if nothing is drawn."""
         if self._seeds is None:
             return 0
-        generator = self._seeds.generator(0, torch.device("cpu"))
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, None, generator=generator))
+        drawn = torch.empty((), dtype=torch.int64, device="cpu")
+        return int(drawn.random_(1, None, generator=_generator_of(self._seeds)))
+
+
+def _generator_of(seeds: CallSeeds) -> torch.Generator:
+    return seeds.generator(0, torch.device("cpu"))

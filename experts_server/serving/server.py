@@ -136,8 +136,7 @@ class ExpertServer:
         Raises:
             CheckpointError: see `start`.
         """
-        if not self.saver.is_open:
-            self.saver.open()
+        self.saver.open()
 
     async def start(self) -> None:
         """Load the newest checkpoint, open the port and serve; `address` is the real one afterwards.
