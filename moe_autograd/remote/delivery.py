@@ -34,7 +34,7 @@ from moe_autograd.errors import (
 from moe_autograd.remote.calls import Outcome, exchange
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Encodings
-from moe_autograd.remote.fanout import Fanout, values_or_raise
+from moe_autograd.remote.fanout import Fanout, attempt, values_or_raise
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.hedging import HedgePolicy, Hedging
 from moe_autograd.remote.jobs import Job, attended, by_address, error_of_lost, note_lost, say_more
@@ -257,7 +257,8 @@ class Delivery:
         """
 
         def at_parts(parts: Mapping[str, NamesT]) -> list[R]:
-            return [result for new, part in parts.items() for result in until_done(new, part)]
+            ended = {new: attempt(until_done, new, part) for new, part in parts.items()}
+            return [result for own in values_or_raise(ended) for result in own]
 
         def until_done(address: str, own: NamesT) -> list[R]:
             attempts = Attempts(self.settings.retry, self._budget, operation.deadline)

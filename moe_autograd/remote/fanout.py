@@ -98,7 +98,7 @@ class Fanout:
 
         def do_on_thread(address: str, own: T) -> None:
             try:
-                ended.put((address, _attempt(do, address, own)))
+                ended.put((address, attempt(do, address, own)))
             except BaseException as error:
                 ended.put((address, error))
 
@@ -109,7 +109,7 @@ class Fanout:
                 if not self._pool.has_taken(partial(do_on_thread, address, work[address])):
                     here.append(address)
             for address in here:
-                results[address] = _attempt(do, address, work[address])
+                results[address] = attempt(do, address, work[address])
             while len(results) < len(work):
                 address, outcome = ended.get()
                 if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
@@ -125,7 +125,8 @@ class Fanout:
         self._pool.close()
 
 
-def _attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
+def attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
+    """Return what `do` returned or raised."""
     try:
         return do(address, work)
     except Exception as error:

@@ -265,6 +265,17 @@ def test_an_expert_that_moves_there_and_back_again_is_trained_all_along(servers)
             torch.testing.assert_close(experts.state_dict()["ffn.0.weight"], twin.weight.data)
 
 
+def test_one_that_fails_where_it_has_moved_to_does_not_keep_the_others_from_theirs(servers):
+    first, second = make_modules(0), make_modules(1)
+    servers.start(first | second, {}, {})
+    with connected(servers) as experts:
+        ones = {key: torch.ones_like(tensor) for key, tensor in experts.state_dict().items()}
+        servers.restart(None, {"ffn.0": nn.Linear(4, 5)}, second)
+        with pytest.raises(InvalidCallError, match=r"expert 'ffn\.0'"):
+            experts.load_state_dict(ones)
+        assert torch.equal(second["ffn.1"].weight, torch.ones(4, 4))
+
+
 class TestReplicas:
     """A replica is not where an expert has moved to: it has weights and gradients of its own."""
 
