@@ -6,6 +6,8 @@ and takes it long where packets vanish.
 
 Looking has a pool of threads to itself, since threads of `Delivery` wait for it.
 
+Mutable state: what servers have told, replaced as a whole, by one thread after the other (`_noting`).
+
 Threads: any.
 """
 
