@@ -30,7 +30,8 @@ _TAG_OF_HEAD = {
     pb.StateEntry: b"\x3a",
     pb.Run: b"\x42",
 }
-_ANNOUNCEMENTS = b"\x0a"
+_ANNOUNCEMENTS, _PARTS, _IS_LAST = b"\x0a", b"\x12", b"\x18\x01"
+_TAGS_OF_PART = (b"\x08", b"\x10", b"\x18", b"\x20")
 _ZEROS = bytes(ALIGNMENT)
 
 
@@ -152,6 +153,13 @@ def _announcement(number: int, headers: Iterable[bytes], head: WrittenHead | pb.
     return _ANNOUNCEMENTS + varint(len(announcement)) + announcement
 
 
+def _part(*numbers: int) -> bytes:
+    """Return a part as `Contents` has it, of the numbers in `Part`; protobuf leaves out zeros."""
+    fields = zip(_TAGS_OF_PART, numbers, strict=True)
+    part = b"".join([tag + varint(number) for tag, number in fields if number])
+    return _PARTS + varint(len(part)) + part
+
+
 class _Message:
     """A message being filled."""
 
@@ -160,7 +168,7 @@ class _Message:
         self._num_parcels = 0
         self._alive: list[_Outgoing | Run] = []  # whose memory is shown
         self._announcements: list[bytes] = []
-        self._parts = pb.Contents()
+        self._parts: list[bytes] = []
         self._payload: list[bytes | memoryview] = []
         self._payload_bytes = 0
 
@@ -215,12 +223,10 @@ class _Message:
         if gap:
             self._payload.append(_ZEROS[:gap])
         self._payload += pieces
-        self._parts.parts.add(parcel=parcel, tensor=tensor, offset=offset, num_bytes=num_bytes)
+        self._parts.append(_part(parcel, tensor, offset, num_bytes))
         self._payload_bytes += gap + num_bytes
         self._room -= gap + num_bytes
 
     def framed(self, *, is_last: bool) -> bytes:
-        if is_last:
-            self._parts.is_last = True
-        contents = b"".join([*self._announcements, self._parts.SerializeToString()])
+        contents = b"".join([*self._announcements, *self._parts, _IS_LAST if is_last else b""])
         return frame_packet(contents, self._payload, self._payload_bytes)

@@ -210,6 +210,18 @@ class TestProtobuf:
         message = writer.next_message()
         assert pb.Packet.FromString(message).SerializeToString() == message
 
+    def test_so_are_the_parts_of_large_tensors_and_the_last_message(self):
+        writer = ParcelWriter(PART_BYTES)
+        for key in "abc":
+            writer.add(entry(key), [torch.ones(0), torch.ones(PART_BYTES)])
+        writer.is_complete = True
+        messages = list(iter(writer.next_message, None))
+        packets = [pb.Packet.FromString(message) for message in messages]
+        assert [packet.SerializeToString() for packet in packets] == messages
+        assert {part.parcel for packet in packets for part in packet.contents.parts} == {0, 1, 2}
+        assert max(part.offset for packet in packets for part in packet.contents.parts) == 3 * PART_BYTES
+        assert [packet.contents.is_last for packet in packets] == [False] * (len(packets) - 1) + [True]
+
     def test_the_payload_of_a_message_is_the_tensors_memory(self):
         writer = ParcelWriter()
         writer.add(
