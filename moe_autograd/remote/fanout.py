@@ -94,6 +94,15 @@ class Fanout:
         Raises:
             BaseException: such as Ctrl-C on the calling thread, after `cancellation` has been called.
         """
+        try:
+            if len(work) == 1:  # mostly: without a queue
+                return {address: attempt(do, address, own) for address, own in work.items()}
+            return self._at_several(work, do)
+        except BaseException:
+            cancellation.cancel()
+            raise
+
+    def _at_several(self, work: Mapping[str, T], do: Callable[[str, T], R]) -> dict[str, R | Exception]:
         ended: queue.SimpleQueue[tuple[str, R | BaseException]] = queue.SimpleQueue()
 
         def do_on_thread(address: str, own: T) -> None:
@@ -104,20 +113,16 @@ class Fanout:
 
         results: dict[str, R | Exception] = {}
         here = list(work)[:1]
-        try:
-            for address in list(work)[1:]:
-                if not self._pool.has_taken(partial(do_on_thread, address, work[address])):
-                    here.append(address)
-            for address in here:
-                results[address] = attempt(do, address, work[address])
-            while len(results) < len(work):
-                address, outcome = ended.get()
-                if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-                    raise outcome
-                results[address] = outcome
-        except BaseException:
-            cancellation.cancel()
-            raise
+        for address in list(work)[1:]:
+            if not self._pool.has_taken(partial(do_on_thread, address, work[address])):
+                here.append(address)
+        for address in here:
+            results[address] = attempt(do, address, work[address])
+        while len(results) < len(work):
+            address, outcome = ended.get()
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+                raise outcome
+            results[address] = outcome
         return {address: results[address] for address in work}
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ def forward_request(client_id: bytes, call: Call, inputs: Sequence[Tensor], enco
         call.call_id,
         call.expert,
         call.keep_graph,
-        tuple([x.requires_grad and call.keep_graph for x in inputs]),
+        tuple([call.keep_graph and x.requires_grad for x in inputs]),
         call.evaluate,
         encoding,
         call.random_seed,
