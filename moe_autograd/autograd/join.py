@@ -128,6 +128,7 @@ class _Join(Function):
         use_here(saved)
         ctx.save_for_backward(*saved)  # Rule 1
         if dirty:
+            _refuse_retained(joined.title, results, dirty)
             ctx.mark_dirty(*dirty)
         if non_differentiable:
             ctx.mark_non_differentiable(*non_differentiable)
@@ -143,6 +144,17 @@ class _Join(Function):
         grads = joined.backward(saved, grad_outputs, wanted)
         use_here(grads)
         return (None, *joined.hand_out(grads))
+
+
+def _refuse_retained(title: str, results: Sequence[Tensor], dirty: Sequence[Tensor]) -> None:
+    """Raise where `retain_grad` cannot go along with a changed tensor: PyTorch seeks it at the place among results."""
+    places = {id(result): place for place, result in enumerate(results)}
+    for tensor in dirty:
+        if tensor.retains_grad and not tensor._is_view() and tensor.output_nr != places[id(tensor)]:
+            raise RuntimeError(
+                f"{title}: expected calls to change no tensor in place that retains its gradient, got one of shape "
+                f"{tuple(tensor.shape)}. Call retain_grad after the map, or give the call a clone."
+            )
 
 
 def _ask(joined: Joined, leading: Any, grad_outputs: Tensors) -> Sequence[Wanted]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moe_autograd import map_with_parallel_backward
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from tests.support.comparison import MapFunction, assert_same, assert_same_program, natively, tensors_in
 from tests.support.module_programs import finish, leaves
 
@@ -131,3 +131,34 @@ def test_a_view_that_a_function_changes_is_what_it_is_natively_or_refused_in_the
         return finish([*found, *pasts], x), [tensor.requires_grad for tensor in found]
 
     assert_same_program(program)
+
+
+@pytest.mark.parametrize("in_module", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_changed_tensor_retains_its_gradient_from_after_the_map_only(in_module: bool, when: str) -> None:
+    """PyTorch, asked before, failed with "INTERNAL ASSERT FAILED": it looks among the results for the wrong one."""
+
+    def program(apply: MapFunction) -> Any:
+        (x,) = leaves(1)
+        first, changed = x * 2, x * 3
+        if when == "before":
+            changed.retain_grad()
+        results = apply(first, changed)
+        changed.retain_grad()
+        grads = finish([*results, changed], x)
+        return grads, changed.grad
+
+    def mapped(*tensors: Tensor) -> Any:
+        if in_module:
+            return parallel_apply([lambda t: t + 1, lambda t: t.mul_(4).sin()], [(t,) for t in tensors])
+        return map_with_parallel_backward(MayChange, (tensors[0], None), (tensors[1], 4.0))
+
+    def looped(*tensors: Tensor) -> Any:
+        changed = tensors[1].mul_(4)
+        return tensors[0] + 1, changed.sin() if in_module else changed
+
+    if when == "before":
+        with pytest.raises(RuntimeError, match="change no tensor in place that retains its gradient"):
+            program(mapped)
+    else:
+        assert_same(program(looped), program(mapped))
