@@ -70,6 +70,22 @@ def test_experts_that_share_a_tensor_are_refused_by_name(what: str, is_beside: b
         OffloadedExperts(modules, sgd, **options)
 
 
+@pytest.mark.parametrize("what", ["weight", "buffer"])
+def test_tensors_of_one_expert_in_the_same_memory_are_refused(what: str) -> None:
+    """Taken over, each got its own memory, and trained apart from the other without an error."""
+    expert = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if what == "weight":
+        expert[1].weight = nn.Parameter(expert[0].weight)
+    else:
+        expert.register_buffer("first_row", expert[0].weight.data[0])
+    with pytest.raises(
+        ValueError, match=r"expert-00000: expected each tensor in memory of its own, got .* same"
+    ):
+        OffloadedExperts([expert], sgd, max_resident_bytes=1000)
+    expert[1].weight, expert.first_row = expert[0].weight, expert[0].weight.detach()[0].clone()
+    train(OffloadedExperts([expert], sgd, max_resident_bytes=1000))
+
+
 def test_experts_that_are_refused_leave_those_beside_them_as_they_were(tmp_path: Path) -> None:
     first = build(tmp_path)
     known = first.residency.known_bytes

@@ -133,8 +133,18 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which tensor of 
 
 
 def check_own(name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `ValueError` for tensors that another expert has: one would take away what the other computes with."""
+    """Raise `ValueError` for tensors that another expert has: one would take away what the other computes with.
+
+    And for those that lie in the same memory: each would get its own, and no longer see how the other changes.
+    """
+    places: dict[int, str] = {}
     for tensor_name, tensor in tensors.items():
+        other = places.setdefault(tensor.data_ptr(), tensor_name)
+        if other != tensor_name and tensor.numel():
+            raise ValueError(
+                f"{name}: expected each tensor in memory of its own, got {tensor_name} and {other} in the same. Let "
+                "them be one parameter (a.weight = b.weight), or clone one."
+            )
         if tensor in _owners:
             raise ValueError(
                 f"{name}: expected tensors of its own, got {tensor_name}, which is {_owners[tensor]}. Give each expert "

@@ -67,10 +67,10 @@ class HeldExpert:
         self._lock = threading.Lock()
         tensors = self._tensors()
         check_values(name, tensors, residency.device)
-        check_own(name, tensors)
         self.tensors = dict(tensors)  # what comes and goes, whatever the module puts in their place
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
         self.weights = Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach)
+        check_own(name, tensors)
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
         self.gradients = Part(f"{name}.gradients", Layout.of(gradients))
         residency.check_fits([self.weights, self.gradients])
