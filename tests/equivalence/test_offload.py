@@ -128,6 +128,17 @@ def test_buffers_that_are_replaced() -> None:
     assert_same_weights(experts, plain)
 
 
+def test_buffers_that_are_replaced_in_inference_mode() -> None:
+    experts, plain = both(Counting, num=3, optimizer=None, max_resident_bytes=8)
+    for mode in (torch.inference_mode, torch.enable_grad, torch.inference_mode):
+        for modules in (experts, plain):
+            with mode():
+                for module in modules:
+                    result = module(torch.ones(2))
+    assert torch.equal(result, torch.full((2,), 3.0))
+    assert_same_weights(experts, plain)
+
+
 def test_sparse_gradients() -> None:
     experts, plain = both(lambda: nn.Embedding(10, 8, sparse=True), optimizer=OPTIMIZERS["sgd"])
     for _ in range(2):

@@ -140,7 +140,8 @@ class HeldExpert:
             )
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for tensor in self._tensors().values()]
+        # one that is made in inference mode has no version; it is another one anyway
+        return [(id(t), -1 if t.is_inference() else t._version) for t in self._tensors().values()]
 
     def _keep_changes(self) -> None:
         """Copy what the module put in the place of a buffer into the part, and say that the part changed.
