@@ -127,6 +127,29 @@ def test_an_optimizer_that_runs_in_a_backward_sees_none_of_the_callers_modes() -
     assert seen == [(False, False)]
 
 
+def test_state_that_is_there_before_the_first_step_lies_as_the_weights_do() -> None:
+    """Adagrad's does; fused, it takes one element after the other, wherever each lies."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(parameters, lr=0.1, fused=True)
+
+    def transposed() -> nn.Module:
+        module = nn.Linear(4, 4)
+        module.weight = nn.Parameter(module.weight.detach().t())
+        return module
+
+    experts, plain = both(transposed, num=3, optimizer=make)
+    optimizers = [make(module.parameters()) for module in plain]
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        for modules in (experts, plain):
+            sum(module(x) for module in modules).square().sum().backward()  # type: ignore[union-attr]
+        for update in (experts, *optimizers):
+            update.step()
+            update.zero_grad()
+    assert_same_weights(experts, plain)
+
+
 class Replacing(torch.optim.Optimizer):
     """Puts a new tensor into its state in each step, and from the third on keeps a second one."""
 

@@ -76,6 +76,8 @@ class HeldExpert:
         residency.check_fits([self.weights, self.gradients])
         self._optimizer: HeldOptimizer | None = None
         if optimizer and self.parameters:  # an optimizer wants at least one parameter
+            for parameter in self.parameters.values():
+                parameter.data = parameter.data.contiguous()  # as in its part: Adagrad lays out state at once
             made = optimizer(list(self.parameters.values()))
             self._optimizer = HeldOptimizer(f"{name}.optimizer", made, self.parameters, residency)
         note_owner(name, tensors)
