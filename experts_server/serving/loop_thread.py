@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class LoopThread:
@@ -59,18 +57,19 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run on the loop; return what it returns, or raise what it raises. After Ctrl-C it has been cancelled."""
+        running: list[asyncio.Task[R]] = []
 
-        async def begin() -> asyncio.Task[R]:
-            return asyncio.ensure_future(coroutine)
+        async def run() -> R:
+            running.append(asyncio.ensure_future(coroutine))
+            return await running[0]
 
-        begun = self._submit(begin())
+        async def end() -> None:
+            for task in running:
+                task.cancel()
+                await asyncio.wait([task])
+
         try:
-            return self._submit(asyncio.wait_for(begun.result(), None)).result()
+            return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
         except BaseException:
-            task = begun.result()
-            self._loop.call_soon_threadsafe(task.cancel)
-            self._submit(asyncio.wait([task])).result()
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result()
             raise
-
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -164,6 +164,24 @@ def test_ctrl_c_while_a_server_drains_ends_it_at_once_and_its_folder_is_free_aga
             assert server.state == "ready"
 
 
+class InterruptingTheStart(nn.Linear):
+    has_interrupted = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not self.has_interrupted:
+            self.has_interrupted = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().state_dict(*args, **kwargs)
+
+
+def test_ctrl_c_while_a_server_starts_leaves_its_folder_free(tmp_path: Path) -> None:
+    server = ExpertsServer({"e": InterruptingTheStart(D, D)}, config={"checkpoint_dir": tmp_path})
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    with server:
+        assert server.state == "ready"
+
+
 def test_a_server_that_is_refused_leaves_no_threads_and_no_lock(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     offload = {"max_resident_bytes": 1 << 20, "store": tmp_path}
