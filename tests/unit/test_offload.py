@@ -59,6 +59,8 @@ def test_bad_arguments() -> None:
         ValueError, match="expected max_resident_bytes or beside, got max_resident_bytes=None"
     ):
         OffloadedExperts([nn.Linear(2, 2)], sgd)
+    with pytest.raises(TypeError, match="expected max_resident_bytes in bytes, got '1GB'"):
+        OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes="1GB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected num_microbatches of at least 1 or None, got 0"):
         OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, num_microbatches=0)
     with pytest.raises(ValueError, match=r"expected max_resident_bytes of at least 512.*, got 300"):

@@ -23,7 +23,7 @@ def check_choices(
     optimizer: object | None,
     num_microbatches: int | None,
     update: str,
-    max_resident_bytes: int | None,
+    max_resident_bytes: object | None,
     beside: object | None,
 ) -> None:
     """Raise `TypeError` or `ValueError` for options that make no sense."""
@@ -40,6 +40,10 @@ def check_choices(
         raise ValueError(
             "OffloadedExperts: expected max_resident_bytes or beside, got "
             f"max_resident_bytes={max_resident_bytes} and beside={beside!r}. Pass one of them."
+        )
+    if isinstance(max_resident_bytes, str):
+        raise TypeError(
+            f"OffloadedExperts: expected max_resident_bytes in bytes, got {max_resident_bytes!r}. A GiB is 1 << 30."
         )
     if update not in ("on_step", "on_backward"):
         raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
