@@ -90,7 +90,7 @@ TALKING = frozenset(  # rule 3; not `gather`, `scatter` and others that tensors 
 )
 _TELLING = CHANGING | SETTING | TALKING
 _WAYS = ("forward", "setup_context", "backward", "vjp")  # of an autograd function
-_SURE = _TELLING - _UNSURE
+SURE = _TELLING - _UNSURE
 
 # a global of the file of a function, which may hold the class
 _Place = tuple["weakref.ref[types.FunctionType]", str]
@@ -154,7 +154,7 @@ def telling_names(function: types.FunctionType) -> frozenset[str]:
     cached = [_CACHED] if _names_cached(names, named) else []
     told = [_told_by(one.__code__) for one in functions]
     telling = names.telling - _harmless(function, names.asked) if names.asked else names.telling
-    return telling.union(_SURE.intersection(own), cached, *told)
+    return telling.union(SURE.intersection(own), cached, *told)
 
 
 def _functions_of(value: object) -> list[types.FunctionType]:
@@ -305,7 +305,7 @@ def _find_names(code: types.CodeType, told: weakref.ref[types.CodeType]) -> Name
                 of_globals[step.argval] = None
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 of_attributes[step.argval] = None
-        telling |= _SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one)))
+        telling |= SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one)))
         if _UNSURE.intersection(one.co_names):
             done, asked_there = _done_in(one)
             telling |= done
