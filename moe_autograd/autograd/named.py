@@ -94,6 +94,7 @@ SURE = _TELLING - _UNSURE
 
 # a global of the file of a function, which may hold the class
 _Place = tuple["weakref.ref[types.FunctionType]", str]
+_Followed = tuple["weakref.ref[types.FunctionType]", str, "weakref.ref[Any]"]  # likewise, and what it is
 
 _names: dict[int, Names] = {}  # what functions name, by the `id` of their code, as long as that lives
 _places: dict[int, Places] = {}  # of the globals that modules name, by the `id` of their class, likewise
@@ -106,13 +107,24 @@ class Places(NamedTuple):
         of: the class.
         forward: its code.
         places: of the globals.
+        followed: those that are functions, which a notebook may define anew.
         telling: those of `CHANGING`, `SETTING` and `TALKING`.
     """
 
     of: weakref.ref[type]
     forward: Any
     places: Sequence[_Place]
+    followed: Sequence[_Followed]
     telling: frozenset[str]
+
+    def is_up_to_date(self, kind: type, forward: Any) -> bool:
+        """Whether all of it is still so."""
+        if self.of() is not kind or self.forward is not forward:
+            return False
+        for function, name, value in self.followed:
+            if (one := function()) is None or one.__globals__.get(name) is not value():
+                return False
+        return True
 
 
 class Names(NamedTuple):
@@ -252,17 +264,19 @@ def globals_of(kind: type, forward: Any) -> Places:
     """Return the globals that the `forward` of a class names; every call of a module asks, and every map."""
     key, code = id(kind), getattr(forward, "__code__", None)
     known = _places.get(key)
-    if known is None or known.forward is not code or known.of() is not kind:
+    if known is None or not known.is_up_to_date(kind, code):
         told = weakref.ref(kind, lambda _: _places.pop(key, None))
         known = _places[key] = Places(told, code, *_find_globals_of(kind, forward))
     return known
 
 
-def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], frozenset[str]]:
+def _find_globals_of(
+    kind: type, forward: Any
+) -> tuple[Sequence[_Place], Sequence[_Followed], frozenset[str]]:
     """Look at the forward of a class, those of its bases, and the methods and functions of its file that they call."""
     functions = _functions_of(kind if issubclass(kind, Function) else forward)
     owners = [vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith(_TORCHS)]
-    places = {}
+    places, followed = {}, list[_Followed]()
     for function in functions:  # grows
         namespace, names = function.__globals__, names_of(function.__code__)
         called = [
@@ -270,13 +284,19 @@ def _find_globals_of(kind: type, forward: Any) -> tuple[Sequence[_Place], frozen
         ]
         for name in () if is_torchs(namespace) else names.of_globals:
             value = namespace.get(name)
+            if _functions_of(value):
+                followed.append((weakref.ref(function), name, weakref.ref(value)))
             if own := functions_in(namespace, value):
                 called += map(unwrapped, own)
             elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
                 places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
     told = frozenset[str]().union(*map(telling_names, functions))
-    return tuple(places.values()), told - {"data"}  # set in methods that are named, and mostly never run
+    return (
+        tuple(places.values()),
+        followed,
+        told - {"data"},
+    )  # set in methods that are named, and mostly never run
 
 
 def function_in(value: object) -> object:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from moe_autograd import parallel_apply
+from tests.equivalence.test_changed_modules import NUM_CALLS, Weights, say, template_and_weights
 from tests.equivalence.test_statistics import Gate
 from tests.support.comparing_modules import assert_same_without_error
-from tests.support.comparison import MapFunction
+from tests.support.comparison import MapFunction, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import finish, leaves, seeded
 
@@ -109,6 +111,39 @@ def test_a_module_may_say_that_changes_are_its_own_business() -> None:
     module, xs = Counts(4, 4), leaves(2)
     barrier = threading.Barrier(2)
     parallel_apply([lambda x: (barrier.wait(PATIENCE_S), module(x))] * 2, [(x,) for x in xs])
+
+
+def run(template: nn.Module, weights: Weights, x: Tensor) -> Any:
+    return template(x)
+
+
+def run_with(template: nn.Module, weights: Weights, x: Tensor) -> Any:
+    return functional_call(template, weights, (x,))
+
+
+class RunsByName(nn.Module):
+    def __init__(self, template: nn.Module, weights: Weights) -> None:
+        super().__init__()
+        self.template, self.weights = template, weights
+
+    def forward(self, x: Tensor) -> Any:
+        return run(self.template, self.weights, x)
+
+
+def test_a_function_that_is_defined_anew_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where the module that calls it is the one of before."""
+
+    def program(apply: MapFunction) -> Any:
+        (template, waits, own), xs = template_and_weights(apply), leaves(NUM_CALLS)
+        calls, inputs = [RunsByName(template, weights) for weights in own], [(x,) for x in xs]
+        apply([*calls, waits.come], [*inputs, (xs[0],)])
+        with monkeypatch.context() as anew:
+            anew.setitem(globals(), "run", run_with)
+            if apply is not one_after_another:
+                waits.has_come.clear()
+            return say(apply, template, waits, calls, inputs, *xs)
+
+    assert_same_without_error(program)
 
 
 class Config:
