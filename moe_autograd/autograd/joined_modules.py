@@ -95,8 +95,8 @@ class JoinedModules(Joined):
             if torch.is_grad_enabled():
                 grads = self._backward_with_graph(reached, grad_outputs, wanted)
             else:
-                changed = set().union(*[call.before for call in self.calls])  # in place
-                ends = [tensor for tensor in inputs if id(tensor) not in changed]
+                pasts = {id(tensor) for call in self.calls for tensor in call.pasts}
+                ends = [tensor for tensor in inputs if id(tensor) not in pasts]
                 with retained_grads_untouched(ends), ended(wanted):
                     grads = super().backward(saved_of, grad_outputs, wanted)
             self.entrance.move_hooks()
@@ -271,8 +271,6 @@ def run_module_calls(
         tied = _tie(all_calls)
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
     forwards.renew_views()
-    for call in calls:
-        call.let_changed_go()
     return returned
 
 

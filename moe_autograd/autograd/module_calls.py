@@ -47,9 +47,8 @@ Rule 9. Objects that a call returns, and that `torch.utils._pytree` does not kno
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -96,7 +95,7 @@ class ModuleCall(CallResults):
     # where the gradients of its cuts go, in a backward that makes a graph
     histories: Sequence[Node | None] = ()
     _pending: PendingWeightGradients | None = None  # of its leaves
-    before: Mapping[int, Tensor] = types.MappingProxyType({})  # by the `id` of an input that it changed
+    pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
 
     def __init__(
         self,
@@ -259,17 +258,13 @@ class ModuleCall(CallResults):
         return [*self.leaves, *[tensor for edge, tensor in self.cuts if not is_entry(edge.node)]]
 
     def keep_histories(self) -> None:
-        """Keep the histories of inputs that it changed in place, which are about to get another (Rule 6)."""
-        self.before = {id(t): past(t) for t in self.changed if t.requires_grad}
-
-    def let_changed_go(self) -> None:
-        """Lead to the histories that inputs had before they were changed: they lead to the join now (a cycle)."""
-        if self.before:
-            self.cuts = [(edge, self.before.get(id(tensor), tensor)) for edge, tensor in self.cuts]
-            self.before = {id(tensor): tensor for tensor in self.before.values()}
+        """Keep the histories of inputs that it changed in place; they are about to lead to the join (a cycle)."""
+        pasts = {id(tensor): past(tensor) for tensor in self.changed if tensor.requires_grad}
+        self.cuts = [(edge, pasts.get(id(tensor), tensor)) for edge, tensor in self.cuts]
+        self.pasts = [*pasts.values()]
 
     def cuts_with_histories(self, name: str) -> list[Cut]:
-        """Return where its graph ends, each with a tensor whose history is that of the forward.
+        """Return where its graph ends, each with a tensor whose history is that of the forward (Rule 6).
 
         Raises:
             RuntimeError: somebody has changed an input in place since, and nobody kept the history it had.
@@ -277,13 +272,13 @@ class ModuleCall(CallResults):
         histories, self.histories = self.histories, ()
         for (_, tensor), node in zip(self.cuts, histories, strict=False):
             is_other = node is not None and tensor.grad_fn is not None and tensor.grad_fn is not node
-            if is_other and id(tensor) not in self.before:
+            if is_other and not any(tensor is one for one in self.pasts):
                 raise RuntimeError(
                     "parallel_apply: expected inputs as they were in the forward, for a backward with "
                     f"create_graph=True, got a tensor of shape {tuple(tensor.shape)} that was changed in place since "
                     f"({name}). Give the call a clone of it."
                 )
-        return [(edge, self.before.get(id(tensor), tensor)) for edge, tensor in self.cuts]
+        return self.cuts
 
     def take_pending(self) -> PendingWeightGradients | None:
         """Return what is left of its backward, if anything."""

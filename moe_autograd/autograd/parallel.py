@@ -17,7 +17,7 @@ random numbers `_random`'s, the node is `join`'s.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -261,7 +261,8 @@ def parallel_apply(
     how = as_recompute(recompute)
     args, kwargs = _checked_arguments(modules, inputs, kwargs_tup, names)
     check_max_concurrency("parallel_apply", max_concurrency)
-    refuse_transforms(_tensors_in(args, kwargs))
+    taken = (value for own in (args, kwargs) for value in tree_leaves(own))
+    refuse_transforms(value for value in taken if isinstance(value, Tensor))
     if not modules:
         return []
     if not (how or defer_weight_grads or _is_observed()):
@@ -274,10 +275,7 @@ def parallel_apply(
     if len(units) == 1 and units[0].is_group:  # it sees to its own concurrency
         returned = [run_alone(units[0].run, (), units[0].name, "parallel_apply")]
     else:
-        is_in_turn = are_spread(_tensors_in(args, kwargs))
-        returned = run_units(
-            units, modules, 1 if is_in_turn else max_concurrency, how, defer_weight_grads and not is_in_turn
-        )
+        returned = run_units(units, modules, max_concurrency, how, defer_weight_grads)
     return ungroup(units, returned, len(modules))
 
 
@@ -331,10 +329,6 @@ def _as_dict(kwargs: Any) -> dict[str, Any]:
 def _is_observed() -> bool:
     """Whether somebody wants to see each call by its name."""
     return torch.autograd.profiler._is_profiler_enabled or is_recording()
-
-
-def _tensors_in(*trees: Any) -> Iterator[Tensor]:
-    yield from (value for value in tree_leaves(trees) if isinstance(value, Tensor))
 
 
 def check_max_concurrency(caller: str, max_concurrency: int | None) -> None:

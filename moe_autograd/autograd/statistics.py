@@ -81,7 +81,7 @@ class Turns:
         side_by_side: whether calls may run at the same time; else none has to look for changes by others.
     """
 
-    def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool = True) -> None:
+    def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool) -> None:
         self._names = names
         self._shared = shared = shared_modules([own.parts for own in held])
         modules = {id(part): part for own in shared for part in own}
@@ -111,17 +111,16 @@ class Turns:
                 last.update(dict.fromkeys(self._taken[i], turns[i]))
         return turns
 
-    def wrap(self, called: Sequence[Callable[..., Any]], calls: Sequence[int]) -> list[Callable[..., Any]]:
-        """Return `called`, where those that have to take turns do, and others look at what they share."""
-        turns = self.of(calls)
+    def wrap(self, called: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+        """Return the calls, where those that have to take turns do, and others look at what they share."""
+        turns = self.of(range(len(called)))
         # Backwards may keep this object for its turns: it is not to keep the modules alive.
         watched, self._watched = self._watched, {}
         wrapped = list(called)
-        for place, i in enumerate(calls):
-            if i in watched:
-                wrapped[place] = around(Watched.run, watched[i], wrapped[place])
-            if i in turns:
-                wrapped[place] = around(_in_turn, turns[i], wrapped[place])
+        for i, own in watched.items():
+            wrapped[i] = around(Watched.run, own, wrapped[i])
+        for i, turn in turns.items():
+            wrapped[i] = around(_in_turn, turn, wrapped[i])
         return wrapped
 
     def __enter__(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.autograd.function import Function
+from torch.utils._pytree import tree_leaves
 
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
@@ -18,7 +19,7 @@ from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.named import SETTING, SURE, TALKING, function_in, globals_of
-from moe_autograd.autograd.ranks import has_other_ranks
+from moe_autograd.autograd.ranks import are_spread, has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import is_under_mode_of_torch
@@ -43,14 +44,15 @@ def run_units(
     """
     known: Known = {}
     held = [_held_by(unit, modules, known) for unit in units]
-    if any(own.talks or own.sets for own in held):
+    arguments = (value for unit in units for value in tree_leaves((unit.args, unit.kwargs)))
+    if are_spread(arguments) or any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
     turns = Turns(held, [unit.name for unit in units], side_by_side=side_by_side)
     defers = defer_weight_grads and how is None and may_defer()
     with turns:
         returned = run_module_calls(
-            turns.wrap(_callables(units, len(modules), how), range(len(units))),
+            turns.wrap(_callables(units, len(modules), how)),
             [unit.args for unit in units],
             [unit.kwargs for unit in units],
             names=[unit.name for unit in units],
