@@ -14,7 +14,6 @@ add it, and the join hands on none for that leaf. Only where that makes no diffe
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use
-from moe_autograd.autograd.walks import Edge
+from moe_autograd.autograd.uncompiled import is_backward_compiled
 
 LEAST_ADDED = 1 << 12  # elements; the gradients of smaller leaves may well be in memory together
 _REST_S = 1.0
@@ -112,29 +111,7 @@ def may_add_at_once() -> bool:
     """Whether the backward that runs now adds gradients to leaves on this thread, and records nothing (Rule 1)."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or torch.is_anomaly_enabled():
         return False
-    return accelerator_in_use() is None and not is_compiled()
-
-
-def is_compiled() -> bool:
-    """Whether compiled autograd runs, whose graph adds up what nodes return: no gradient may be missing there."""
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled is not None and compiled.in_compiled_autograd_region
-
-
-def filled(edges: Sequence[Edge], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return what a node hands on, with zeros beside a gradient of the same tensor: compiled autograd adds them up.
-
-    Args:
-        edges: of the node, one for each tensor.
-        grads: those of the tensors, after one for each argument that is none.
-    """
-    num_others = len(grads) - len(edges)
-    own = [*zip(edges, grads[num_others:], strict=True)]
-    known = {edge: grad for edge, grad in own if grad is not None}
-    with_zeros = [
-        torch.zeros_like(known[edge]) if grad is None and edge in known else grad for edge, grad in own
-    ]
-    return (*grads[:num_others], *with_zeros)
+    return accelerator_in_use() is None and not is_backward_compiled()
 
 
 def is_worth_adding(leaf: Tensor) -> bool:

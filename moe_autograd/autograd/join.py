@@ -52,7 +52,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._streams import accelerator_in_use, use_here
-from moe_autograd.autograd.accumulating import Wanted, filled, is_compiled
+from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import INTERRUPTED, Grads, UnlessCompiled, boxed
 from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
@@ -61,7 +61,7 @@ from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
-from moe_autograd.autograd.uncompiled import left_alone, uncompiled
+from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, left_alone, uncompiled
 
 
 def join(joined: Joined) -> list[Sequence[Tensor]]:
@@ -107,7 +107,7 @@ def _backward(run: Callable[[Any, Grads], Tensors]) -> Any:
     @uncompiled
     def run_all(ctx: Any, grad_outputs: Grads) -> Tensors:
         grads = run(ctx, grad_outputs)
-        return filled(ctx.next_functions, grads) if is_compiled() else grads
+        return filled(ctx.next_functions, grads) if is_backward_compiled() else grads
 
     @left_alone
     def backward(ctx: Any, *grad_outputs: Any) -> Tensors:

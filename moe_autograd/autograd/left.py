@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_autograd.autograd.accumulating import Wanted, is_compiled
+from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.joined import Joined, has_any, has_missing, split
 from moe_autograd.autograd.this_backward import keeps_graph
+from moe_autograd.autograd.uncompiled import is_backward_compiled
 
 
 class _Kept(NamedTuple):
@@ -69,7 +70,7 @@ def take_saved(
         if len(unpacked) != sum(joined.num_saved):  # compiled code asks no node whether it is freed
             raise RuntimeError(BACKWARD_TWICE)
         saved = split(unpacked, joined.num_saved)
-        if not keeps_graph() and not is_compiled():
+        if not keeps_graph() and not is_backward_compiled():
             node.left = {}
             if wanted or has_missing(grad_outputs):
                 reached = _reached(joined, grad_outputs, wanted)

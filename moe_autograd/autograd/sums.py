@@ -30,6 +30,7 @@ from torch import Tensor
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd import accumulating
 from moe_autograd.autograd.grad_dtypes import differs
+from moe_autograd.autograd.uncompiled import is_backward_compiled
 
 FEWEST = 3  # gradients; of two the engine holds no more than a loop
 
@@ -90,7 +91,7 @@ class Sums:
     ) -> None:
         self._of_call: dict[int, list[tuple[int, _Sum]]] = {}
         self._sums: list[_Sum] = []
-        if torch.is_grad_enabled() or accumulating.is_compiled() or accelerator_in_use() is not None:
+        if torch.is_grad_enabled() or is_backward_compiled() or accelerator_in_use() is not None:
             return  # Rule 3
         taking_part = set(calls)
         for one in shared:

@@ -1,12 +1,19 @@
-"""Keep functions out of what `torch.compile` and compiled autograd trace: threads, files and servers they cannot."""
+"""Keep functions out of what `torch.compile` and compiled autograd trace: threads, files and servers they cannot.
+
+And what a node of ours owes to compiled autograd, which adds up the gradients that it returns.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+
+from moe_autograd.autograd.walks import Edge
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,3 +46,25 @@ def left_alone(function: Callable[P, T]) -> Callable[P, T]:
         code: Any = function.__code__
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd runs, whose graph adds up what nodes return: no gradient may be missing there."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and compiled.in_compiled_autograd_region
+
+
+def filled(edges: Sequence[Edge], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return what a node hands on, with zeros beside a gradient of the same tensor: compiled autograd adds them up.
+
+    Args:
+        edges: of the node, one for each tensor.
+        grads: those of the tensors, after one for each argument that is none.
+    """
+    num_others = len(grads) - len(edges)
+    own = [*zip(edges, grads[num_others:], strict=True)]
+    known = {edge: grad for edge, grad in own if grad is not None}
+    with_zeros = [
+        torch.zeros_like(known[edge]) if grad is None and edge in known else grad for edge, grad in own
+    ]
+    return (*grads[:num_others], *with_zeros)

@@ -31,11 +31,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_autograd.autograd.accumulating import filled, is_compiled
 from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
-from moe_autograd.autograd.uncompiled import uncompiled
+from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.inputs import check_tensors, check_transforms, dense, under_autocast
 from moe_autograd.remote.placement import HostedExpert
@@ -316,7 +315,7 @@ class _RemoteCalls(torch.autograd.Function):
             for part in parts:
                 _refuse_a_second_time(ctx.connection.anchor, part, grads_of.get(part.call.call_id, []))
         grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
-        if not is_compiled():
+        if not is_backward_compiled():
             return (None, None, None, None, *grads)
         nothing = torch.zeros_like(ctx.connection.anchor)  # to be added up, where there are several passes
         return filled(ctx.next_functions, (None, None, None, nothing, *grads))

@@ -24,7 +24,6 @@ from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from moe_autograd.autograd.accumulating import filled, is_compiled
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.hooks import at_end_of_backward
@@ -36,7 +35,7 @@ from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
-from moe_autograd.autograd.uncompiled import uncompiled
+from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
 
 
 class _Piece(NamedTuple):
@@ -304,7 +303,7 @@ class _Node(Function):
             found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
         if torch.is_grad_enabled():  # create_graph=True
             found = [grad if grad is None else not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
-        if not is_compiled():
+        if not is_backward_compiled():
             return (None, None, None, *found)
         # to be added up, where calls share the anchor
         nothing = torch.empty(0, device="cpu") if ctx.has_anchor else None
