@@ -161,23 +161,33 @@ def test_all_calls_and_threads_share_one_connection():
 
 
 class _DamagesOnce(Proxy):
-    """Flips one bit, of the next message, past grpc's own bytes: of a wrong length a server would wait for the rest."""
+    """Flips one bit of the next message, in `part` of it; grpc's own 5 bytes are a flag and the length."""
 
+    part = slice(5, None)
     flips_next = False
 
     def _through(self, chunk, carried, whole):
         self.flip_chance = float(self.flips_next)
-        flipped = super()._through(chunk, [frame[5:] for frame in carried if len(frame) > 5], whole)
+        flipped = super()._through(chunk, [frame[self.part] for frame in carried], whole)
         self.flips_next = self.flips_next and not self.num_flipped
         return flipped
 
 
-def test_what_servers_say_that_they_host_is_asked_again_where_it_was_damaged():
-    with ExpertsServer({"echo": nn.Identity()}) as server, _DamagesOnce(server.address) as proxy:
-        proxy.flips_next = True
-        with connect(proxy.address) as experts:
+@pytest.mark.parametrize("part", [slice(5, None), slice(3, 4)], ids=["message", "length"])
+def test_requests_of_one_message_are_made_again_where_they_were_damaged(part):
+    """Also where a message seems to be longer than what comes: the server does not wait for the rest."""
+    patient = RetryPolicy(update_attempt_s=30.0)
+    with ExpertsServer({"ffn.0": Scale(4)}, optimizer=adam) as server, _DamagesOnce(server.address) as proxy:
+        proxy.part, proxy.flips_next = part, True
+        with connect(proxy.address, retry=patient) as experts:
+            optimizer = RemoteOptimizer(experts)
+            experts["ffn.0"](torch.ones(1, 4)).sum().backward()
+            for request in (experts.info, experts.state_dict, optimizer.step, optimizer.zero_grad):
+                assert proxy.num_flipped == 1
+                proxy.num_flipped, proxy.flips_next = 0, True
+                request()
             assert proxy.num_flipped == 1
-            assert list(experts.info()) == ["echo"]
+        assert server.num_updates == {"ffn.0": 1}
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
