@@ -297,6 +297,7 @@ class ExpertQueue:
         finally:  # whatever becomes of the numbers, the answers leave
             for call, result in zip(batch, results, strict=True):
                 self._finish(call, result)
+            del results, result  # tracebacks of errors among them know this frame, and hold tensors
         if self.hosted.comes_and_goes:  # what it left keeps memory
             self.hosted.finish()
         self._length.end()

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.pool import Pool
@@ -144,9 +144,12 @@ def values_or_raise(results: Mapping[str, R | Exception]) -> list[R]:
     return [result for result in results.values() if not isinstance(result, Exception)]
 
 
-def raise_first(errors: Sequence[Exception], of_what: str) -> None:
-    """Raise the first of the errors, if there is one, with a note on how many others there are."""
+def raise_first(errors: list[Any], of_what: str) -> None:
+    """Raise the first of the errors, if there is one, with a note on how many others there are; empty the list."""
     if errors:
         if len(errors) > 1:
             errors[0].add_note(f"{len(errors) - 1} other {of_what} failed too.")
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # frames in the traceback hold the list: the exception must not hold itself

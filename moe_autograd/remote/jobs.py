@@ -68,12 +68,15 @@ def note_lost(jobs: Sequence[Job], place: str, reason: Exception) -> None:
 
 def note_failures(jobs: Sequence[Job], phase: str, failures: Failures | None) -> None:
     """Raise the first failure, or, where the user wants a list of them, add all to it."""
-    failed = [(job, job.outcome.error) for job in jobs if job.outcome.error]
     if failures is None:
-        raise_first([error for _, error in failed], "calls of this pass")
-    else:
-        for job, error in failed:
-            failures.append(CallFailure(job.index, job.request.expert, phase, error))
+        errors = [job.outcome.error for job in jobs if job.outcome.error]
+        for job in jobs if errors else ():  # the traceback knows the jobs: the exception must not hold itself
+            job.outcome = _NOT_YET
+        raise_first(errors, "calls of this pass")
+        return
+    for job in jobs:
+        if job.outcome.error:
+            failures.append(CallFailure(job.index, job.request.expert, phase, job.outcome.error))
 
 
 def error_of_lost(place: str, reason: Exception) -> ServerUnavailableError:

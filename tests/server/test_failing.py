@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from experts_server.hosting.failing import REST_S, FailureLog
 from moe_autograd.errors import ExpertFailedError
-from tests.support.servers import WireClient
+from tests.support.servers import WireClient, wait_until
 
 SECRET = "1234.5678"
 LOGGER = "experts_server.hosting.failing"
@@ -165,3 +166,28 @@ def test_a_long_chain_of_causes_is_shown_once(caplog: pytest.LogCaptureFixture) 
     text = logging.Formatter().format(record)
     assert text.count("The above exception was the direct cause") == 26
     assert SECRET not in text.replace("SECRET", "")
+
+
+class Remembers(nn.Module):
+    """Raises, and knows what it was given last."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.raises = Raises(where)
+
+    def forward(self, x: Tensor) -> Any:
+        self.given = weakref.ref(x)
+        return self.raises(x)
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_a_failing_call_was_given_goes_without_the_garbage_collector(where: str) -> None:
+    module = Remembers(where)
+    with ExpertsServer({"e": module}) as server, WireClient(server.address) as client:
+        for call_id in (1, 2):  # what is logged of the first, pytest keeps
+            client.forward("e", torch.ones(1, 4), call_id=call_id)
+            if where == "backward":
+                client.backward("e", torch.ones(1, 4), call_id=call_id, wants_weight_grads=False)
+                client.forget(e=call_id)
+        wait_until(lambda: module.given() is None, 20.0)
