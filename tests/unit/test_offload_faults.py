@@ -44,7 +44,7 @@ def train(experts: OffloadedExperts) -> None:
 # ---- taken over
 
 
-@pytest.mark.parametrize("what", ["module", "parameter", "buffer"])
+@pytest.mark.parametrize("what", ["module", "parameter", "buffer", "memory"])
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_experts_that_share_a_tensor_are_refused_by_name(what: str, is_beside: bool) -> None:
     class Expert(nn.Module):
@@ -58,6 +58,8 @@ def test_experts_that_share_a_tensor_are_refused_by_name(what: str, is_beside: b
         other = one
     elif what == "parameter":
         other.linear.bias = one.linear.bias
+    elif what == "memory":
+        other.linear.bias.data = one.linear.bias.data
     else:
         other.table = one.table
     modules: list[nn.Module] = [one, other]
@@ -68,6 +70,24 @@ def test_experts_that_share_a_tensor_are_refused_by_name(what: str, is_beside: b
         ValueError, match=r"expert-00001: expected tensors of its own, got .* of expert-00000"
     ):
         OffloadedExperts(modules, sgd, **options)
+
+
+def test_experts_whose_weights_are_parts_of_one_tensor_are_taken_over() -> None:
+    stacked = torch.ones(3, 4, 4)
+    modules = [nn.Linear(4, 4, bias=False) for _ in stacked]
+    for module, weight in zip(modules, stacked, strict=True):
+        module.weight.data = weight
+    with OffloadedExperts(modules, sgd, max_resident_bytes=1000) as experts:
+        assert torch.equal(experts[2](torch.ones(1, 4)), torch.full((1, 4), 4.0))
+
+
+def test_experts_may_lie_where_those_of_others_lay() -> None:
+    state = nn.Linear(4, 4).state_dict()
+    for _ in range(2):
+        expert = nn.Linear(4, 4)
+        expert.load_state_dict(state, assign=True)
+        with OffloadedExperts([expert], sgd, max_resident_bytes=1000) as experts:
+            assert torch.equal(experts.state_dict(0)["weight"], state["weight"])
 
 
 @pytest.mark.parametrize("what", ["weight", "buffer"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -134,12 +135,15 @@ def check_returned(name: str, values: Iterable[object], is_wrong: Callable[[Tens
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which tensor of which expert a tensor is
+# Whose tensor lay where, by its storage, as long as somebody holds that, and its address.
+Places = WeakKeyDictionary[torch.UntypedStorage, dict[int, str]]
 
 
-def check_own(name: str, tensors: Mapping[str, Tensor]) -> None:
+def check_own(name: str, tensors: Mapping[str, Tensor], others: Places) -> None:
     """Raise `ValueError` for tensors that another expert has: one would take away what the other computes with.
 
-    And for those that lie in the same memory: each would get its own, and no longer see how the other changes.
+    And for those that lie in the same memory, also where `others` that were taken over with this one lay: each would
+    get its own, and no longer see how the other changes.
     """
     places: dict[int, str] = {}
     for tensor_name, tensor in tensors.items():
@@ -149,17 +153,20 @@ def check_own(name: str, tensors: Mapping[str, Tensor]) -> None:
                 f"{name}: expected each tensor in memory of its own, got {tensor_name} and {other} in the same. Let "
                 "them be one parameter (a.weight = b.weight), or clone one."
             )
-        if tensor in _owners:
+        owner = _owners.get(tensor) or others.get(tensor.untyped_storage(), {}).get(tensor.data_ptr())
+        if owner is not None:
             raise ValueError(
-                f"{name}: expected tensors of its own, got {tensor_name}, which is {_owners[tensor]}. Give each expert "
+                f"{name}: expected tensors of its own, got {tensor_name}, which is {owner}. Give each expert "
                 "a copy (copy.deepcopy), or apply what they share outside of them."
             )
 
 
-def note_owner(name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Remember whose these tensors are, as long as they are there."""
+def note_owner(name: str, tensors: Mapping[str, Tensor], places: Places) -> None:
+    """Remember whose these tensors are, as long as they are there, and in `places` where they lie."""
     for tensor_name, tensor in tensors.items():
         _owners[tensor] = f"{tensor_name} of {name}"
+        if tensor.numel():
+            places.setdefault(tensor.untyped_storage(), {})[tensor.data_ptr()] = _owners[tensor]
 
 
 class _NotTwice(Function):

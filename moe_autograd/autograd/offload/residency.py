@@ -38,11 +38,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from moe_autograd.autograd.offload.background import Apart
-from moe_autograd.autograd.offload.checks import check_fits, check_process
+from moe_autograd.autograd.offload.checks import Places, check_fits, check_process
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.holders import Holders
@@ -62,11 +63,15 @@ class Residency:
         store: where the rest is.
         device: of the buffers.
 
+    Attributes:
+        places: where the tensors lay that were taken over.
+
     Threads: any thread may call anything; `hold` blocks until there is room.
     """
 
     def __init__(self, limit_bytes: int, store: Store, device: torch.device) -> None:
         self.limit_bytes, self.store, self.device = limit_bytes, store, device
+        self.places: Places = WeakKeyDictionary()
         self._known_bytes = 0
         self._lock = threading.Condition(threading.Lock())  # not reentrant: see `lose_passing`
         self._resident = Resident(limit_bytes, device)
