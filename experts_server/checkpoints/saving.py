@@ -193,7 +193,7 @@ class Saver:
         try:
             return dict(zip(names, await self._taking, strict=True))
         except asyncio.CancelledError:
-            if not self._is_ending:
+            if is_last or not self._is_ending:
                 raise
             computing = [name for name, queue in self._registry.items() if queue.computing_since is not None]
             raise CheckpointError(

@@ -116,17 +116,17 @@ class ExpertsServer:
             self._server = ExpertServer(self._experts, self._config)
             self._loop_thread.run(self._server.start())
         except BaseException:
-            self._loop_thread.release()
-            self._loop_thread = None
+            self.stop()  # Ctrl-C may come when it has just started
             raise
         return self
 
     def stop(self) -> None:
         """Drain and stop; return when it has."""
-        if self._loop_thread is None or self._server is None:
+        if self._loop_thread is None:
             return
         try:
-            self._loop_thread.run(self._server.stop())
+            if self._server is not None:
+                self._loop_thread.run(self._server.stop())
         finally:
             self._loop_thread.release()
             self._loop_thread = None

@@ -184,7 +184,7 @@ class ExpertServer:
 
         Cancelled, it closes without the rest; of a save that is being written it waits for the end.
         """
-        if self.state == "stopped" or self._grpc is None:
+        if self.state in ("starting", "stopped"):
             return
         self.state = "draining"
         until = time.monotonic() + self.config.drain_timeout_s
@@ -198,12 +198,14 @@ class ExpertServer:
             is_computing = any(queue.computing_since is not None for queue in self.registry.values())
             await self.saver.save_last(until - time.monotonic() if is_computing else None)
         finally:
-            await self._end_serving(None)
-            if not await self.saver.in_thread(self.pool.close, 1.0):
-                logger.warning("stopped while an expert still hangs: %s", self.pool)
-            self._close()
-            self.state = "stopped"
-            logger.info("stopped")
+            try:
+                await self._end_serving(None)
+                if not await self.saver.in_thread(self.pool.close, 1.0):
+                    logger.warning("stopped while an expert still hangs: %s", self.pool)
+            finally:
+                self._close()
+                self.state = "stopped"
+                logger.info("stopped")
 
     async def _end_serving(self, grace_s: float | None) -> None:
         assert self._grpc is not None

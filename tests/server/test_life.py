@@ -135,53 +135,6 @@ def test_a_server_is_started_and_stopped_inside_a_running_event_loop_as_in_a_not
     assert asyncio.run(cell()) == "OK"
 
 
-def test_ctrl_c_while_a_server_drains_ends_it_at_once_and_its_folder_is_free_again(tmp_path: Path) -> None:
-    gated = Gated()
-    server = ExpertsServer({"e": gated}, config={"checkpoint_dir": tmp_path, "drain_timeout_s": 10 * START_S})
-    with server, WireClient(server.address) as client:
-
-        def cut_off() -> grpc.StatusCode:
-            with pytest.raises(grpc.RpcError) as error:
-                client.forward("e", tokens(1, D))
-            return error.value.code()
-
-        call = Waiting(cut_off)
-        assert gated.started.acquire(timeout=START_S)
-
-        def interrupt() -> None:
-            wait_until(lambda: server.state == "draining")
-            os.kill(os.getpid(), signal.SIGINT)
-
-        interrupting = threading.Thread(target=interrupt)
-        interrupting.start()
-        with pytest.raises(KeyboardInterrupt):
-            server.stop()
-        interrupting.join(START_S)
-        assert server.state == "stopped"
-        assert call.result() == grpc.StatusCode.UNAVAILABLE
-        gated.let_go()
-        with server:
-            assert server.state == "ready"
-
-
-class InterruptingTheStart(nn.Linear):
-    has_interrupted = False
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread() and not self.has_interrupted:
-            self.has_interrupted = True
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().state_dict(*args, **kwargs)
-
-
-def test_ctrl_c_while_a_server_starts_leaves_its_folder_free(tmp_path: Path) -> None:
-    server = ExpertsServer({"e": InterruptingTheStart(D, D)}, config={"checkpoint_dir": tmp_path})
-    with pytest.raises(KeyboardInterrupt):
-        server.start()
-    with server:
-        assert server.state == "ready"
-
-
 def test_a_server_that_is_refused_leaves_no_threads_and_no_lock(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     offload = {"max_resident_bytes": 1 << 20, "store": tmp_path}

@@ -1,0 +1,141 @@
+"""Ctrl-C while a server of a with statement starts, drains or stops: it ends at once, and can be started again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import grpc
+import pytest
+from torch import nn
+
+from experts_server import ExpertsServer
+from tests.support.gated import Gated, Waiting
+from tests.support.servers import START_S, WireClient, tokens, wait_until
+
+D = 8
+LOGGER = "experts_server.serving.server"
+
+
+def cut_off(client: WireClient) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as error:
+        client.forward("e", tokens(1, D))
+    return error.value.code()
+
+
+def test_ctrl_c_while_a_server_drains_ends_it_at_once_and_its_folder_is_free_again(tmp_path: Path) -> None:
+    gated = Gated()
+    server = ExpertsServer({"e": gated}, config={"checkpoint_dir": tmp_path, "drain_timeout_s": 10 * START_S})
+    with server, WireClient(server.address) as client:
+        call = Waiting(lambda: cut_off(client))
+        assert gated.started.acquire(timeout=START_S)
+
+        def interrupt() -> None:
+            wait_until(lambda: server.state == "draining")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            server.stop()
+        interrupting.join(START_S)
+        assert server.state == "stopped"
+        assert call.result() == grpc.StatusCode.UNAVAILABLE
+        gated.let_go()
+        with server:
+            assert server.state == "ready"
+
+
+def test_ctrl_c_while_a_stop_waits_for_an_expert_that_hangs_ends_it() -> None:
+    gated = Gated()
+    server = ExpertsServer({"e": gated}, config={"drain_timeout_s": 0.05})
+    with server, WireClient(server.address) as client:
+        call = Waiting(lambda: cut_off(client))
+        assert gated.started.acquire(timeout=START_S)
+        assert server._server is not None
+        close = server._server.pool.close
+
+        def interrupted(timeout_s: float) -> bool:
+            os.kill(os.getpid(), signal.SIGINT)
+            return close(timeout_s)
+
+        with patch.object(server._server.pool, "close", interrupted), pytest.raises(KeyboardInterrupt):
+            server.stop()
+        assert server.state == "stopped"
+        gated.let_go()
+        assert call.result() == grpc.StatusCode.UNAVAILABLE
+
+
+class InterruptingTheStart(nn.Linear):
+    has_interrupted = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not self.has_interrupted:
+            self.has_interrupted = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().state_dict(*args, **kwargs)
+
+
+def test_ctrl_c_while_a_server_starts_leaves_its_folder_free(tmp_path: Path) -> None:
+    server = ExpertsServer({"e": InterruptingTheStart(D, D)}, config={"checkpoint_dir": tmp_path})
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    with server:
+        assert server.state == "ready"
+
+
+def test_ctrl_c_when_a_server_has_just_started_ends_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("ready"):  # the last that it does
+            os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    server = ExpertsServer({"e": nn.Linear(D, D)}, config={"checkpoint_dir": tmp_path})
+    caplog.set_level(logging.INFO, LOGGER)
+    with patch.object(logging.getLogger(LOGGER), "filters", [interrupt]), pytest.raises(KeyboardInterrupt):
+        server.start()
+    assert server.state == "stopped"
+    with server:
+        assert server.state == "ready"
+
+
+class SlowToSave(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.is_slow = False
+        self.started, self.may_go = threading.Event(), threading.Event()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_slow:
+            self.started.set()
+            assert self.may_go.wait(START_S)
+        return super().state_dict(*args, **kwargs)
+
+
+def test_ctrl_c_in_the_last_save_gives_it_up_without_an_error_that_nobody_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = SlowToSave()
+    server = ExpertsServer({"e": slow}, config={"checkpoint_dir": tmp_path}).start()
+    slow.is_slow = True
+
+    def interrupt() -> None:
+        assert slow.started.wait(START_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        server.stop()
+    interrupting.join(START_S)
+    slow.may_go.set()
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
