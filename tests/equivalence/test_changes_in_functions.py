@@ -162,3 +162,19 @@ def test_a_changed_tensor_retains_its_gradient_from_after_the_map_only(in_module
             program(mapped)
     else:
         assert_same(program(looped), program(mapped))
+
+
+class Forgets(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x.mul_(2))
+        return x.clone()
+
+
+def test_a_changed_tensor_that_is_no_result_is_refused_in_pytorchs_words() -> None:
+    (x,) = leaves(1)
+    inputs = [x * 2, x * 3]
+    for tensor in inputs:
+        tensor.retain_grad()
+    with pytest.raises(RuntimeError, match="marked as dirty during the forward method were not returned"):
+        map_with_parallel_backward(Forgets, *[(tensor,) for tensor in inputs])
