@@ -292,11 +292,8 @@ def _find_globals_of(
                 places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
     told = frozenset[str]().union(*map(telling_names, functions))
-    return (
-        tuple(places.values()),
-        followed,
-        told - {"data"},
-    )  # set in methods that are named, and mostly never run
+    telling = told - {"data"}  # set in methods that are named, and mostly never run
+    return tuple(places.values()), tuple(followed), telling
 
 
 def function_in(value: object) -> object:

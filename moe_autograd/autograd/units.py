@@ -18,7 +18,7 @@ from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
-from moe_autograd.autograd.named import SETTING, SURE, TALKING, function_in, globals_of
+from moe_autograd.autograd.named import CHANGING, SETTING, SURE, TALKING, function_in, globals_of
 from moe_autograd.autograd.ranks import are_spread, has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
@@ -88,7 +88,7 @@ def _drawing_as(position: int, call: Callable[..., Any], /, *args: Any, **kwargs
 def _held_by(unit: Unit, modules: Sequence[Any], known: Known) -> Held:
     if not unit.is_group:
         held = look_into(unit.call, (*unit.args, *unit.kwargs.values()), known)
-        held.note(SURE.intersection(unit.kwargs))
+        held.note(CHANGING & SURE & unit.kwargs.keys())
         return held
     # Of a group the modules with buffers that it calls here; what else it holds is its own business.
     members = [modules[i].stands_for for i in unit.positions if hasattr(type(modules[i]), "stands_for")]

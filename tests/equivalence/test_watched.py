@@ -157,7 +157,7 @@ class Meets(nn.Linear):
         super().__init__(4, 4)
         self.config, self.barrier = Config(), threading.Barrier(num_calls)
 
-    def forward(self, x: Tensor, training: bool = True, data: object = None) -> Tensor:
+    def forward(self, x: Tensor, training: bool = True, hessian: object = None) -> Tensor:
         self.barrier.wait(PATIENCE_S)
         return super().forward(x) * self.config.train + eval("0") + self.config.eval
 
@@ -167,7 +167,7 @@ def test_calls_that_read_such_a_name_and_do_not_call_it_can_wait_for_each_other(
     xs = [torch.ones(2, 4)] * 3
     assert len(parallel_apply([module] * 3, xs)) == 3
     assert len(parallel_apply([lambda x: module(x)] * 3, xs)) == 3
-    assert len(parallel_apply([module] * 3, xs, [{"training": False, "data": 1}] * 3)) == 3
+    assert len(parallel_apply([module] * 3, xs, [{"training": False, "hessian": 1}] * 3)) == 3
 
 
 class Expression:
