@@ -44,7 +44,7 @@ def train(experts: OffloadedExperts) -> None:
 # ---- taken over
 
 
-@pytest.mark.parametrize("what", ["module", "parameter", "buffer", "memory"])
+@pytest.mark.parametrize("what", ["module", "parameter", "buffer", "memory", "transposed"])
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_experts_that_share_a_tensor_are_refused_by_name(what: str, is_beside: bool) -> None:
     class Expert(nn.Module):
@@ -60,6 +60,9 @@ def test_experts_that_share_a_tensor_are_refused_by_name(what: str, is_beside: b
         other.linear.bias = one.linear.bias
     elif what == "memory":
         other.linear.bias.data = one.linear.bias.data
+    elif what == "transposed":  # not contiguous
+        one.linear.weight = nn.Parameter(one.linear.weight.detach().t())
+        other.linear.weight.data = one.linear.weight.data
     else:
         other.table = one.table
     modules: list[nn.Module] = [one, other]

@@ -142,8 +142,8 @@ Places = WeakKeyDictionary[torch.UntypedStorage, dict[int, str]]
 def check_own(name: str, tensors: Mapping[str, Tensor], others: Places) -> None:
     """Raise `ValueError` for tensors that another expert has: one would take away what the other computes with.
 
-    And for those that lie in the same memory, also where `others` that were taken over with this one lay: each would
-    get its own, and no longer see how the other changes.
+    And for those that begin at the same place in memory, also where `others` that were taken over with this one lay:
+    each would get its own, and no longer see how the other changes.
     """
     places: dict[int, str] = {}
     for tensor_name, tensor in tensors.items():
@@ -161,12 +161,13 @@ def check_own(name: str, tensors: Mapping[str, Tensor], others: Places) -> None:
             )
 
 
-def note_owner(name: str, tensors: Mapping[str, Tensor], places: Places) -> None:
-    """Remember whose these tensors are, as long as they are there, and in `places` where they lie."""
+def note_owner(name: str, tensors: Mapping[str, Tensor], lay: Mapping[str, Tensor], places: Places) -> None:
+    """Remember whose these tensors are, as long as they are there, and in `places` where they `lay`."""
     for tensor_name, tensor in tensors.items():
         _owners[tensor] = f"{tensor_name} of {name}"
-        if tensor.numel():
-            places.setdefault(tensor.untyped_storage(), {})[tensor.data_ptr()] = _owners[tensor]
+        before = lay[tensor_name]
+        if before.numel():
+            places.setdefault(before.untyped_storage(), {})[before.data_ptr()] = _owners[tensor]
 
 
 class _NotTwice(Function):

@@ -71,6 +71,7 @@ class HeldExpert:
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
         self.weights = Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach)
         check_own(name, tensors, residency.places)
+        lay = {tensor_name: tensor.detach() for tensor_name, tensor in tensors.items()}
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
         self.gradients = Part(f"{name}.gradients", Layout.of(gradients))
         residency.check_fits([self.weights, self.gradients])
@@ -80,7 +81,7 @@ class HeldExpert:
                 parameter.data = parameter.data.contiguous()  # as in its part: Adagrad lays out state at once
             made = optimizer(list(self.parameters.values()))
             self._optimizer = HeldOptimizer(f"{name}.optimizer", made, self.parameters, residency)
-        note_owner(name, tensors, residency.places)
+        note_owner(name, tensors, lay, residency.places)
         residency.add(self.weights)
         residency.add(self.gradients)
         residency.fill(self.weights, tensors)
