@@ -212,12 +212,12 @@ class _Forwards:
         if not self._shares_graph:
             refuse_changed_closures(self._title, self._names, self._held)
         self.entrance.refuse_replaced(self._title)
-        for call, name in zip(self.calls, self._names, strict=True):
-            call.refuse_changed_results(name)
         self.changed = {id(base): base for call in self.calls for base in map(base_of, call.changed)}
         if self.changed:  # Rule 7
             taken = [self._taken_by(call) for call in self.calls]
             refuse_shared_changes(self._title, self._names, [call.changed for call in self.calls], taken)
+        for call, name in zip(self.calls, self._names, strict=True):
+            call.refuse_changed_results(name)
 
     def _taken_by(self, call: ModuleCall) -> list[Tensor]:
         reached = [base for base in self.changed.values() if base.requires_grad and call.leads_to(base)]

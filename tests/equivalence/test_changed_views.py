@@ -115,6 +115,14 @@ def test_views_that_may_not_be_changed_are_refused_in_the_words_of_pytorch(kind:
         parallel_apply([lambda t: t.mul_(2) * 1], [(view,)])[0].sum().backward()
 
 
+def test_who_takes_what_another_call_changes_is_named_also_if_he_returns_a_view_of_it() -> None:
+    """Of what a function returns as a view PyTorch refuses even the history, once its memory has changed."""
+    (x,) = leaves(1)
+    y = x * 2
+    with pytest.raises(RuntimeError, match=r"expected nobody to take what a call changes .* by call 1"):
+        parallel_apply([TurnsBack.apply, lambda t: t.mul_(2)], [(y,), (y,)], max_concurrency=1)
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_hook_on_a_view_that_its_call_changes(is_known: bool) -> None:
     """PyTorch crashes when a first hook is put on a changed view before anybody has looked at its history."""
