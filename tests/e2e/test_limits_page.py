@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import re
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,16 @@ class Doubles(torch.autograd.Function):
         return 2 * grad
 
 
+class ReturnsNone(Doubles):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None
+
+
+def in_loop(functions: Sequence[Callable[..., Any]], inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [function(*args) for function, args in zip(functions, inputs, strict=True)]
+
+
 def in_call(function: Callable[[Tensor], Any], x: Tensor) -> Any:
     """Return what one of two calls returns."""
     return parallel_apply([function] * 2, [(x,), (leaf(),)])[0]
@@ -68,6 +80,29 @@ def test_changes_in_place() -> None:
     shared = leaf() * 1
     with pytest.raises(RuntimeError, match="expected nobody to take what a call changes in place"):
         parallel_apply([lambda x: x.add_(1), lambda x: x * 2], [(shared,), (shared,)])
+
+
+@of("but the graph is never freed, where another input was computed from it by an operator that saved it")
+def test_changes_of_what_an_input_has_saved() -> None:
+    for call, is_kept in ((parallel_apply, True), (in_loop, False)):
+        changed = leaf() * 1
+        saves_it, reference = changed * changed, weakref.ref(changed)
+        results = call([torch.sin, lambda x: x.mul_(2)], [(saves_it,), (changed,)])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            results[0].sum().backward()
+        del changed, saves_it, results
+        gc.collect()
+        assert (reference() is not None) == is_kept
+
+
+@of("(a `chunk` of a weight that was stepped since) raises, used there or not")
+def test_views_that_pytorch_refuses() -> None:
+    weight = leaf()
+    part, _ = weight.chunk(2)
+    with torch.no_grad():
+        weight.sub_(1)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        parallel_apply([lambda x, part: x * 2], [(leaf(), part)])
 
 
 @of(
@@ -131,6 +166,16 @@ def test_two_backwards() -> None:
             continue
         with pytest.raises(RuntimeError, match="a second time"):
             b.sum().backward()
+
+
+@of("nor do hooks on its results, which PyTorch calls with `None`")
+def test_gradients_that_are_none() -> None:
+    for call, expected in ((parallel_apply, []), (in_loop, [None])):
+        seen: list[Any] = []
+        (result,) = call([torch.sin], [(leaf(),)])
+        result.register_hook(seen.append)
+        ReturnsNone.apply(result).sum().backward()
+        assert seen == expected
 
 
 @of("**Results of one call that were computed from each other** do not lead to each other outside of it")
