@@ -150,8 +150,9 @@ def _refuse_retained(title: str, results: Sequence[Tensor], dirty: Sequence[Tens
     """Raise where `retain_grad` cannot go along with a changed tensor: PyTorch seeks it at the place among results."""
     places = {id(result): place for place, result in enumerate(results)}
     for tensor in dirty:
-        place = places.get(id(tensor), tensor.output_nr)  # PyTorch refuses one that is no result
-        if tensor.retains_grad and not tensor._is_view() and tensor.output_nr != place:
+        if id(tensor) not in places:  # PyTorch refuses it, be it a tensor or not
+            continue
+        if tensor.retains_grad and not tensor._is_view() and tensor.output_nr != places[id(tensor)]:
             raise RuntimeError(
                 f"{title}: expected calls to change no tensor in place that retains its gradient, got one of shape "
                 f"{tuple(tensor.shape)}. Call retain_grad after the map, or give the call a clone."
