@@ -178,6 +178,17 @@ def test_gradients_that_are_none() -> None:
         assert seen == expected
 
 
+@of("or on what it is a view of, put there after the map, or `retain_grad` at any time: **no error**")
+def test_what_a_changed_view_is_a_view_of() -> None:
+    for call, expected in ((parallel_apply, [0.0, 1.0]), (in_loop, [3.0, 1.0])):
+        base = leaf() * 1
+        base.retain_grad()
+        (result,) = call([lambda t: t.mul_(2) * 3], [(base[:1],)])
+        (result.sum() + base[1:].sum()).backward()
+        assert base.grad is not None
+        assert base.grad.tolist() == expected
+
+
 @of("**Results of one call that were computed from each other** do not lead to each other outside of it")
 def test_results_of_each_other() -> None:
     a, b = in_call(lambda x: (y := x * 2, y * 3), leaf())
