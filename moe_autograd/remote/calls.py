@@ -154,7 +154,10 @@ class _Line:
 
 
 class _Stream:
-    """One stream with the calls that have no outcome yet."""
+    """One stream with the calls that have no outcome yet.
+
+    What it fails with goes on without a traceback, whose frames know the error, and the results of the whole pass.
+    """
 
     def __init__(self, line: _Line, requests: Sequence[Request], outcomes: dict[int, Outcome]) -> None:
         self._line, self._requests, self._outcomes = line, requests, outcomes
@@ -178,13 +181,13 @@ class _Stream:
         except grpc.RpcError as error:
             if passage.is_interrupted:
                 return
-            broken: grpc.RpcError = error
+            broken = error.with_traceback(None)
             channel.note_failure(broken)
             if reason := self._line.operation.cancellation.reason:
                 self._fail_the_rest(lambda where: StragglerError(f"{where}: {reason}"))
             self._fail_the_rest(lambda where: _caused(channel.error_of_call(broken, where), broken))
         except CorruptDataError as error:
-            damaged: CorruptDataError = error
+            damaged = error.with_traceback(None)
             self._fail_the_rest(lambda where: _caused(CorruptDataError(f"{where}: {damaged}"), damaged))
 
     def _send_and_take(self, passage: Passage) -> None:

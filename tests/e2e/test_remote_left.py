@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
-from moe_autograd.remote import RemoteExpert, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote import HedgePolicy, RemoteExpert, RemoteOptimizer, RetryPolicy, connect
 from tests.support.held import Held
 from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
@@ -89,6 +90,49 @@ def test_what_has_no_backward_any_more_is_forgotten(
         program(expert)
     expert(torch.ones(1, D)).sum().backward()
     wait_until(lambda: num_kept(server) == 0)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_forward_that_was_repeated_after_its_connection_broke_is_forgotten(server: ExpertsServer) -> None:
+    with Proxy(server.address) as proxy, connect(proxy.address) as experts:
+        proxy.cut_after("answers", 1)
+        looked_at(experts["a"])
+        assert proxy.num_cut == 1
+        experts["b"](torch.ones(1, D)).sum().backward()
+        wait_until(lambda: num_kept(server) == 0)
+
+
+class FirstWaits(nn.Linear):
+    """Of all its copies, the one that is called first waits."""
+
+    def __init__(self, *, is_first: threading.Semaphore, may_go: threading.Event) -> None:
+        super().__init__(D, D)
+        self.is_first, self.may_go = is_first, may_go
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_first.acquire(blocking=False):
+            assert self.may_go.wait(START_S)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_forward_that_another_server_answered_first_is_forgotten() -> None:
+    is_first, may_go = threading.Semaphore(1), threading.Event()
+    replicas = [FirstWaits(is_first=is_first, may_go=may_go) for _ in range(2)]
+    hedge = HedgePolicy(first_after_s=0.01)
+    with (
+        ExpertsServer({"e": replicas[0]}, optimizer=sgd) as one,
+        ExpertsServer({"e": replicas[1]}, optimizer=sgd) as other,
+        connect([one.address, other.address], hedge=hedge) as experts,
+    ):
+        looked_at(experts["e"])
+        may_go.set()
+
+        def are_forgotten() -> bool:
+            experts["e"](torch.ones(1, D)).sum().backward()
+            return num_kept(one) + num_kept(other) == 0
+
+        wait_until(are_forgotten)
 
 
 def test_what_answered_in_a_pass_that_failed_is_forgotten(
