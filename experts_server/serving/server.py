@@ -152,9 +152,11 @@ class ExpertServer:
             await self.saver.start()
             await self._open()
         except BaseException:
-            if self._grpc is not None:
-                await self._grpc.stop(None)
-            self.close()
+            try:
+                if self._grpc is not None:
+                    await self._grpc.stop(None)  # which fails if its own start was cancelled
+            finally:
+                self.close()
             raise
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -16,6 +18,7 @@ import pytest
 from torch import nn
 
 from experts_server import ExpertsServer
+from experts_server.serving.server import ExpertServer
 from tests.support.gated import Gated, Waiting
 from tests.support.servers import START_S, WireClient, tokens, wait_until
 
@@ -139,3 +142,27 @@ def test_ctrl_c_in_the_last_save_gives_it_up_without_an_error_that_nobody_takes(
     slow.may_go.set()
     gc.collect()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.mark.parametrize("ticks", [0, 1])
+def test_a_start_that_is_cancelled_while_grpc_starts_leaves_the_folder_free(
+    ticks: int, tmp_path: Path
+) -> None:
+    """Cancelled in its start, a server of grpc cannot be stopped: that failed, and nothing was closed."""
+    made = ExpertsServer({"e": nn.Linear(D, D)}, config={"checkpoint_dir": tmp_path})
+
+    async def cancel() -> None:
+        server = ExpertServer(made._experts, made._config)
+        start = asyncio.ensure_future(server.start())
+        while server._grpc is None:
+            await asyncio.sleep(0)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        start.cancel()
+        with contextlib.suppress(asyncio.CancelledError, asyncio.InvalidStateError):
+            await start
+        assert server.state == "starting"
+
+    asyncio.run(cancel())
+    with made:
+        assert made.state == "ready"
