@@ -93,36 +93,40 @@ def _flushes_denormals() -> bool:
 
 
 _accelerator = torch.accelerator.current_accelerator()  # what torch was built for
-_AUTOCAST_DEVICE_TYPES = ("cpu",) if _accelerator is None else ("cpu", _accelerator.type)
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
-def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+def autocast_state() -> Autocast:
     """Return for each type of device that may be in use whether autocast is on, and its dtype."""
-    return [
-        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-        for device_type in _AUTOCAST_DEVICE_TYPES
-    ]
+    on_cpu = "cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    if _accelerator is None:
+        return (on_cpu,)
+    kind = _accelerator.type
+    return on_cpu, (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+def _recording() -> tuple[bool, bool]:
+    """Return whether gradients are recorded, and those of forward mode: mostly all that differs."""
+    return torch.is_grad_enabled(), _C._is_fwd_grad_enabled()
 
 
 class _Settings(NamedTuple):
-    """The entries that a look tells apart: all but devices, hooks and modes."""
+    """The other entries that a look tells apart: all but devices, hooks and modes."""
 
-    grad_mode: bool  # it and the next are mostly all that differs
-    forward_grad: bool
     inference_mode: bool
     function_is_on: bool
     function_is_off_for_all: bool
-    autocast: list[tuple[str, bool, torch.dtype]]
+    autocast: Autocast
     autocast_cache: bool
     multithreading: bool
     view_replay: bool
     flush_denormals: bool
 
 
-def _settings() -> _Settings:
-    return _Settings(
-        torch.is_grad_enabled(),
-        _C._is_fwd_grad_enabled(),
+def _settings() -> tuple[Any, ...]:
+    """Return what `_Settings` takes. Every thread of a map looks at it, so the names are left for where they count."""
+    return (
         torch.is_inference_mode_enabled(),
         _C._is_torch_function_enabled(),
         _C._is_torch_function_all_disabled(),
@@ -148,13 +152,14 @@ class Ambient:
         "_function_state",
         "_has_more",
         "_hooks_disabled",
+        "_recording",
         "_saved_tensor_hooks",
         "_settings",
     )
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
-        self._settings = _settings()
+        self._recording, self._settings = _recording(), _settings()
         self._function_state = _C._get_torch_function_state()
         self._hooks_disabled = _C._autograd._saved_tensors_hooks_get_disabled_error_message()
         self._saved_tensor_hooks = (
@@ -171,24 +176,34 @@ class Ambient:
         return self._context.copy().run(self._run_reinstated, function)
 
     def _run_reinstated(self, function: Callable[[], R]) -> R:
-        wanted, own = self._settings, _settings()
-        if not self._has_more and own[2:] == wanted[2:]:
-            return function() if own[:2] == wanted[:2] else _recording_as(wanted, own, function)
+        own = _settings()
+        if own == self._settings and not self._has_more:
+            return self._run_recorded(function)
         with contextlib.ExitStack() as stack:
-            self._reinstate(own, stack.enter_context, stack.callback)
+            self._reinstate(_Settings(*own), stack.enter_context, stack.callback)
             return function()
+
+    def _run_recorded(self, function: Callable[[], R]) -> R:
+        """Call `function` where all but the recording of gradients is as wanted."""
+        own = _recording()
+        if own == self._recording:
+            return function()
+        _set_recording(self._recording)
+        try:
+            return function()
+        finally:
+            _set_recording(own)
 
     def _reinstate(self, own: _Settings, enter: Callable[[Any], Any], at_end: Callable[..., Any]) -> None:
         """Set what differs from the thread's own world; modes last, so that they see none of the rest."""
-        wanted = self._settings
+        wanted = _Settings(*self._settings)
         if self._cuda_device is not None:
             enter(torch.cuda.device(self._cuda_device))
         if wanted.inference_mode != own.inference_mode:
             enter(torch.inference_mode(wanted.inference_mode))
-        if wanted.grad_mode != torch.is_grad_enabled():  # inference mode has changed it
-            enter(torch.set_grad_enabled(wanted.grad_mode))
-        if wanted.forward_grad != _C._is_fwd_grad_enabled():
-            enter(forward_ad._set_fwd_grad_enabled(wanted.forward_grad))
+        if self._recording != (recorded := _recording()):  # inference mode has changed it
+            at_end(_set_recording, recorded)
+            _set_recording(self._recording)
         if (wanted.autocast, wanted.autocast_cache) != (own.autocast, own.autocast_cache):
             # To leave `torch.autocast` would clear the cache of casts under other threads.
             at_end(_set_autocast, own.autocast, own.autocast_cache)
@@ -216,15 +231,9 @@ class Ambient:
             at_end(_pop_mode, getattr(mode, "_mode_key", None))
 
 
-def _recording_as(wanted: _Settings, own: _Settings, function: Callable[[], R]) -> R:
-    """Call `function` where gradients are recorded or not as in `wanted`: mostly all that differs."""
-    _C._set_grad_enabled(wanted.grad_mode)
-    _C._set_fwd_grad_enabled(wanted.forward_grad)
-    try:
-        return function()
-    finally:
-        _C._set_fwd_grad_enabled(own.forward_grad)
-        _C._set_grad_enabled(own.grad_mode)
+def _set_recording(wanted: tuple[bool, bool]) -> None:
+    _C._set_grad_enabled(wanted[0])
+    _C._set_fwd_grad_enabled(wanted[1])
 
 
 class contained:
@@ -268,7 +277,7 @@ def _autocast_nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def _set_autocast(state: list[tuple[str, bool, torch.dtype]], cache: bool) -> None:
+def _set_autocast(state: Autocast, cache: bool) -> None:
     torch.set_autocast_cache_enabled(cache)
     for device_type, enabled, dtype in state:
         torch.set_autocast_enabled(device_type, enabled)

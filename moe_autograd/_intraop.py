@@ -87,9 +87,8 @@ def set_team_size(num_threads: int) -> None:
 
 def end_team() -> None:
     """End the team of the calling thread, which is about to rest; its next parallel operator makes another."""
-    if _openmp.end_team is None or hasattr(_own, "has_forked"):
-        return
-    if get_team_size() > 1 or getattr(_own, "may_have_team", True):
+    may_have_team = torch.get_num_threads() > 1 or getattr(_own, "may_have_team", True)
+    if may_have_team and _openmp.end_team is not None and not hasattr(_own, "has_forked"):
         _openmp.end_team()
         _own.may_have_team = False
 

@@ -23,6 +23,8 @@ How many run at once follows from what the calls do:
   changes of threads, against 7,000.
 - Calls that compute for less than `TINY_S` are not worth a second thread: their operators are so short that two
   threads mostly hand each other the interpreter lock.
+- Calls that only waited in the last map of their function (`_habits`) get a thread each without a look, and count as
+  waiting: nobody looks what their threads do.
 - If nothing has ended for a second, one more is added each second whatever the processor times say: a call that
   spins until another one has run looks as if it computed, and rule 2 is to hold for it as well.
 
@@ -43,6 +45,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from moe_autograd._ambient import Ambient
+from moe_autograd._habits import LIGHT_S, Habit
 from moe_autograd._intraop import get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
 from moe_autograd._progress import Progress, here
@@ -64,6 +67,7 @@ def run_all(
     max_concurrency: int | None = None,
     scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     even_shares: bool = False,
+    habit: Habit | None = None,
 ) -> dict[int, BaseException]:
     """Run `call(index)` for each index, concurrently where they wait or where cores are free.
 
@@ -73,6 +77,7 @@ def run_all(
         max_concurrency: at most so many calls at once; `None` leaves the number to the library.
         scope: entered on each thread that runs calls, the calling thread included, around its share of them.
         even_shares: whether every call has the smallest share of intra-op threads, however many run beside it.
+        habit: what such calls did last time; what these do is noted there.
 
     Returns:
         The exceptions of the calls that raised, by index.
@@ -87,7 +92,7 @@ def run_all(
     if limit == 1:
         with _smallest_team() if even_shares else contextlib.nullcontext():
             return _run_in_turn(call, order, scope)
-    crew = _Crew(call, order, limit, scope, even_shares)
+    crew = _Crew(call, order, limit, scope, even_shares, habit or Habit())
     lookout.watch(crew)
     return crew.run()
 
@@ -142,8 +147,10 @@ class _Crew:
         limit: int,
         scope: Callable[[], AbstractContextManager[object]],
         even_shares: bool,
+        habit: Habit,
     ) -> None:
         self._call = call
+        self._habit = habit
         self._even_shares = even_shares
         self._pending = deque(order)
         self._limit = limit
@@ -155,6 +162,7 @@ class _Crew:
         self._smallest_share = max(1, self._team_size // self._cores)
         self._num_calls = len(order)
         self._num_running = 1
+        self._num_added = 0
         self._to_come: list[None] = []  # one for each added thread that nobody has woken yet
         self._lock = threading.Lock()
         self._at_rest = threading.Lock()
@@ -165,6 +173,11 @@ class _Crew:
         self._last_num_pending = len(order)
         self._pause_s = FIRST_LOOK_S
         self.next_look_s = self._begun_s + FIRST_LOOK_S
+        self._cpu_s = 0.0  # of the process, when threads were first added
+        self._have_all = habit.only_wait  # whether there is a thread for each call from the beginning
+        if self._have_all:
+            self._count_in(limit - 1)
+            self.next_look_s = self._begun_s + LONGEST_PAUSE_S
 
     def run(self) -> dict[int, BaseException]:
         """Take part in the calls, wait for the rest, and return the failures."""
@@ -175,6 +188,7 @@ class _Crew:
                 if outer is not None:
                     outer.joining = self
                 self._wait_for_rest()
+            self._habit.only_wait = self._have_only_waited()
         except BaseException:  # Ctrl-C, or a scope that cannot be entered
             self._pending.clear()
             raise
@@ -201,17 +215,18 @@ class _Crew:
             self._at_rest.acquire()
 
     def _work(self, *, is_added: bool = False) -> None:
-        here.progress = self._progress[threading.get_ident()] = Progress()
         try:
             with self._scope():
                 self._run_pending(is_added)
         finally:
-            del self._progress[threading.get_ident()]
+            if not self._have_all:
+                self._progress.pop(threading.get_ident(), None)
 
     def _run_pending(self, is_added: bool) -> None:
         """Run calls until none is left that has not begun."""
         pending, call = self._pending, self._call
         cores, smallest, team_size = self._cores, self._smallest_share, 0
+        is_known = self._have_all  # to the lookout, as far as it has to be
         while pending:
             try:
                 index = pending.popleft()
@@ -225,6 +240,9 @@ class _Crew:
                 team_size = share
             if self._to_come:
                 self._wake_next()
+            if not is_known:  # there is time for it while the next thread comes
+                is_known = True
+                here.progress = self._progress[threading.get_ident()] = Progress()
             try:
                 call(index)
             except KeyboardInterrupt as interrupt:
@@ -242,9 +260,11 @@ class _Crew:
 
     def _wake_next(self) -> None:
         """Wake the next of the threads that are to come; before its first call it does the same."""
+        if not self._to_come:
+            return
         try:
             self._to_come.pop()
-        except IndexError:  # none, or another thread was faster
+        except IndexError:  # another thread was faster
             return
         try:
             if self._pending:
@@ -269,7 +289,8 @@ class _Crew:
         except BaseException as error:
             self._failures[self._num_calls] = error  # the world could not be reinstated: no call of ours
         finally:
-            here.progress = None
+            if not self._have_all:
+                here.progress = None
             self._wake_next()  # if this thread came to no call
             if self._leave():
                 self._at_rest.release()
@@ -285,6 +306,8 @@ class _Crew:
         A look at a thread takes over a microsecond, with the interpreter lock held. So there are no more looks than
         it takes to see all cores busy, and of the threads that seemed to wait last time only some get another.
         """
+        if self._have_all:
+            return 0, self._num_running
         known = tuple(self._progress.values())
         num_computing, num_looks_again = max(0, self._num_running - len(known)), 0
         waiting: list[Progress] = []
@@ -320,7 +343,6 @@ class _Crew:
         else:
             num_added = max(room, ADDED_FOR_EACH * num_waiting)
         if self._add(min(num_added, num_pending, self._limit - num_running)):
-            self.has_grown = True
             self._pause_s = SHORTEST_PAUSE_S
         else:
             self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)
@@ -336,7 +358,20 @@ class _Crew:
         with self._lock:
             if self._num_running == 0:  # all came to rest meanwhile
                 return False
-            self._num_running += count
-        self._to_come.extend([None] * count)
+            self._count_in(count)
         self._wake_next()
         return True
+
+    def _count_in(self, count: int) -> None:
+        """Let `count` threads come, as soon as somebody wakes the first."""
+        if not self.has_grown:
+            self.has_grown, self._cpu_s = True, time.process_time()
+        self._num_running += count
+        self._num_added += count
+        self._to_come.extend([None] * count)
+
+    def _have_only_waited(self) -> bool:
+        """Whether there was a thread for each call, and the calls computed for next to nothing."""
+        if self._num_added < self._limit - 1:
+            return False
+        return time.process_time() - self._cpu_s < LIGHT_S * self._num_calls

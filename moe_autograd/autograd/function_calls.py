@@ -226,6 +226,10 @@ class FunctionCall:
 class JoinedFunctions(Joined):
     """The calls of a map of functions: those that are not needed do not run, as nodes of their own would not."""
 
+    def __init__(self, func: type[Function], *of_calls: Any) -> None:
+        super().__init__(*of_calls)
+        self.kind = func
+
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`."""
         if is_in_first_part():

@@ -81,6 +81,7 @@ class Joined:
     can_be_apart = True  # whether calls with different histories may be tied apart
     # whether backwards compute with what the calls saved; if not, it is saved only so that changes of it are noticed
     reads_saved = True
+    kind: object = None  # what is called, if another map of it will do much the same
     even_shares = False  # whether all calls have the same share of intra-op threads
     shared: Sequence[Shared] = ()  # large tensors that many calls take as an input
     _has_shared = False  # whether two inputs are the same tensor
@@ -200,7 +201,15 @@ class Joined:
 
         names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
         title = f"{self.title}, backward"
-        run_calls(run, names, self.max_concurrency, title, is_backward=True, even_shares=self.even_shares)
+        run_calls(
+            run,
+            names,
+            self.max_concurrency,
+            title,
+            is_backward=True,
+            even_shares=self.even_shares,
+            kind=self.kind,
+        )
         if sums is not None:
             sums.hand_out(grads)
         return _with_memory_of_their_own([grad for own in grads for grad in own])

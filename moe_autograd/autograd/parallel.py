@@ -130,7 +130,9 @@ def map_with_parallel_backward(
     if any(changed):
         taken = [call.inputs for call in calls]
         refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
-    tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
+    tied = join(
+        JoinedFunctions(func, calls, names, max_concurrency, title)
+    )  # step 2; step 3 waits in the graph
     return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
 
 
@@ -168,7 +170,8 @@ def _run_forwards(
             forward(index)
 
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
-        run_calls(forward if hooks is None else forward_in_order, names, max_concurrency, title)
+        chosen = forward if hooks is None else forward_in_order
+        run_calls(chosen, names, max_concurrency, title, kind=func)
     return calls
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from moe_autograd._habits import habit_of
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd._streams import Lanes, lanes_from_here
 from moe_autograd._workers import run_all
@@ -30,6 +31,7 @@ def run_calls(
     seeds: CallSeeds | None = None,
     is_backward: bool = False,
     even_shares: bool = False,
+    kind: object = None,
 ) -> None:
     """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
 
@@ -41,6 +43,7 @@ def run_calls(
         seeds: of their random numbers; `None` takes them from the calling thread's stream.
         is_backward: whether these are backwards, of which the last call's begins first, as in a loop.
         even_shares: whether each has the smallest share of intra-op threads, however many run beside it.
+        kind: what is called, where the next map of it will do much the same (`_habits`).
 
     Raises:
         BaseException: of the lowest failing call, with a note that names it, after all others have come to rest.
@@ -65,13 +68,17 @@ def run_calls(
         chosen = _profiled(chosen, names, title)
     if is_recording():
         chosen = _on_timeline(chosen, names, "backward" if is_backward else "forward")
+    run_chosen = functools.partial(
+        run_all,
+        chosen,
+        range(len(names) - 1, -1, -1) if is_backward else range(len(names)),
+        max_concurrency=max_concurrency,
+        scope=scope,
+        even_shares=even_shares,
+        habit=None if kind is None else habit_of(kind, is_backward=is_backward),
+    )
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
-        order = range(len(names) - 1, -1, -1) if is_backward else range(len(names))
-        _raise_lowest(
-            run_all(chosen, order, max_concurrency=max_concurrency, scope=scope, even_shares=even_shares),
-            names,
-            title,
-        )
+        _raise_lowest(run_chosen(), names, title)
     finally:
         if lanes is not None:
             lanes.rejoin()

@@ -20,6 +20,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._intraop": (),
     "moe_autograd._ambient": ("moe_autograd.errors",),
     "moe_autograd._random": (),
+    "moe_autograd._habits": (),
     "moe_autograd._switching": (),
     "moe_autograd._streams": ("moe_autograd.errors",),
     "moe_autograd._threads": ("moe_autograd._intraop", "moe_autograd._switching"),
@@ -28,6 +29,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._progress": ("moe_autograd._lookout", "moe_autograd._threads"),
     "moe_autograd._workers": (
         "moe_autograd._ambient",
+        "moe_autograd._habits",
         "moe_autograd._intraop",
         "moe_autograd._lookout",
         "moe_autograd._progress",
@@ -36,6 +38,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.wire": ("moe_autograd.errors",),
     "moe_autograd.autograd": (
         "moe_autograd._ambient",
+        "moe_autograd._habits",
         "moe_autograd._intraop",
         "moe_autograd._random",
         "moe_autograd._streams",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_autograd import _threads
+from moe_autograd import _threads, _workers
+from moe_autograd._habits import LIGHT_S, Habit, habit_of
 from moe_autograd._intraop import _openmp, get_team_size, num_cores, set_team_size
 from moe_autograd._workers import MOST_LOOKS_AGAIN, _Crew, run_all
 from tests.support.subprocesses import assert_prints
@@ -183,7 +187,7 @@ class Looked:
 
 
 def crew_of(threads: list[Looked], *, num_to_come: int = 0) -> _Crew:
-    crew = _Crew(void, range(1000), 1000, contextlib.nullcontext, even_shares=False)
+    crew = _Crew(void, range(1000), 1000, contextlib.nullcontext, even_shares=False, habit=Habit())
     crew._progress = dict(enumerate(threads))  # type: ignore[arg-type]
     crew._num_running = len(threads) + num_to_come
     crew._cores = 2
@@ -231,3 +235,63 @@ def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
         *[Looked(computes=False, seemed_to_wait=True)] * 50,
     ]
     assert crew_of(threads).census(0.0) == (1, 50)
+
+
+class NobodyLooks:
+    """Stands for a lookout that never comes."""
+
+    def watch(self, crew: _Crew) -> None: ...
+
+    def forget(self, crew: _Crew) -> None: ...
+
+
+def test_calls_that_only_waited_last_time_all_begin_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_workers, "LIGHT_S", 1.0)  # the first threads have yet to be made, perhaps on a busy machine
+    habit, barrier = Habit(), threading.Barrier(16)
+    run_all(lambda _: void(barrier.wait(60)), range(16), habit=habit)
+    assert habit.only_wait
+    monkeypatch.setattr(_workers, "lookout", NobodyLooks())
+    assert run_all(lambda _: void(barrier.wait(60)), range(16), habit=habit) == {}
+    assert habit.only_wait
+
+
+def spin(seconds: float) -> None:
+    until_s = time.thread_time() + seconds
+    while time.thread_time() < until_s:
+        pass
+
+
+def test_calls_that_compute_after_all_lose_the_habit() -> None:
+    habit = Habit()
+    habit.only_wait = True
+    assert run_all(lambda _: spin(2 * LIGHT_S), range(8), habit=habit) == {}
+    assert not habit.only_wait
+
+
+def test_calls_that_one_thread_has_made_have_no_habit() -> None:
+    habit = Habit()
+    run_all(void, range(2), max_concurrency=2, habit=habit)
+    assert not habit.only_wait
+
+
+def test_a_habit_that_finds_no_threads_is_kept_by_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    habit, ran = Habit(), list[int]()
+    habit.only_wait = True
+    monkeypatch.setattr(_workers, "start_soon", refuse)
+    assert run_all(ran.append, range(8), habit=habit) == {}
+    assert ran == list(range(8))
+
+
+def test_a_habit_goes_with_what_has_it() -> None:
+    class Function:
+        pass
+
+    assert habit_of(Function, is_backward=True) is habit_of(Function, is_backward=True)
+    assert habit_of(Function, is_backward=False) is not habit_of(Function, is_backward=True)
+    left = weakref.ref(habit_of(Function, is_backward=True)), weakref.ref(Function)
+    del Function
+    gc.collect()  # a class is a cycle of its own
+    assert [one() for one in left] == [None, None]
