@@ -68,7 +68,6 @@ class FunctionCall:
     __slots__ = (
         "_changed_view",
         "_ctx",
-        "_func",
         "_num_results",
         "_options",
         "_returned",
@@ -76,6 +75,7 @@ class FunctionCall:
         "_tensor_arguments",
         "_tensor_results",
         "changed",
+        "func",
         "grad_dtypes",
         "inputs",
         "results",
@@ -84,7 +84,7 @@ class FunctionCall:
     _saved_now: list[Sequence[Tensor | None]]  # what the context sees; one for each backward that runs
 
     def __init__(self, func: type[Function], args: tuple[Any, ...], *, is_recorded: bool) -> None:
-        self._func = func
+        self.func = func
         args = arguments_of(func, args)
         ctx, returned = call_forward(func, args)
         self._ctx, self._returned = ctx, returned
@@ -210,7 +210,7 @@ class FunctionCall:
                 grad_outputs = materialize(grad_outputs, self._options)
         self._saved_now.append(saved)
         try:
-            grads: Tensors = call_backward(self._func, ctx, grad_outputs)
+            grads: Tensors = call_backward(self.func, ctx, grad_outputs)
         finally:
             self._saved_now.pop()
         if self._tensor_arguments is not None:
@@ -226,9 +226,11 @@ class FunctionCall:
 class JoinedFunctions(Joined):
     """The calls of a map of functions: those that are not needed do not run, as nodes of their own would not."""
 
-    def __init__(self, func: type[Function], *of_calls: Any) -> None:
-        super().__init__(*of_calls)
-        self.kind = func
+    def __init__(
+        self, calls: Sequence[FunctionCall], names: Sequence[str], max_concurrency: int | None, title: str
+    ) -> None:
+        super().__init__(calls, names, max_concurrency, title)
+        self.kind = calls[0].func
 
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`."""

@@ -130,9 +130,7 @@ def map_with_parallel_backward(
     if any(changed):
         taken = [call.inputs for call in calls]
         refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
-    tied = join(
-        JoinedFunctions(func, calls, names, max_concurrency, title)
-    )  # step 2; step 3 waits in the graph
+    tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
     return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
 
 
