@@ -13,6 +13,9 @@ So a map is made as the loop that it means, if each of its calls is small or lar
    `ONLY_COMPUTE`, or one with a method `only_computes()` of its own (not inherited) that returns `True`;
 2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes.
 
+What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
+torch's own classes are computed without it: of tiny experts a loop spends an eighth of its forward there.
+
 A call that raises ends them, as in the loop: hooks for saved tensors and modes have seen what was called, as those of
 `torch.utils.checkpoint`, which ends a second run by raising.
 
@@ -54,6 +57,7 @@ _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
+_CALL = nn.Module.__call__
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -76,16 +80,33 @@ def call_in_turn(
         work = _work_of(module, own_args[0])
         if work is None or most < work < least_large():
             return None
+    compute = _computed if nn.Module.__call__ is _CALL else _called  # somebody has replaced it, to see calls
     returned: list[Any] = []
     try:
         for module, own_args in zip(modules, args, strict=True):
-            returned.append(module(own_args[0]))
+            returned.append(compute(module, own_args[0]))
     except BaseException as error:
         index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
         name = name_of_call(index, modules[index], names)
         error.add_note(f"parallel_apply, forward: raised by {name} of {len(modules)}.")
         raise
     return returned
+
+
+def _called(module: Any, x: Tensor) -> Any:
+    return module(x)
+
+
+def _computed(module: Any, x: Tensor) -> Any:
+    """Return what `module` returns, of which `_work_of` knows that nobody watches it."""
+    kind = type(module)
+    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in module.__dict__:
+        return module(x)
+    if kind is nn.Sequential:
+        for part in module._modules.values():
+            x = _computed(part, x)
+        return x
+    return module.forward(x)
 
 
 def is_small(module: Callable[..., Any], x: Any) -> bool:

@@ -242,3 +242,32 @@ def test_ctrl_c_behind_the_last_call_is_itself() -> None:
     args = InterruptedAtItsEnd([(torch.randn(3, 4),)] * NUM_CALLS)
     with pytest.raises(KeyboardInterrupt):
         in_turn.call_in_turn([expert()] * NUM_CALLS, args, [{}] * NUM_CALLS)
+
+
+def test_whoever_replaces_the_call_of_modules_sees_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[type[nn.Module]] = []
+    call = nn.Module.__call__
+
+    def seeing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(type(module))
+        return call(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", seeing)
+    assert is_made_in_turn(expert())
+    assert seen == [nn.Sequential, nn.Linear, nn.GELU, nn.Linear]
+
+
+def test_a_part_that_is_compiled_runs_compiled() -> None:
+    module, seen = expert(), list[Tensor]()
+    part = module[0]
+
+    def compiled(x: Tensor) -> Any:
+        seen.append(x)
+        return part._call_impl(x)
+
+    part._compiled_call_impl = (
+        compiled  # as `part.compile()` leaves it; torch compiles no single layer of its own
+    )
+    x = torch.randn(3, 4)
+    assert is_made_in_turn(module, x)
+    assert seen == [x]
