@@ -10,19 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from benchmarks.map_waiting.bare import bare_threads
+from benchmarks.map_waiting.bare import WAIT_S, WAITS, bare_threads
 from benchmarks.measure import Times, print_table, stopwatch
 from moe_autograd import map_with_parallel_backward
-
-WAIT_S = 0.05
-WAITS = "wait, and one torch call"
 
 
 class Waits(Function):
@@ -49,6 +46,9 @@ class OnlyWaits(Function):
         return grad
 
 
+FUNCTIONS: dict[str, type[Function]] = {WAITS: Waits, "wait": OnlyWaits}
+
+
 def plain_loop(func: type[Function], *args_per_call: Any) -> tuple[Any, ...]:
     return tuple(func.apply(*args) for args in args_per_call)
 
@@ -67,32 +67,17 @@ def one_round(apply: Any, func: type[Function], num_calls: int) -> Mapping[str, 
     }
 
 
-def wait_bare(index: int) -> None:
-    time.sleep(WAIT_S)
-
-
-def peers(num_calls: int) -> dict[str, tuple[type[Function], Callable[[int], object]]]:
-    """Return each kind of call, and what bare threads are to do beside it."""
-    tensors = [torch.ones(8) for _ in range(num_calls)]
-
-    def wait_and_compute(index: int) -> None:
-        time.sleep(WAIT_S)
-        tensors[index] * 2
-
-    return {WAITS: (Waits, wait_and_compute), "wait": (OnlyWaits, wait_bare)}
-
-
 def rows_of(num_calls: int, rounds: int) -> Iterator[tuple[object, ...]]:
     """Return the rows of one size; its variants take turns."""
     taken: dict[tuple[str, str, str], list[float]] = {}
     with contextlib.ExitStack() as stack:
         kinds = {
-            what: (func, stack.enter_context(bare_threads(num_calls, work)))
-            for what, (func, work) in peers(num_calls).items()
+            what: (func, stack.enter_context(bare_threads(num_calls, what)))
+            for what, func in FUNCTIONS.items()
         }
         for _ in range(1 + rounds):
             for what, (func, bare) in kinds.items():
-                taken.setdefault(("bare threads", what, "either"), []).append(bare.go())
+                taken.setdefault(("bare threads", what, "either"), []).append(bare())
                 for part, seconds in one_round(map_with_parallel_backward, func, num_calls).items():
                     taken.setdefault(("map", what, part), []).append(seconds)
     for (how, what, part), (first_s, *others_s) in taken.items():
