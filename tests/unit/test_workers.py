@@ -270,6 +270,26 @@ def test_calls_that_compute_after_all_lose_the_habit() -> None:
     assert not habit.only_wait
 
 
+def test_tiny_calls_lose_the_habit_though_they_are_as_light_as_waiting() -> None:
+    habit = Habit()
+    habit.only_wait = True
+    assert run_all(void, range(256), habit=habit) == {}
+    assert not habit.only_wait
+
+
+def test_calls_that_wait_in_every_other_map_are_soon_not_expected_to() -> None:
+    habit, guesses = Habit(), list[bool]()
+    for _ in range(4):
+        habit.note(only_waited=True)
+        guesses.append(habit.only_wait)
+        habit.note(only_waited=False)
+        assert not habit.only_wait
+    assert guesses == [True, False, False, False]
+    habit.note(only_waited=True)
+    habit.note(only_waited=True)
+    assert habit.only_wait
+
+
 def test_calls_that_one_thread_has_made_have_no_habit() -> None:
     habit = Habit()
     run_all(void, range(2), max_concurrency=2, habit=habit)
