@@ -94,7 +94,6 @@ def run_all(
         with _smallest_team() if even_shares else contextlib.nullcontext():
             return _run_in_turn(call, order, scope)
     crew = _Crew(call, order, limit, scope, even_shares, habit or Habit())
-    lookout.watch(crew)
     return crew.run()
 
 
@@ -184,6 +183,7 @@ class _Crew:
         """Take part in the calls, wait for the rest, and return the failures."""
         outer = here.progress
         try:
+            lookout.watch(self)
             self._work()
             if not self._leave():
                 if outer is not None:

@@ -19,6 +19,7 @@ import torch
 from moe_autograd import _threads, _workers
 from moe_autograd._habits import LIGHT_S, Habit, habit_of
 from moe_autograd._intraop import _openmp, get_team_size, num_cores, set_team_size
+from moe_autograd._lookout import lookout
 from moe_autograd._workers import MOST_LOOKS_AGAIN, _Crew, run_all
 from tests.support.subprocesses import assert_prints
 
@@ -255,6 +256,31 @@ def test_calls_that_only_waited_last_time_all_begin_without_a_look(monkeypatch: 
     monkeypatch.setattr(_workers, "lookout", NobodyLooks())
     assert run_all(lambda _: void(barrier.wait(60)), range(16), habit=habit) == {}
     assert habit.only_wait
+
+
+class InterruptedBehindWatch:
+    """A lookout, and Ctrl-C as soon as it has learned of a crew."""
+
+    def watch(self, crew: _Crew) -> None:
+        lookout.watch(crew)
+        raise KeyboardInterrupt
+
+    def forget(self, crew: _Crew) -> None:
+        lookout.forget(crew)
+
+
+@pytest.mark.parametrize("only_wait", [False, True])
+def test_ctrl_c_before_the_first_call_leaves_nothing_to_look_at(
+    only_wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_workers, "lookout", InterruptedBehindWatch())
+    habit, ran = Habit(), list[int]()
+    habit.only_wait = only_wait
+    with pytest.raises(KeyboardInterrupt):
+        run_all(ran.append, range(8), habit=habit)
+    assert not [crew for crew in lookout._crews if crew.num_pending]
+    time.sleep(0.1)  # the lookout would have let them begin
+    assert ran == []
 
 
 def spin(seconds: float) -> None:
