@@ -14,7 +14,8 @@ So a map is made as the loop that it means, if each of its calls is small or lar
 2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes.
 
 What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
-torch's own classes are computed without it: of tiny experts a loop spends an eighth of its forward there.
+torch's own classes are computed without it: of tiny experts a loop spends an eighth of its forward there. Where
+somebody has replaced how modules are called, to see them, each is called.
 
 A call that raises ends them, as in the loop: hooks for saved tensors and modes have seen what was called, as those of
 `torch.utils.checkpoint`, which ends a second run by raising.
@@ -57,7 +58,6 @@ _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
-_CALL = nn.Module.__call__
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -80,7 +80,7 @@ def call_in_turn(
         work = _work_of(module, own_args[0])
         if work is None or most < work < least_large():
             return None
-    compute = _computed if nn.Module.__call__ is _CALL else _called  # somebody has replaced it, to see calls
+    compute = _computed if _are_called_as_usual() else _called
     returned: list[Any] = []
     try:
         for module, own_args in zip(modules, args, strict=True):
@@ -93,14 +93,25 @@ def call_in_turn(
     return returned
 
 
+def _are_called_as_usual() -> bool:
+    """Whether nobody has replaced what calls a module, or the parts of a `Sequential`; perhaps before our import."""
+    calls = {nn.Module.__call__, *[kind.__call__ for kind in ONLY_COMPUTE]}
+    return len(calls) == 1 and all(map(_is_torchs_own, (*calls, nn.Module._call_impl, nn.Sequential.forward)))
+
+
+def _is_torchs_own(function: Any) -> bool:
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name.startswith("torch.nn.modules.")
+
+
 def _called(module: Any, x: Tensor) -> Any:
     return module(x)
 
 
 def _computed(module: Any, x: Tensor) -> Any:
     """Return what `module` returns, of which `_work_of` knows that nobody watches it."""
-    kind = type(module)
-    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in module.__dict__:
+    kind, own = type(module), module.__dict__
+    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in own or "_call_impl" in own:
         return module(x)
     if kind is nn.Sequential:
         for part in module._modules.values():

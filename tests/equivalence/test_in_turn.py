@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from tests.support.comparing_modules import PROGRAMS
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.operators import CountOperators
+from tests.support.subprocesses import ROOT
 
 NUM_CALLS = 4
 ORDER = 1e-6  # gradients that meet are added in another order
@@ -244,17 +247,45 @@ def test_ctrl_c_behind_the_last_call_is_itself() -> None:
         in_turn.call_in_turn([expert()] * NUM_CALLS, args, [{}] * NUM_CALLS)
 
 
-def test_whoever_replaces_the_call_of_modules_sees_each(monkeypatch: pytest.MonkeyPatch) -> None:
+PARTS = [nn.Sequential, nn.Linear, nn.GELU, nn.Linear]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        (nn.Module, "__call__", PARTS),
+        (nn.Module, "_call_impl", PARTS),
+        (nn.Linear, "__call__", [nn.Linear] * 2),
+        (nn.Linear, "forward", [nn.Linear] * 2),
+        (nn.Sequential, "forward", [nn.Sequential]),
+    ],
+)
+def test_whoever_replaces_the_call_of_modules_sees_each(
+    kind: Any, name: str, expected: list[type[nn.Module]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[type[nn.Module]] = []
-    call = nn.Module.__call__
+    replaced = getattr(kind, name)
 
     def seeing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen.append(type(module))
-        return call(module, *args, **kwargs)
+        return replaced(module, *args, **kwargs)
 
-    monkeypatch.setattr(nn.Module, "__call__", seeing)
+    monkeypatch.setattr(kind, name, seeing)
     assert is_made_in_turn(expert())
-    assert seen == [nn.Sequential, nn.Linear, nn.GELU, nn.Linear]
+    assert seen == expected
+
+
+def test_whoever_replaced_the_call_of_modules_before_the_import_sees_each() -> None:
+    program = [
+        "from torch import nn, ones",
+        "call, seen = nn.Module.__call__, []",
+        "nn.Module.__call__ = lambda module, *args: (seen.append(type(module).__name__), call(module, *args))[1]",
+        "from moe_autograd import parallel_apply",
+        "parallel_apply([nn.Linear(4, 4)] * 2, [ones(3, 4)] * 2)",
+        "print(*seen)",
+    ]
+    command = [sys.executable, "-c", "; ".join(program)]  # in a warm process ours would be imported already
+    assert subprocess.check_output(command, cwd=ROOT, text=True).split() == ["Linear", "Linear"]
 
 
 def test_a_part_that_is_compiled_runs_compiled() -> None:
@@ -265,9 +296,8 @@ def test_a_part_that_is_compiled_runs_compiled() -> None:
         seen.append(x)
         return part._call_impl(x)
 
-    part._compiled_call_impl = (
-        compiled  # as `part.compile()` leaves it; torch compiles no single layer of its own
-    )
+    # As `part.compile()` leaves it; torch compiles no single layer of its own.
+    part._compiled_call_impl = compiled
     x = torch.randn(3, 4)
     assert is_made_in_turn(module, x)
     assert seen == [x]
