@@ -1,6 +1,6 @@
 """What calls of one kind did last time: whether all they did was wait.
 
-To find out that its calls wait takes a map some 2 ms (`_workers`), each time. Calls of one autograd function mostly do
+To find out that its calls wait takes a map some 2 ms (`_crew`), each time. Calls of one autograd function mostly do
 the same again, so the next map of that function begins with what the last one has found out.
 
 A habit is a guess. A map whose calls compute after all has a thread for most of them: all are woken before anybody can

@@ -1,6 +1,6 @@
 """The thread that looks at the crews which have calls left, and lets them grow.
 
-It only keeps time; what a look means is the crew's own business (`_workers`).
+It only keeps time; what a look means is the crew's own business (`_crew`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DOZE_S = 0.05
 _LATE_S = 0.001
 
 
-class Crew(Protocol):
-    """What the lookout has to know of the threads that run one map's calls."""
+class Watched(Protocol):
+    """A crew, as the lookout sees it."""
 
     next_look_s: float  # on the clock of `time.perf_counter`
     has_grown: bool
@@ -46,7 +46,7 @@ class Lookout:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._crews: list[Crew] = []
+        self._crews: list[Watched] = []
         self._wakes_at_s = 0.0
         self._dozes_until_s = 0.0
         self._is_standing = False
@@ -54,7 +54,7 @@ class Lookout:
         self._bell.acquire()
         self._has_rung = False
 
-    def watch(self, crew: Crew) -> None:
+    def watch(self, crew: Watched) -> None:
         """Look at `crew` from now on, until it has no calls left that have not begun."""
         with self._lock:
             self._crews.append(crew)
@@ -66,17 +66,17 @@ class Lookout:
                 self._has_rung = True
                 self._bell.release()
 
-    def _would_be_late_for(self, crew: Crew) -> bool:
+    def _would_be_late_for(self, crew: Watched) -> bool:
         is_dozing = crew.next_look_s < self._dozes_until_s
         return self._wakes_at_s > crew.next_look_s + (LONGEST_PAUSE_S if is_dozing else 0.0)
 
-    def _due_s(self, crew: Crew, now_s: float) -> float:
+    def _due_s(self, crew: Watched, now_s: float) -> float:
         """Return when to look at `crew`: half awake, the lookout keeps its own time until somebody has grown."""
         if crew.has_grown or now_s > self._dozes_until_s:
             return crew.next_look_s
         return max(crew.next_look_s, now_s + LONGEST_PAUSE_S)
 
-    def forget(self, crew: Crew) -> None:
+    def forget(self, crew: Watched) -> None:
         """Keep no reference to `crew`, which is at rest or abandoned."""
         with self._lock:
             if crew in self._crews:
@@ -104,7 +104,7 @@ class Lookout:
             del crews  # while it sleeps, the lookout keeps nobody's calls alive
 
 
-def _look(crews: tuple[Crew, ...], due_s: float) -> None:
+def _look(crews: tuple[Watched, ...], due_s: float) -> None:
     """Look at the crews whose time has come.
 
     A late look says that the interpreter lock is fought over: a thread without progress may just lack the lock.

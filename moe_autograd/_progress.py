@@ -15,7 +15,7 @@ import os
 import threading
 import time
 
-from moe_autograd._lookout import Crew
+from moe_autograd._lookout import Watched
 from moe_autograd._threads import RUNNING, state_of
 
 _COMPUTING_SHARE = 0.1  # of a look's time on a core; less is waiting
@@ -32,7 +32,7 @@ class Progress:
         self._looked_at_s = time.perf_counter()
         self._used_cpu = True
         self.seemed_to_wait = False
-        self.joining: Crew | None = None  # a nested crew whose calls on other threads this thread waits for
+        self.joining: Watched | None = None  # a nested crew whose calls on other threads this thread waits for
 
     def look(self, now_s: float) -> bool:
         """Return whether the thread computes; `now_s` is on the clock of `time.perf_counter`."""

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_autograd import _threads, _workers
+from moe_autograd import _crew, _threads
+from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
 from moe_autograd._habits import LIGHT_S, Habit, habit_of
 from moe_autograd._intraop import _openmp, get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import lookout
-from moe_autograd._workers import MOST_LOOKS_AGAIN, _Crew, run_all
+from moe_autograd._workers import run_all
 from tests.support.subprocesses import assert_prints
 
 ROOT = Path(__file__).parents[2]
@@ -187,8 +188,8 @@ class Looked:
         return False
 
 
-def crew_of(threads: list[Looked], *, num_to_come: int = 0) -> _Crew:
-    crew = _Crew(void, range(1000), 1000, contextlib.nullcontext, even_shares=False, habit=Habit())
+def crew_of(threads: list[Looked], *, num_to_come: int = 0) -> Crew:
+    crew = Crew(void, range(1000), 1000, contextlib.nullcontext, even_shares=False, habit=Habit())
     crew._progress = dict(enumerate(threads))  # type: ignore[arg-type]
     crew._num_running = len(threads) + num_to_come
     crew._cores = 2
@@ -241,19 +242,19 @@ def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
 class NobodyLooks:
     """Stands for a lookout that never comes."""
 
-    def watch(self, crew: _Crew) -> None: ...
+    def watch(self, crew: Crew) -> None: ...
 
-    def forget(self, crew: _Crew) -> None: ...
+    def forget(self, crew: Crew) -> None: ...
 
 
 def test_calls_that_only_waited_last_time_all_begin_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _workers, "LIGHT_S", 1.0
+        _crew, "LIGHT_S", 1.0
     )  # the first threads have yet to be made, perhaps on a busy machine
     habit, barrier = Habit(), threading.Barrier(16)
     run_all(lambda _: void(barrier.wait(60)), range(16), habit=habit)
     assert habit.only_wait
-    monkeypatch.setattr(_workers, "lookout", NobodyLooks())
+    monkeypatch.setattr(_crew, "lookout", NobodyLooks())
     assert run_all(lambda _: void(barrier.wait(60)), range(16), habit=habit) == {}
     assert habit.only_wait
 
@@ -261,11 +262,11 @@ def test_calls_that_only_waited_last_time_all_begin_without_a_look(monkeypatch: 
 class InterruptedBehindWatch:
     """A lookout, and Ctrl-C as soon as it has learned of a crew."""
 
-    def watch(self, crew: _Crew) -> None:
+    def watch(self, crew: Crew) -> None:
         lookout.watch(crew)
         raise KeyboardInterrupt
 
-    def forget(self, crew: _Crew) -> None:
+    def forget(self, crew: Crew) -> None:
         lookout.forget(crew)
 
 
@@ -273,13 +274,12 @@ class InterruptedBehindWatch:
 def test_ctrl_c_before_the_first_call_leaves_nothing_to_look_at(
     only_wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_workers, "lookout", InterruptedBehindWatch())
+    monkeypatch.setattr(_crew, "lookout", InterruptedBehindWatch())
     habit, ran = Habit(), list[int]()
     habit.only_wait = only_wait
     with pytest.raises(KeyboardInterrupt):
         run_all(ran.append, range(8), habit=habit)
-    assert not [crew for crew in lookout._crews if crew.num_pending]
-    time.sleep(0.1)  # the lookout would have let them begin
+    assert not [crew for crew in lookout._crews if crew.num_pending]  # which the lookout would let begin
     assert ran == []
 
 
@@ -328,7 +328,7 @@ def test_a_habit_that_finds_no_threads_is_kept_by_those_there_are(monkeypatch: p
 
     habit, ran = Habit(), list[int]()
     habit.only_wait = True
-    monkeypatch.setattr(_workers, "start_soon", refuse)
+    monkeypatch.setattr(_crew, "start_soon", refuse)
     assert run_all(ran.append, range(8), habit=habit) == {}
     assert ran == list(range(8))
 

@@ -1,0 +1,307 @@
+"""The threads that run one map's calls: how many there are, and when each begins.
+
+How many run at once follows from what the calls do:
+
+- The calling thread works too. It starts with the first call while a thread of its own kind, the lookout
+  (`_lookout`), takes a first look 0.3 ms later, so a map of tiny calls is over before anybody was woken for it.
+- At each look the lookout learns which of the threads that run calls compute, and which wait (`_progress`). While
+  fewer compute than there are cores, others are added: as many as there is room on the cores, or two for each that
+  waits, whichever is more. Waiting calls thus treble at each look, and 64 of them all run within some 2 ms; computing
+  calls get one thread a core. (With three for each, 64 calls end half a millisecond earlier still; but calls that begin
+  with waiting and go on with computing would get the more threads.)
+- Added threads come one after the other: each wakes the next just before its first call, so that the next one finds
+  the interpreter lock free if that call waits. Woken all at once they fight for the lock: 1,024 calls then took 35,000
+  changes of threads, against 7,000.
+- Calls that compute for less than `TINY_S` are not worth a second thread: their operators are so short that two
+  threads mostly hand each other the interpreter lock.
+- Calls that only waited in the last map of their function (`_habits`) get a thread each without a look, and count as
+  waiting: nobody looks what their threads do. (Tiny calls are as light, but over before most threads come to one.)
+- If nothing has ended for a second, one more is added each second whatever the processor times say: a call that
+  spins until another one has run looks as if it computed, and rule 2 of `_workers` is to hold for it as well.
+
+The number of threads an operator uses is shared out among the calls that run side by side (`_intraop`).
+
+Mutable state, and who guards it: a crew's `_num_running` its lock; its `_pending`, `_progress` and `_failures` are
+changed by single operations that the interpreter makes atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from moe_autograd._ambient import Ambient
+from moe_autograd._habits import LIGHT_S, Habit
+from moe_autograd._intraop import get_team_size, num_cores, set_team_size
+from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
+from moe_autograd._progress import Progress, here
+from moe_autograd._threads import start_soon
+
+FIRST_LOOK_S = 0.0003
+SHORTEST_PAUSE_S = 0.00015  # after threads were added
+TINY_S = 0.001
+STALL_S = 1.0
+LOOK_UP_S = 0.1
+ADDED_FOR_EACH = 2  # thread that waits, in a look
+MOST_LOOKS_AGAIN = 16  # in a look, at threads that waited before
+MOSTLY = 0.75  # of the threads came to a call: so many at least did of 64 that wait 0.3 ms, a third of 64 that are tiny
+
+
+def taken_from(failures: dict[int, BaseException]) -> dict[int, BaseException]:
+    """Return the failures and empty the given dictionary: frames in their tracebacks hold it, and the failures must
+    not keep themselves alive.
+    """
+    taken = dict(failures)
+    failures.clear()
+    return taken
+
+
+def _nothing(index: int) -> None:
+    """Stand for the call of a crew that is at rest."""
+
+
+class Crew:
+    """The threads of one map; see `_workers.run_all` for what they are given."""
+
+    def __init__(
+        self,
+        call: Callable[[int], None],
+        order: range,
+        limit: int,
+        scope: Callable[[], AbstractContextManager[object]],
+        even_shares: bool,
+        habit: Habit,
+    ) -> None:
+        self._call = call
+        self._habit = habit
+        self._even_shares = even_shares
+        self._pending = deque(order)
+        self._limit = limit
+        self._scope = scope
+        self._failures: dict[int, BaseException] = {}
+        self._ambient: Ambient | None = Ambient()
+        self._cores = num_cores()
+        self._team_size = get_team_size()
+        self._smallest_share = max(1, self._team_size // self._cores)
+        self._num_calls = len(order)
+        self._num_running = 1
+        self._came: list[None] = []  # one for each thread that came to a call
+        self._to_come: list[None] = []  # one for each added thread that nobody has woken yet
+        self._lock = threading.Lock()
+        self._at_rest = threading.Lock()
+        self._at_rest.acquire()
+        self._progress: dict[int, Progress] = {}
+        self.has_grown = False
+        self._begun_s = self._last_end_s = time.perf_counter()
+        self._last_num_pending = len(order)
+        self._pause_s = FIRST_LOOK_S
+        self.next_look_s = self._begun_s + FIRST_LOOK_S
+        self._cpu_s = 0.0  # of the process, when threads were first added
+        self._have_all = habit.only_wait  # whether there is a thread for each call from the beginning
+        if self._have_all:
+            self._count_in(limit - 1)
+            self.next_look_s = self._begun_s + LONGEST_PAUSE_S
+
+    def run(self) -> dict[int, BaseException]:
+        """Take part in the calls, wait for the rest, and return the failures."""
+        outer = here.progress
+        try:
+            lookout.watch(self)
+            self._work()
+            if not self._leave():
+                if outer is not None:
+                    outer.joining = self
+                self._wait_for_rest()
+            self._habit.note(only_waited=self._have_only_waited())
+        except BaseException:  # Ctrl-C, or a scope that cannot be entered
+            self._pending.clear()
+            raise
+        finally:
+            here.progress = outer
+            if outer is not None:
+                outer.joining = None
+            set_team_size(self._team_size)
+            lookout.forget(self)
+            # A lookout that looks just now holds this crew; it is not to hold the calls' tensors.
+            self._call, self._scope, self._ambient = _nothing, contextlib.nullcontext, None
+        return taken_from(self._failures)
+
+    def _wait_for_rest(self) -> None:
+        """Wait until the last thread has left.
+
+        A signal that comes just before a lock blocks, or that another thread of the process takes, does not wake it.
+        So the main thread, which has to see Ctrl-C, looks up now and then.
+        """
+        if threading.current_thread() is threading.main_thread():
+            while not self._at_rest.acquire(timeout=LOOK_UP_S):
+                pass
+        else:
+            self._at_rest.acquire()
+
+    def _work(self, *, is_added: bool = False) -> None:
+        try:
+            with self._scope():
+                self._run_pending(is_added)
+        finally:
+            if not self._have_all:
+                self._progress.pop(threading.get_ident(), None)
+
+    def _run_pending(self, is_added: bool) -> None:
+        """Run calls until none is left that has not begun."""
+        pending, call = self._pending, self._call
+        cores, smallest, team_size = self._cores, self._smallest_share, 0
+        has_come = False
+        while pending:
+            try:
+                index = pending.popleft()
+            except IndexError:  # another thread was faster
+                return
+            # The first call may get company while it runs, and then has the smallest share; later ones know.
+            side_by_side = self._num_running if team_size and not self._even_shares else cores
+            share = smallest if side_by_side >= cores else self._team_size // side_by_side
+            if share != team_size:
+                set_team_size(share)
+                team_size = share
+            if self._to_come:
+                self._wake_next()
+            if not has_come:  # there is time for it while the next thread comes
+                has_come = True
+                self._came.append(None)
+                if not self._have_all:  # else the lookout has not to know
+                    here.progress = self._progress[threading.get_ident()] = Progress()
+            try:
+                call(index)
+            except KeyboardInterrupt as interrupt:
+                if not is_added:
+                    raise
+                self._failures[index] = interrupt
+            except BaseException as error:
+                self._failures[index] = error
+
+    def _leave(self, count: int = 1) -> bool:
+        """Take `count` threads off; return whether none is left."""
+        with self._lock:
+            self._num_running -= count
+            return self._num_running == 0
+
+    def _wake_next(self) -> None:
+        """Wake the next of the threads that are to come; before its first call it does the same."""
+        if not self._to_come:
+            return
+        try:
+            self._to_come.pop()
+        except IndexError:  # another thread was faster
+            return
+        try:
+            if self._pending:
+                start_soon(self._help)
+                return
+        except RuntimeError:  # the system has no thread left to give: those that run do the work
+            pass
+        num_left = 1
+        with contextlib.suppress(IndexError):
+            while True:  # one by one: other threads may do the same, and the lookout add some
+                self._to_come.pop()
+                num_left += 1
+        if self._leave(num_left):
+            self._at_rest.release()
+
+    def _help(self) -> None:
+        """What an added thread does."""
+        ambient = self._ambient
+        try:
+            if ambient is not None:  # else Ctrl-C has ended the map before this thread came
+                ambient.run(functools.partial(self._work, is_added=True))
+        except BaseException as error:
+            self._failures[self._num_calls] = error  # the world could not be reinstated: no call of ours
+        finally:
+            if not self._have_all:
+                here.progress = None
+            self._wake_next()  # if this thread came to no call
+            if self._leave():
+                self._at_rest.release()
+
+    @property
+    def num_pending(self) -> int:
+        """How many calls have not begun."""
+        return len(self._pending)
+
+    def census(self, now_s: float) -> tuple[int, int]:
+        """Return how many threads of this crew compute, and how many wait; those still to come compute.
+
+        A look at a thread takes over a microsecond, with the interpreter lock held. So there are no more looks than
+        it takes to see all cores busy, and of the threads that seemed to wait last time only some get another.
+        """
+        if self._have_all:
+            return 0, self._num_running
+        known = tuple(self._progress.values())
+        num_computing, num_looks_again = max(0, self._num_running - len(known)), 0
+        waiting: list[Progress] = []
+        for progress in known:
+            if num_computing >= self._cores:
+                break
+            if progress.seemed_to_wait:
+                if num_looks_again == MOST_LOOKS_AGAIN:
+                    continue
+                num_looks_again += 1
+            if progress.look(now_s):
+                num_computing += 1
+            else:
+                waiting.append(progress)
+        # Whether a thread is queued is dear to learn: one that truly waits settles it for all.
+        for progress in waiting[: self._cores + 1]:
+            if not progress.is_queued():
+                break
+            num_computing += 1
+        return num_computing, max(0, self._num_running - num_computing)
+
+    def look(self, now_s: float, num_waiting: int, num_computing_everywhere: int, *, is_late: bool) -> None:
+        """Add threads if the calls make room for more, and settle when to look again."""
+        num_pending, num_running = len(self._pending), self._num_running
+        if num_pending != self._last_num_pending:
+            self._last_num_pending, self._last_end_s = num_pending, now_s
+        room = self._cores - num_computing_everywhere
+        if now_s - self._last_end_s > STALL_S:
+            self._last_end_s = now_s
+            num_added = 1
+        elif is_late or room <= 0 or (num_waiting == 0 and self._are_tiny(now_s, num_pending, num_running)):
+            num_added = 0
+        else:
+            num_added = max(room, ADDED_FOR_EACH * num_waiting)
+        if self._add(min(num_added, num_pending, self._limit - num_running)):
+            self._pause_s = SHORTEST_PAUSE_S
+        else:
+            self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)
+        self.next_look_s = now_s + self._pause_s
+
+    def _are_tiny(self, now_s: float, num_pending: int, num_running: int) -> bool:
+        num_done = max(1, self._num_calls - num_pending - num_running)
+        return (now_s - self._begun_s) * num_running / num_done < TINY_S
+
+    def _add(self, count: int) -> bool:
+        if count <= 0:
+            return False
+        with self._lock:
+            if self._num_running == 0:  # all came to rest meanwhile
+                return False
+            self._count_in(count)
+        self._wake_next()
+        return True
+
+    def _count_in(self, count: int) -> None:
+        """Let `count` threads come, as soon as somebody wakes the first."""
+        if not self.has_grown:
+            self.has_grown, self._cpu_s = True, time.process_time()
+        self._num_running += count
+        self._to_come.extend([None] * count)
+
+    def _have_only_waited(self) -> bool:
+        """Whether each call needed a thread, or nearly, and the calls computed for next to nothing."""
+        if len(self._came) <= MOSTLY * self._limit:
+            return False
+        return time.process_time() - self._cpu_s < LIGHT_S * self._num_calls
