@@ -201,7 +201,8 @@ class Ambient:
             enter(torch.cuda.device(self._cuda_device))
         if wanted.inference_mode != own.inference_mode:
             enter(torch.inference_mode(wanted.inference_mode))
-        if self._recording != (recorded := _recording()):  # inference mode has changed it
+            own = _Settings(*_settings())  # it has set others anew
+        if self._recording != (recorded := _recording()):
             at_end(_set_recording, recorded)
             _set_recording(self._recording)
         if (wanted.autocast, wanted.autocast_cache) != (own.autocast, own.autocast_cache):

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_autograd import map_with_parallel_backward
+from moe_autograd._ambient import Ambient
 from tests.support.comparison import MapFunction, assert_same_program
 from tests.support.functions_waiting import PATIENCE_S, Calls
 
@@ -306,6 +307,21 @@ def test_saved_tensor_hooks_see_what_is_saved_inside_a_call(where: str) -> None:
         return run_probes(apply, probe, *around), sorted(log)
 
     assert assert_same_program(program)[1]
+
+
+def test_a_thread_that_is_in_inference_mode_gets_the_other_settings_as_well() -> None:
+    """To leave inference mode sets backwards to several threads, and view replay off, whatever they were."""
+    switches = torch.autograd.set_multithreading_enabled, torch.autograd._force_original_view_tracking
+    with switches[0](False), switches[1](True):
+        ambient = Ambient()
+    with switches[0](False), switches[1](True), torch.inference_mode():
+        before = torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled()
+        seen = ambient.run(
+            lambda: (torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled())
+        )
+        after = torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled()
+    assert seen == (False, True)
+    assert after == before
 
 
 def test_the_intra_op_thread_count_is_left_alone_here_and_in_threads_made_later() -> None:
