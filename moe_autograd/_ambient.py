@@ -57,8 +57,8 @@ def refuse_transforms(tensors: Iterable[torch.Tensor]) -> None:
         tensors: what the calls take; looked at only while a forward-mode level is open.
 
     Raises:
-        UnsupportedTransformError: inside `torch.func` (`grad`, `vmap`, `jvp`, ...) or `torch.jit.trace`, or when
-            one of `tensors` carries a forward-mode tangent.
+        UnsupportedTransformError: inside `torch.func` (`grad`, `vmap`, `jvp`, ...), `torch.jit.trace` or
+            `torch.export`, or when one of `tensors` carries a forward-mode tangent.
     """
     if _C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
@@ -69,6 +69,11 @@ def refuse_transforms(tensors: Iterable[torch.Tensor]) -> None:
         raise UnsupportedTransformError(
             "parallel map: expected no torch.jit.trace around it, got one. It would record what workers compute as "
             "constants. Trace a plain loop over the functions."
+        )
+    if torch.compiler.is_exporting():
+        raise UnsupportedTransformError(
+            "parallel map: expected no torch.export around it, got one. It would record results that no gradient flows "
+            "through. Export a plain loop over the functions."
         )
     refuse_tangents(tensors)
 

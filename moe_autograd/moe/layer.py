@@ -29,6 +29,7 @@ from moe_autograd.moe.idle import with_zero_grads
 from moe_autograd.moe.partial import PartialPass
 from moe_autograd.moe.routing import Routing, checked_loads
 
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # the mode of `make_fx`
 _STRICT = Tolerance(min_experts=1, allow_zero_outputs=False, timeout_after_min_s=None)
 
 Experts = Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict
@@ -145,7 +146,8 @@ class MixtureOfExperts(nn.Module):
             A tensor of the shape and dtype of `x`; with `return_routing`, a tuple of it and the `Routing`.
 
         Raises:
-            UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD or `torch.export`.
+            UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD, `torch.export` or
+                `make_fx`.
         """
         if torch.compiler.is_exporting():
             raise UnsupportedTransformError(
@@ -158,6 +160,11 @@ class MixtureOfExperts(nn.Module):
     @uncompiled  # how many experts have tokens, and how many, differs: each combination would be compiled anew
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         refuse_transforms([x])  # dispatch would fail first, in words of its own
+        if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_PROXY):
+            raise UnsupportedTransformError(
+                "MixtureOfExperts: expected to be run, got make_fx around it. It would record where the tokens of one "
+                "input go, for all. Record router and experts each for itself."
+            )
         x_TD = x.reshape(-1, x.shape[-1])
         tokens_per_expert = checked_loads(routing, len(x_TD), len(self.experts))
         plan = plan_dispatch(routing.expert_index, tokens_per_expert)
@@ -263,6 +270,6 @@ def _as_module_list(experts: Experts) -> nn.ModuleList:
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"MixtureOfExperts: expected every expert to be an nn.Module, got {type(module).__name__} "
-                f"(expert_index={index}). Wrap a function in a module."
+                f"(expert_index={index}). Wrap a function in a module; of a class, pass an instance."
             )
     return nn.ModuleList(modules)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.errors import UnsupportedTransformError
@@ -166,6 +167,25 @@ def test_a_trace_follows_its_inputs_or_is_refused(function: Callable[[Tensor], T
         except RuntimeError:
             return
         assert torch.equal(said, function(torch.full((3,), 2.0)))
+
+
+@pytest.mark.parametrize("function", [mapped, applied])
+def test_a_map_is_not_exported(function: Callable[[Tensor], Tensor]) -> None:
+    """The program had the values, and `detach` where a gradient would have to flow."""
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    with pytest.raises(UnsupportedTransformError, match=r"expected no torch\.export around it"):
+        torch.export.export(Calls(), (torch.ones(3),), strict=False)
+
+
+def test_what_make_fx_records_of_a_layer_is_refused() -> None:
+    """It would send the tokens of all inputs where those of this one go."""
+    layer = MixtureOfExperts(TopKRouter(4, 2, top_k=1), [nn.Linear(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(UnsupportedTransformError, match=r"expected to be run, got make_fx around it"):
+        make_fx(layer)(torch.ones(3, 4))
 
 
 def test_a_layer_is_not_exported() -> None:
