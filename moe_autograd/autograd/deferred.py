@@ -53,7 +53,7 @@ from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.joined import Tensors, split, which_are_wanted
 from moe_autograd.autograd.joined_modules import JoinedModules
 from moe_autograd.autograd.module_calls import ModuleCall, on_this_thread
-from moe_autograd.autograd.runs import run_calls
+from moe_autograd.autograd.runs import names_of_some, run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
 from moe_autograd.autograd.sums import Sums, shared_by_many
@@ -171,7 +171,7 @@ class _Work:
     ) -> None:
         self._pending, self._is_empty, self._grads = pending, not pending, grads
         self._sums = Sums(joined.shared_leaves, pending)
-        self._names = [joined.names[i] for i in pending]
+        self._names = names_of_some(joined.names, pending)
         self._ends_with_hooks = frozenset().union(*[joined.calls[i].ends_with_hooks for i in pending])
         self._title, self._max_concurrency = f"{joined.title}, weight gradients", joined.max_concurrency
         self._error: BaseException | None = None

@@ -59,6 +59,7 @@ from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing, split
 from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
+from moe_autograd.autograd.runs import names_of_some
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, left_alone, uncompiled
@@ -193,7 +194,7 @@ class _Part:
 
     def __init__(self, whole: Joined, places: list[int]) -> None:
         self.whole, self.places = whole, places
-        own_names = [whole.names[i] for i in places]
+        own_names = names_of_some(whole.names, places)
         self.joined = type(whole)([whole.calls[i] for i in places], own_names, None, whole.title)
         self.joined.is_whole = False
 

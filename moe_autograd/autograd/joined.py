@@ -16,7 +16,7 @@ from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, may_have_gradient
 from moe_autograd.autograd.result_hooks import See
-from moe_autograd.autograd.runs import run_calls
+from moe_autograd.autograd.runs import names_of_some, run_calls
 from moe_autograd.autograd.sums import Shared, Sums, shared_by_many
 from moe_autograd.autograd.this_backward import keeps_graph
 
@@ -199,7 +199,7 @@ class Joined:
             found = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
             grads[i] = found if sums is None else sums.add(i, found)
 
-        names = self.names if len(reached) == len(self.calls) else [self.names[i] for i in reached]
+        names = self.names if len(reached) == len(self.calls) else names_of_some(self.names, reached)
         title = f"{self.title}, backward"
         run_calls(
             run,

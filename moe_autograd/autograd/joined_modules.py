@@ -37,7 +37,7 @@ from moe_autograd.autograd.module_calls import ModuleCall
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
 from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.result_hooks import See
-from moe_autograd.autograd.runs import run_calls
+from moe_autograd.autograd.runs import names_of_some, run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.statistics import Turns
@@ -122,7 +122,7 @@ class JoinedModules(Joined):
             [functools.partial(_second_order, self.calls[i], wanted_of[i]) for i in reached],
             [tuple(grads_of[i]) for i in reached],
             [{}] * len(reached),
-            names=[self.names[i] for i in reached],
+            names=names_of_some(self.names, reached),
             max_concurrency=self.max_concurrency,
             title=f"{self.title}, backward",
             cuts=[self.calls[i].cuts_with_histories(self.names[i]) for i in reached],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,6 +138,21 @@ class CallName(str):
     lane: str | None = None
 
 
+class _Some(tuple[str, ...]):
+    num_calls: int
+
+
+def names_of_some(names: Sequence[str], places: Iterable[int]) -> Sequence[str]:
+    """Return the names of some calls of a map, which remember how many it has: an error says "call 1 of 2"."""
+    some = _Some(names[i] for i in places)
+    some.num_calls = _num_calls(names)
+    return some
+
+
+def _num_calls(names: Sequence[str]) -> int:
+    return names.num_calls if isinstance(names, _Some) else len(names)
+
+
 def name_of_call(position: int, module: Callable[..., Any], names: Sequence[str] | None) -> CallName:
     """Return the name of a module's call: that of its place, or the one it was given, and what is called."""
     name = f"call {position}" if names is None else names[position]
@@ -176,7 +191,7 @@ def _raise_lowest(failures: dict[int, BaseException], names: Sequence[str], titl
     num_others = len(failures) - 1
     others = f"; {num_others} other call{'s' * (num_others > 1)} failed as well" if num_others else ""
     place = names[index] if index < len(names) else "no call"
-    error.add_note(f"{title}: raised by {place} of {len(names)}{others}.")
+    error.add_note(f"{title}: raised by {place} of {_num_calls(names)}{others}.")
     try:
         raise error
     finally:

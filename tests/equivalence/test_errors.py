@@ -134,6 +134,20 @@ def test_a_single_failure_counts_no_others(where: str) -> None:
     assert "other" not in note or "0 other" in note or "no other" in note
 
 
+@pytest.mark.parametrize("makes_inputs", [False, True])
+def test_a_backward_through_some_results_counts_all_calls_of_the_map(makes_inputs: bool) -> None:
+    def action() -> None:
+        raise LookupError
+
+    inputs = [torch.ones(2, requires_grad=True) for _ in range(4)]
+    if makes_inputs:  # histories that lie apart
+        inputs = [SavesInput.apply(x) for x in inputs]  # type: ignore[no-untyped-call]
+    outputs = map_with_parallel_backward(Calls, *[(x, None, action) for x in inputs])
+    with pytest.raises(LookupError) as caught:
+        outputs[2].sum().backward()
+    assert "raised by call 2 (Calls) of 4." in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("where", PASSES)
 def test_all_calls_have_come_to_rest_before_the_failure_is_raised(where: str) -> None:
     barrier, failed = threading.Barrier(8), threading.Event()
