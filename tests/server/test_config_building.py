@@ -61,6 +61,10 @@ class Script(torch.nn.Module):
             "key 'args': expected arguments that it takes (d_model, d_ff, activation, device, dtype), got {'width': 3}",
         ),
         ({"class": "ffn", "args": {"d_model": -3}}, "key 'args': expected arguments that it takes"),
+        (
+            {"class": "ffn", "args": {"d_model": 4, "activation": "relu"}},
+            "(TypeError: FeedForwardExpert: expected activation to be a function of a tensor, got 'relu'.",
+        ),
         ({"class": "builtins:dict"}, "expected a torch.nn.Module, got dict from 'builtins:dict'"),
         (
             {"class": "torch.nn:LazyLinear", "args": {"out_features": 4}},
