@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from moe_autograd.moe.routers import TopKRouter, within_capacity
 from moe_autograd.moe.routing import Routing
 
 
-def router_of(num_experts: int = 6, top_k: int = 2, **options: object) -> TopKRouter:
+def router_of(num_experts: int = 6, top_k: Any = 2, **options: object) -> TopKRouter:
     torch.manual_seed(0)
     return TopKRouter(8, num_experts, top_k, **options)  # type: ignore[arg-type]  # options vary by test
 
@@ -77,10 +78,10 @@ def test_leading_dimensions_are_flattened_to_tokens() -> None:
     assert router(x[0, 0]).num_tokens == 1
 
 
-@pytest.mark.parametrize("top_k", [0, -1, 7])
-def test_top_k_out_of_range_is_refused_with_both_numbers(top_k: int) -> None:
+@pytest.mark.parametrize("top_k", [0, -1, 7, 1.5])
+def test_top_k_out_of_range_is_refused_with_both_numbers(top_k: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"expected top_k from 1 to num_experts, got {top_k} \(num_experts=6\)"
+        ValueError, match=rf"expected a whole top_k from 1 to num_experts, got {top_k} \(num_experts=6\)"
     ):
         router_of(top_k=top_k)
 
