@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self, cast, get_args
 
 from pydantic import ValidationError
 from torch import nn
@@ -72,7 +72,7 @@ class ExpertsServer:
         _check_types(experts, optimizer)
         self._experts: dict[str, Hosting] = {}
         for name, module in experts.items():
-            made = build_optimizer(module.parameters(), optimizer)
+            made = _checked_optimizer(name, build_optimizer(module.parameters(), optimizer))
             training = None if made is None else Training(made, update, samples_per_update or 1)
             self._experts[_checked(name)] = Hosting(module, training, saving=self._config.memory)
         self._loop_thread: LoopThread | None = None
@@ -175,13 +175,22 @@ def _check_types(experts: Any, optimizer: Any) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"ExpertsServer, expert {name!r}: expected an nn.Module, got {type(module).__name__}. "
-                "Wrap a function in a module."
+                "Wrap a function in a module; of a class, pass an instance."
             )
     if optimizer is not None and not callable(optimizer):
         raise TypeError(
             f"ExpertsServer: expected optimizer to make one from an expert's parameters, got "
             f"{type(optimizer).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
         )
+
+
+def _checked_optimizer(name: str, made: Any) -> Optimizer | None:
+    if made is not None and not hasattr(made, "param_groups"):
+        raise TypeError(
+            f"ExpertsServer, expert {name!r}: expected optimizer to return a torch.optim.Optimizer, got "
+            f"{type(made).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
+        )
+    return cast(Optimizer | None, made)
 
 
 def _check_update(update: UpdateMode, samples_per_update: int | None) -> None:

@@ -50,6 +50,12 @@ class Hangs(torch.nn.Linear):
             "adam",
             "expected optimizer to make one from an expert's parameters, got str",
         ),
+        (
+            {"e": nn.Linear(D, D)},
+            lambda _: 3,
+            "expert 'e': expected optimizer to return a torch.optim.Optimizer, got int",
+        ),
+        ({"e": nn.Linear}, None, "expert 'e': expected an nn.Module, got type.*of a class, pass an instance"),
     ],
 )
 def test_what_cannot_be_hosted_is_refused_before_it_starts(experts: Any, optimizer: Any, text: str) -> None:
