@@ -336,6 +336,6 @@ def check_max_concurrency(caller: str, max_concurrency: int | None) -> None:
     """Raise `ValueError` unless `max_concurrency` is `None` or a positive whole number."""
     if max_concurrency is not None and (not isinstance(max_concurrency, int) or max_concurrency < 1):
         raise ValueError(
-            f"{caller}: expected max_concurrency of at least 1 or None, got {max_concurrency!r}. "
+            f"{caller}: expected max_concurrency to be None or a whole number of at least 1, got {max_concurrency!r}. "
             "Pass None to leave the number to the library."
         )

@@ -267,6 +267,11 @@ def _as_module_list(experts: Experts) -> nn.ModuleList:
         )
     modules = list(experts.values() if isinstance(experts, Mapping | nn.ModuleDict) else experts)
     for index, module in enumerate(modules):
+        if isinstance(module, str):
+            raise TypeError(
+                f"MixtureOfExperts: expected every expert to be an nn.Module, got the name {module!r} "
+                f"(expert_index={index}). Pass the mapping itself: a list of it has its names."
+            )
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"MixtureOfExperts: expected every expert to be an nn.Module, got {type(module).__name__} "

@@ -63,6 +63,11 @@ class RemoteOptimizer:
             )
         modules = list(experts.values() if isinstance(experts, Mapping) else experts)
         for module in modules:
+            if isinstance(module, str):
+                raise TypeError(
+                    f"RemoteOptimizer: expected remote experts, got the name {module!r}. Pass what `connect` returned "
+                    "itself (a list of it has its names), or a list of some of its experts."
+                )
             if not isinstance(module, RemoteExpert):
                 raise TypeError(
                     f"RemoteOptimizer: expected remote experts, got {type(module).__name__}. "

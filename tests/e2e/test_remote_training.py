@@ -176,6 +176,16 @@ class TestOptimizer:
         with pytest.raises(TypeError, match="expected remote experts, got Linear"):
             RemoteOptimizer([nn.Linear(2, 2)])
 
+    def test_names_are_refused_with_what_to_pass(self, server):
+        words = r"the name 'ffn\.0'.* itself"
+        with connect(server.address) as experts:
+            with pytest.raises(TypeError, match=f"RemoteOptimizer: expected remote experts, got {words}"):
+                RemoteOptimizer(list(experts))
+            with pytest.raises(
+                TypeError, match=f"MixtureOfExperts: expected every expert to be.* got {words}"
+            ):
+                MixtureOfExperts(TopKRouter(4, 2, top_k=1), list(experts))
+
     def test_one_expert_alone_is_no_list(self, server):
         words = r"expected several remote experts, got one RemoteExpert\."
         with connect(server.address) as experts, pytest.raises(TypeError, match=words):

@@ -240,7 +240,7 @@ def test_a_call_without_its_tuple_is_refused_and_named() -> None:
 
 @pytest.mark.parametrize("bound", [0, -1, 2.5, "2"])
 def test_a_bound_that_is_no_positive_whole_number_is_refused(bound: Any) -> None:
-    expected = f"expected max_concurrency of at least 1 or None, got {bound!r}"
+    expected = f"expected max_concurrency to be None or a whole number of at least 1, got {bound!r}"
     with pytest.raises(ValueError, match=expected):
         map_with_parallel_backward(SavesInput, (torch.ones(3),), max_concurrency=bound)
     with pytest.raises(ValueError, match=expected):
