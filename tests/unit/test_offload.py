@@ -69,6 +69,23 @@ def test_bad_arguments() -> None:
         OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, update="later")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("experts", "text"),
+    [
+        (nn.Linear(2, 2), r"expected several modules, got one Linear\. Pass a list"),
+        (
+            [nn.Linear(2, 2), torch.relu],
+            r"expected every expert to be an nn\.Module, got .*relu.* \(index=1\)",
+        ),
+        ([nn.Linear], r"got <class .*Linear'> \(index=0\).* of a class, pass an instance"),
+        ({"a": nn.Linear(2, 2)}, r"got 'a' \(index=0\).* of a mapping its values"),
+    ],
+)
+def test_experts_that_are_no_modules(experts: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        OffloadedExperts(experts, sgd, max_resident_bytes=1000)
+
+
 def test_a_folder_belongs_to_one_until_he_closes_or_goes(tmp_path: Path) -> None:
     def build() -> OffloadedExperts:
         return OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000, store=tmp_path)

@@ -70,6 +70,13 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         assert_equal(states(second), want)
 
 
+def test_a_note_that_no_json_can_hold_is_refused(tmp_path: Path) -> None:
+    with build(tmp_path) as experts:
+        with pytest.raises(TypeError, match=r"expected a note of what JSON knows, got another \(.*Tensor"):
+            experts.checkpoint({"loss": torch.ones(2)})
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == []
+
+
 def test_options_of_the_optimizers_come_back(tmp_path: Path) -> None:
     with build(tmp_path) as experts:
         experts.optimizers[2].param_groups[0]["lr"] = 0.5

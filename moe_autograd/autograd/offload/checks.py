@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +49,36 @@ def check_choices(
         )
     if update not in ("on_step", "on_backward"):
         raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
+
+
+def each_module(experts: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield what is to be offloaded, one at a time.
+
+    Raises:
+        TypeError: one module instead of several, or what is none.
+    """
+    if not isinstance(experts, Iterable):
+        raise TypeError(
+            f"OffloadedExperts: expected several modules, got one {type(experts).__name__}. Pass a list or a generator."
+        )
+    for index, module in enumerate(experts):
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"OffloadedExperts: expected every expert to be an nn.Module, got {module!r} (index={index}). Wrap a "
+                "function in a module; of a class, pass an instance, and of a mapping its values()."
+            )
+        yield module
+
+
+def check_note(note: Any) -> None:
+    """Raise `TypeError` unless a checkpoint can hold it."""
+    try:
+        json.dumps(note)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"OffloadedExperts.checkpoint: expected a note of what JSON knows, got another ({error}). "
+            "Save tensors in a file of their own."
+        ) from error
 
 
 def check_hooks(name: str, parameters: Mapping[str, nn.Parameter]) -> None:

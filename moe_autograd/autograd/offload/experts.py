@@ -28,7 +28,7 @@ from moe_autograd._random import running, take_places
 from moe_autograd.autograd.grouping import call_alone
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
-from moe_autograd.autograd.offload.checks import check_choices, check_hooks
+from moe_autograd.autograd.offload.checks import check_choices, check_hooks, each_module
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.shared import SharedResidency
@@ -105,7 +105,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     Raises:
         ValueError: an expert exceeds the limit (its state: at the first step), or hooks of a weight wait for `.grad`.
-        TypeError: `optimizer` is no function, but an optimizer, for one.
+        TypeError: an expert is no module; `optimizer` is no function, but an optimizer, for one.
         RuntimeError: other experts use the folder, in this process or another.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
@@ -144,7 +144,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         check_choices(optimizer, num_microbatches, update, max_resident_bytes, beside)
         self._num_microbatches = num_microbatches
         self._anchor = torch.empty(0, requires_grad=True, device="cpu") if optimizer else None
-        modules = (module if device is None else module.to(device) for module in experts)
+        modules = (module if device is None else module.to(device) for module in each_module(experts))
         first = next(modules, None)
         if first is None:
             raise ValueError("OffloadedExperts: expected at least one expert, got none.")
@@ -313,6 +313,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
         Raises:
             CheckpointError: the store is no folder.
+            TypeError: the note holds something else, such as a tensor.
         """
         return self._shared.checkpoint(note)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_autograd.autograd.offload.checkpoints import newest_checkpoint, write_checkpoint
+from moe_autograd.autograd.offload.checks import check_note
 from moe_autograd.autograd.offload.folder_locks import FolderLock
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.residency import Residency
@@ -64,6 +65,7 @@ class SharedResidency:
 
     def checkpoint(self, note: Any) -> Path:
         """Save all experts' weights and optimizers; see `OffloadedExperts.checkpoint`."""
+        check_note(note)
         folder, store = self._need_folder()
         self.residency.flush()
         names = [part.name for held in self.held for part in (held.weights, held.state) if part]
