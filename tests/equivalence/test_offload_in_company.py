@@ -61,6 +61,50 @@ def test_random_numbers_are_those_of_a_map_whose_experts_are_all_in_memory(
     assert not torch.equal(said[0][0], said[0][1])
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_random_numbers_of_backwards_are_those_of_a_map_whose_experts_are_all_in_memory(
+    options: dict[str, Any],
+) -> None:
+    class Drawing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).clone()
+            y.register_hook(lambda grad: grad * torch.rand_like(grad))
+            return y
+
+    experts, plain = both(lambda: Drawing(8, 8))
+    said = []
+    for modules in (plain, list(experts)):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.manual_seed(4)
+        outputs = parallel_apply(modules, [(x,)] * 5, **options)
+        torch.stack(outputs).square().sum().backward()
+        said.append([x.grad, torch.rand(3)])
+    torch.testing.assert_close(said[1], said[0])
+    assert_same_gradients(experts, plain)
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+@pytest.mark.parametrize("in_a_map", [True, False])
+def test_rrelu_is_run_again_in_the_backward(in_a_map: bool, is_within: bool) -> None:
+    """A second run saves what the first one did: of rrelu, that depends on whose numbers it draws (`_random`)."""
+
+    class Expert(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            run = super().forward
+            return checkpoint(run, x, use_reentrant=False) if is_within else run(x)
+
+    experts, plain = both(lambda: Expert(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)), 1)
+    x = torch.randn(4, 8)
+    for one in (experts[0], plain[0]):
+        torch.manual_seed(4)
+        if in_a_map:
+            (y,) = parallel_apply([one], [(x,)], recompute=not is_within)
+        else:
+            y = one(x) if is_within else checkpoint(one, x, use_reentrant=False)
+        y.square().sum().backward()
+    assert_same_gradients(experts, plain)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_by_the_caller_with_dropout(use_reentrant: bool) -> None:
     experts, plain = both(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))

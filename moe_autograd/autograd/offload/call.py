@@ -28,6 +28,7 @@ from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.checks import check_reached, check_returned, not_twice
+from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
@@ -56,6 +57,7 @@ class OffloadedCall:
         num_microbatches: split the rows in so many, and let activations leave memory; `None` for neither.
         next_to_load: what the backward after this one will need.
         recompute: how to run the forward again in the backward; `None`: not at all.
+        drawing: enter this for the backward, which may draw random numbers.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class OffloadedCall:
         num_microbatches: int | None,
         next_to_load: Sequence[Part],
         recompute: Recompute | None,
+        drawing: Drawing,
     ) -> None:
         self._held, self._num_microbatches, self._next_to_load = held, num_microbatches, next_to_load
         self._recompute, self._num_updates = recompute, held.num_updates
+        self.drawing = drawing
         self._shapes: list[torch.Size] = []
         self.grad_dtypes: GradDtypes = ()  # of the results
         self._num_rows = 0
@@ -299,7 +303,7 @@ class _Node(Function):
         for_weights = ctx.has_anchor and (
             is_wanted_later(anchor) or torch._C._will_engine_execute_node(anchor)
         )
-        with ctx.call.shown("backward"):
+        with ctx.call.shown("backward"), ctx.call.drawing():
             found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
         if torch.is_grad_enabled():  # create_graph=True
             found = [grad if grad is None else not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]

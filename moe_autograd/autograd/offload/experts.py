@@ -29,6 +29,7 @@ from moe_autograd.autograd.grouping import call_alone
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
 from moe_autograd.autograd.offload.checks import check_choices, check_hooks, each_module
+from moe_autograd.autograd.offload.drawing import drawing_in_backwards
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.shared import SharedResidency
@@ -231,12 +232,17 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         if self._above is not None:
             self._above.prefetch()
         results = []
+        drawing_of = drawing_in_backwards()
         own_index, indices = running.index, take_places(len(called))
         try:
             for i, expert in enumerate(experts):  # in the order given: random numbers may depend on it
                 running.index = indices[i]
                 call = OffloadedCall(
-                    called[i], self._num_microbatches, _backward_order(called[:i]), expert._recompute
+                    called[i],
+                    self._num_microbatches,
+                    _backward_order(called[:i]),
+                    expert._recompute,
+                    drawing_of(indices[i]),
                 )
                 results.append(call.apply(inputs[i], kwargs[i], self._own_anchor()))
         finally:
