@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
-from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.autograd.offload import OffloadedExperts, read_ahead
 from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
 
 
@@ -143,6 +143,34 @@ def test_the_callers_saved_tensor_hooks_see_all_but_the_weights() -> None:
     y.sum().backward()
     plain[0](x).sum().backward()
     assert_same_gradients(experts, plain)
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+@pytest.mark.parametrize("in_folders", [False, True])
+def test_layers_with_memory_of_their_own_read_ahead(
+    in_folders: bool, update: Literal["on_step", "on_backward"], tmp_path: Path
+) -> None:
+    """None takes the parts of its neighbour in, which have the same names in another store."""
+    pairs = []
+    for i in range(3):
+        store = tmp_path / str(i) if in_folders else "ram"
+        pairs.append(both(lambda: nn.Linear(8, 8), 4, max_resident_bytes=2000, store=store, update=update))
+    layers, plain = [experts for experts, _ in pairs], [modules for _, modules in pairs]
+    optimizers = [OPTIMIZERS["adam"](module.parameters()) for modules in plain for module in modules]
+    read_ahead(*layers)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for own in (layers, plain):
+            h = x
+            for experts in own:
+                h = torch.stack(parallel_apply(list(experts), [(h,)] * 4)).sum(0)
+            h.square().mean().backward()
+        for one in [*optimizers, *(layers if update == "on_step" else [])]:
+            one.step()
+            one.zero_grad()
+    for experts, modules in pairs:
+        assert_same_weights(experts, modules)
+        experts.close()
 
 
 def test_many_threads_call_experts_at_once() -> None:

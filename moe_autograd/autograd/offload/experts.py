@@ -32,6 +32,7 @@ from moe_autograd.autograd.offload.checks import check_choices, check_hooks, eac
 from moe_autograd.autograd.offload.drawing import drawing_in_backwards
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.shared import SharedResidency
 from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.recompute import Recompute
@@ -249,8 +250,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             running.index = own_index
         self._last_called = called
         if (below := self._below) is not None:
-            wanted = [*self.backward_order(), *below.backward_order()]
-            before_backward(results, functools.partial(below.residency.prefetch, wanted))
+            wanted = [(layer.residency, layer.backward_order()) for layer in (self, below)]
+            before_backward(results, functools.partial(_prefetch, wanted))
         return results
 
     def _forget_wishes_beside(self, called: Sequence[HeldExpert]) -> None:
@@ -280,7 +281,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         """
         order = self._to_update()
         above = self._above._to_update() if self._above is not None else []
-        self.residency.prefetch([part for held in (*order, *above) for part in held.parts_to_update()])
+        _prefetch([(held.residency, held.parts_to_update()) for held in (*order, *above)])
         for held in order:
             held.step()
         for held in self._held:
@@ -348,6 +349,15 @@ def read_ahead(*layers: OffloadedExperts) -> None:
     """
     for below, above in itertools.pairwise(layers):
         below._above, above._below = above, below
+
+
+def _prefetch(wanted: Sequence[tuple[Residency, Sequence[Part]]]) -> None:
+    """Let each residency read its parts, those needed first before the others; layers may have one each."""
+    of_each: dict[Residency, list[Part]] = {}
+    for residency, parts in wanted:
+        of_each.setdefault(residency, []).extend(parts)
+    for residency, parts in of_each.items():
+        residency.prefetch(parts)
 
 
 def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
