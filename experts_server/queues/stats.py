@@ -15,7 +15,7 @@ from torch import Tensor
 from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from moe_autograd.errors import InputsNeededError
 from moe_autograd.wire import experts_pb2 as pb
-from moe_autograd.wire.compression import can_hold, encoded_bytes, is_applicable
+from moe_autograd.wire.compression import can_hold, encoded_bytes, gets_smaller
 
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -106,6 +106,6 @@ class ExpertStats:
 
 def _as_sent(tensor: Tensor, encoding: pb.Encoding) -> tuple[pb.Encoding, int]:
     """Return the encoding that a tensor travels in where `encoding` is asked for, and its bytes then."""
-    if not is_applicable(tensor.dtype, encoding) or not can_hold(tensor, encoding):
+    if not gets_smaller(tensor.dtype, tensor.numel(), encoding) or not can_hold(tensor, encoding):
         return pb.RAW, tensor.nbytes
     return encoding, encoded_bytes(tensor.dtype, tensor.numel(), encoding)

@@ -43,6 +43,12 @@ def is_applicable(dtype: torch.dtype, encoding: int) -> bool:
     return dtype in _ENCODABLE.get(encoding, ())
 
 
+def gets_smaller(dtype: torch.dtype, numel: int, encoding: int) -> bool:
+    """Tell whether a tensor of so many elements takes fewer bytes in `encoding`: else it is sent raw."""
+    is_applied = is_applicable(dtype, encoding)
+    return is_applied and encoded_bytes(dtype, numel, encoding) < encoded_bytes(dtype, numel, pb.RAW)
+
+
 def encoded_bytes(dtype: torch.dtype, numel: int, encoding: int) -> int:
     """Return how many bytes `numel` elements of `dtype` take in `encoding`."""
     if encoding == pb.RAW:

@@ -137,7 +137,7 @@ def travelling_form(tensor: torch.Tensor | Travelling | None, encoding: pb.Encod
     if dtype not in DTYPES or tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
         check_can_travel(tensor)
     form = plain(tensor)
-    if encoding != pb.RAW and compression.is_applicable(dtype, encoding):
+    if encoding != pb.RAW and compression.gets_smaller(dtype, form.numel(), encoding):
         encoded = compression.encode(form, encoding)
         if encoded is not None:
             return Travelling(_header(DTYPES[dtype], tensor.shape, encoding, encoded.nbytes), encoded)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_autograd.wire import compression
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
+from moe_autograd.wire.tensors import travelling_form
 
 ENCODINGS = [pb.AS_BFLOAT16, pb.AS_FLOAT16, pb.AS_INT8_BLOCKS]
 
@@ -106,6 +107,18 @@ def test_shape_and_dtype_come_back(encoding, shape, part_bytes):
 def test_fewer_bytes_travel(encoding):
     num_bytes = compression.encoded_bytes(torch.float32, 2560, encoding)
     assert num_bytes == {pb.AS_INT8_BLOCKS: 2600}.get(encoding, 5120)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numel"), [(torch.float16, 4), (torch.bfloat16, 4), (torch.float32, 1)], ids=str
+)
+def test_a_tensor_that_its_scale_would_make_no_smaller_travels_as_it_is(dtype, numel):
+    few, one_more = (
+        torch.rand(n, generator=torch.Generator().manual_seed(0)).to(dtype) for n in (numel, numel + 1)
+    )
+    assert travelling_form(few, pb.AS_INT8_BLOCKS).header == travelling_form(few).header
+    assert torch.equal(through(few, pb.AS_INT8_BLOCKS), few)
+    assert travelling_form(one_more, pb.AS_INT8_BLOCKS).plain.nbytes < one_more.nbytes
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
