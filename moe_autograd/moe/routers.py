@@ -67,7 +67,7 @@ class TopKRouter(nn.Module):
                 f"TopKRouter: expected d_model and num_experts of at least 1, got "
                 f"(d_model={d_model}, num_experts={num_experts}). Pass positive sizes."
             )
-        if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
+        if not hasattr(top_k, "__index__") or not 1 <= top_k <= num_experts:
             raise ValueError(
                 f"TopKRouter: expected a whole top_k from 1 to num_experts, got {top_k!r} (num_experts={num_experts}). "
                 "Choose a smaller top_k or add experts."
