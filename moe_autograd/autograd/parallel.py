@@ -65,7 +65,8 @@ def map_with_parallel_backward(
         *args_per_call: one sequence of arguments for each call; tensors of any shape and dtype, other objects,
             different numbers of them. Gradients flow to the tensors, as with `func.apply`.
         max_concurrency: at most so many calls at once, at least 1, which is the order of a loop, backward as well.
-            `None`: as many as keep the cores busy, and calls that wait make room for more, up to all of them.
+            `None`: as many as keep the cores busy, and calls that wait make room for more, up to all of them; all from
+            the beginning where those of the last map of `func` did nothing but wait.
 
     Returns:
         One result for each call, as `func.apply` returns it; `()` without calls.
