@@ -113,7 +113,11 @@ def ask_save(address: str, **connection: Any) -> str:
 
 
 def export_weights(address: str, expert: str, file: str, **connection: Any) -> None:
-    """Write an expert's `state_dict` to a safetensors file; `-` is stdout."""
+    """Write an expert's `state_dict` to a safetensors file; `-` is stdout, but for a terminal."""
+    if file == STANDARD and sys.stdout is not None and sys.stdout.isatty():
+        raise ConfigError(
+            "export: expected a file or a pipe for the weights, got a terminal. Name a file, or pipe them on."
+        )
     state = _fetched_state(address, expert, connection)
     try:
         content = safetensors.torch.save(state)
@@ -169,7 +173,10 @@ def import_weights(address: str, expert: str, file: str, **connection: Any) -> N
     try:
         state = safetensors.torch.load(_read(file))
     except SafetensorError as error:
-        raise ConfigError(f"import: expected a safetensors file, got {file!r} ({error}).") from error
+        raise ConfigError(
+            f"import: expected a safetensors file, got {file!r} ({error}). Take what `experts-server export` wrote; of "
+            "what torch.save wrote, safetensors.torch.save_file(torch.load(FILE), NEW_FILE) makes one."
+        ) from error
     writer = ParcelWriter()
     writer.add(pb.StateUpdate(client_id=secrets.token_bytes(16), sequence=1, num_entries=len(state)))
     for key, tensor in state.items():

@@ -309,10 +309,10 @@ def test_save_export_and_import_commands(tmp_path: Path) -> None:
         assert (refused.exit_code, "unknown=['down.bias', 'up.bias']" in refused.output) == (1, True), (
             refused.output
         )
-        file.write_bytes(b"no safetensors")
-        assert (
-            "expected a safetensors file" in run(main, ["import", server.address, "ffn.0", str(file)]).output
-        )
+        torch.save(state, file)
+        said = run(main, ["import", server.address, "ffn.0", str(file)]).output
+        assert "expected a safetensors file" in said
+        assert "what torch.save wrote" in said
 
 
 def test_config_check_says_what_is_wrong_without_serving(tmp_path: Path) -> None:

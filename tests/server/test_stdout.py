@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,15 @@ def test_the_file_called_minus_is_stdout_and_stdin(
     with WireClient(server.address) as client:
         assert torch.equal(client.get_state()["e"]["weight"], 2 * state["weight"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_not_written_to_a_terminal(server: ExpertsServer) -> None:
+    screen, inner = pty.openpty()
+    ended = run_command("export", server.address, "e", "-", stdout=inner)
+    os.close(inner)
+    os.close(screen)
+    said = "export: expected a file or a pipe for the weights, got a terminal. Name a file, or pipe them on."
+    assert (ended.returncode, ended.stderr.decode()) == (1, f"Error: {said}\n")
 
 
 @pytest.mark.parametrize(("command", "stream", "number"), [("export", "stdout", 1), ("import", "stdin", 0)])
