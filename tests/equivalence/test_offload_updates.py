@@ -197,6 +197,35 @@ class Refusing(torch.optim.Adam):
             raise ValueError("refused")
 
 
+class _SetsData(torch.optim.SGD):
+    """Gives the weights other memory, as sharpness-aware ones do that go back to what they had put aside."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data = parameter.data - self.param_groups[0]["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_an_optimizer_that_sets_the_data_of_weights(update: Any, store: str | Path) -> None:
+    """That leaves their versions as they are, and what it set was lost as soon as the expert left memory."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return _SetsData(parameters, lr=0.1)
+
+    experts, plain = both(ffn, 3, make, update=update, store=store, max_resident_bytes=4000)
+    optimizers = [make(module.parameters()) for module in plain]
+    with experts:
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            for modules in (experts, plain):
+                torch.stack([module(x) for module in modules]).sum(0).square().mean().backward()
+            for one in [*optimizers, *([experts] if update == "on_step" else [])]:
+                one.step()
+                one.zero_grad()
+        assert_same_weights(experts, plain)
+
+
 @pytest.mark.parametrize("replaces_state", [False, True])
 def test_an_update_that_raises_is_kept_as_far_as_it_came(replaces_state: bool) -> None:
     """In PyTorch both weights and state stay as they are; here the state was lost when it left memory."""

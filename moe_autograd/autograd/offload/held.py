@@ -193,7 +193,7 @@ class HeldExpert:
                     yield
             finally:
                 if for_update and self._optimizer is not None:
-                    self._optimizer.keep()
+                    self._keep_update()
 
     @contextlib.contextmanager
     def _hold(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -252,7 +252,23 @@ class HeldExpert:
         finally:
             self.residency.changed(self.weights)
             self.num_updates += 1
-            self._optimizer.keep()
+            self._keep_update()
+
+    def _keep_update(self) -> None:
+        """Take what an update made into the parts: of the optimizer's state, and weights that it gave other memory."""
+        assert self._optimizer is not None
+        assert self.weights.buffer is not None
+        replaced = {
+            view: self.tensors[name].detach()
+            for name, view in self.weights.layout.views(self.weights.buffer).items()
+            if self.tensors[name].data_ptr() != view.data_ptr()
+        }
+        if replaced:  # by `weight.data = ...`
+            for view, value in replaced.items():
+                view.copy_(value)
+            self._attach(self.weights.buffer)
+            self.residency.changed(self.weights)
+        self._optimizer.keep()
 
     def _put_away(self) -> None:
         """Let what an update alone needs leave before the rest."""
