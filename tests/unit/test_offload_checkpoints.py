@@ -104,6 +104,21 @@ def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path: Path) -> N
         assert torch.equal(experts.optimizers[0].param_groups[0]["lr"], torch.tensor(0.3))
 
 
+def test_betas_that_are_tensors_are_restored_as_such(tmp_path: Path) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        lr, betas = torch.tensor(0.1), (torch.tensor(0.8), torch.tensor(0.9))
+        return torch.optim.Adam(parameters, lr, betas, foreach=False)  # type: ignore[arg-type]
+
+    with OffloadedExperts([nn.Linear(4, 4)], make, max_resident_bytes=1000, store=tmp_path) as experts:
+        experts.optimizers[0].param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))
+        experts.checkpoint()
+        experts.optimizers[0].param_groups[0]["betas"] = (torch.tensor(0.1), torch.tensor(0.2))
+        experts.restore()
+        restored = experts.optimizers[0].param_groups[0]["betas"]
+        assert restored == (torch.tensor(0.5), torch.tensor(0.75))
+        assert all(isinstance(beta, torch.Tensor) for beta in restored)
+
+
 def test_going_back_in_the_same_process_forgets_gradients_and_later_state(tmp_path: Path) -> None:
     with build(tmp_path) as experts:
         experts.checkpoint("before any step")

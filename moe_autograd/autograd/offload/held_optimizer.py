@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.parts import Part
@@ -147,7 +147,7 @@ class HeldOptimizer:
                     f"{type(value).__name__} with tensors in it (key={key!r}). Save what it keeps yourself."
                 )
         groups = [
-            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"}
+            {k: tree_map_only(Tensor, Tensor.tolist, v) for k, v in g.items() if k != "params"}
             for g in self.optimizer.param_groups
         ]
         return {"groups": groups, "numbers": numbers}
@@ -174,4 +174,6 @@ def _as_kind_of(now: Any, saved: Any) -> Any:
     """Return an option as the optimizer has it, from what JSON made of it."""
     if isinstance(now, Tensor):  # a learning rate may be one
         return torch.tensor(saved, dtype=now.dtype, device=now.device)
+    if isinstance(now, tuple) and len(now) == len(saved):  # so may each of Adam's betas
+        return tuple(_as_kind_of(one, other) for one, other in zip(now, saved, strict=True))
     return tuple(saved) if isinstance(now, tuple) else saved
