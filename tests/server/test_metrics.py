@@ -168,6 +168,20 @@ def test_bytes_of_values_that_an_encoding_cannot_hold_are_counted_as_raw(
     }
 
 
+def test_bytes_of_a_tensor_that_its_scale_would_make_no_smaller_are_counted_as_raw() -> None:
+    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    x = tokens(1, 4).half()
+    with (
+        ExpertsServer({"e": torch.nn.Identity()}, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        assert server.metrics_address is not None
+        assert torch.equal(client.forward("e", x, reply_encoding=pb.AS_INT8_BLOCKS).tensors[0], x)
+        shown = samples(server.metrics_address)
+    sent = {key[1]: value for key, value in shown.items() if key[0] == "experts_sent_encoded_bytes_total"}
+    assert sent == {"raw": x.nbytes, "as_bfloat16": 0, "as_float16": 0, "as_int8_blocks": 0}
+
+
 def test_a_histogram_counts_up_to_each_bound() -> None:
     histogram = Histogram((1, 2))
     for value in (0.5, 1, 1.5, 99):
