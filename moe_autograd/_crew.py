@@ -21,8 +21,8 @@ How many run at once follows from what the calls do:
 
 The number of threads an operator uses is shared out among the calls that run side by side (`_intraop`).
 
-Mutable state, and who guards it: a crew's `_num_running` its lock; its `_pending`, `_progress` and `_failures` are
-changed by single operations that the interpreter makes atomic.
+Mutable state, and who guards it: a crew's `_num_running` its lock; its `_pending`, `_to_come`, `_came`, `_progress` and
+`_failures` are changed by single operations that the interpreter makes atomic.
 """
 
 from __future__ import annotations

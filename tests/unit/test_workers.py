@@ -248,9 +248,8 @@ class NobodyLooks:
 
 
 def test_calls_that_only_waited_last_time_all_begin_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        _crew, "LIGHT_S", 1.0
-    )  # the first threads have yet to be made, perhaps on a busy machine
+    # The first threads have yet to be made, perhaps on a busy machine.
+    monkeypatch.setattr(_crew, "LIGHT_S", 1.0)
     habit, barrier = Habit(), threading.Barrier(16)
     run_all(lambda _: void(barrier.wait(60)), range(16), habit=habit)
     assert habit.only_wait
