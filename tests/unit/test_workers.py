@@ -262,6 +262,7 @@ class InterruptedBehindWatch:
     """A lookout, and Ctrl-C as soon as it has learned of a crew."""
 
     def watch(self, crew: Crew) -> None:
+        crew.next_look_s += 1.0  # not before Ctrl-C, however busy the machine is
         lookout.watch(crew)
         raise KeyboardInterrupt
 
