@@ -32,7 +32,7 @@ from experts_server.queues.registry import Registry
 from experts_server.serving.doorway import Context, Doorway
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
-from moe_autograd.wire.tensors import raw_bytes
+from moe_autograd.wire.tensors import plain, raw_bytes
 
 SERVICE = "inference.GRPCInferenceService"
 DATATYPES = {
@@ -290,9 +290,9 @@ def _response(request: Any, outputs: tuple[Tensor, ...]) -> Any:
             raise InvalidCallError(
                 f"model {request.model_name!r}: expected outputs of {', '.join(DATATYPES)}, got {output.dtype}."
             )
-        plain = output.detach().cpu().resolve_conj().contiguous()
+        form = plain(output)
         reply.outputs.add(name=name, datatype=_NAMES[output.dtype], shape=output.shape)
-        reply.raw_output_contents.append(bytes(raw_bytes(plain)))
+        reply.raw_output_contents.append(bytes(raw_bytes(form)))
     return reply
 
 

@@ -205,7 +205,8 @@ def test_the_turn_goes_round_between_connections() -> None:
 
         def call(channel: grpc.Channel, num_rows: int) -> Any:
             tensor = {"name": "input.0", "datatype": "FP32", "shape": [num_rows, D]}
-            raw = bytes(raw_bytes(tokens(num_rows, D)))
+            x = tokens(num_rows, D)  # has a name: its memory is read
+            raw = bytes(raw_bytes(x))
             request = MESSAGES["ModelInferRequest"](model_name="e", inputs=[tensor], raw_input_contents=[raw])
             return channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
                 request.SerializeToString(), timeout=START_S
