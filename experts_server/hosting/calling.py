@@ -139,7 +139,7 @@ class ModuleCaller:
         kind, num_rows = (evaluate, shape[1:]), shape[0] if shape else 1
         known = self._weights.get(kind)
         # on, whatever a module has left on this thread (`torch.set_grad_enabled(False)` in its file)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(True):  # as `enable_grad`, and sooner
             if known is not None and known[0].num_rows <= num_rows <= known[1].num_rows:
                 return self.call(leaves, evaluate, seed), _between(*known, num_rows)
             weigher = GraphWeigher([*self.module.parameters(), *self.module.buffers(), *leaves])

@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from experts_server.budget import Budget
 from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, InspectCall, UpdateCall
@@ -61,10 +61,26 @@ class QueueLimits:
             self.calls.give_back(num_calls)
             raise
 
-    def give_back(self, call: Call) -> None:
-        """Return the room of one call."""
-        self.calls.give_back(call.takes_room)
-        self.bytes.give_back(call.num_bytes)
+    def give_back(self, calls: Sequence[Call]) -> None:
+        """Return the room of these calls."""
+        self.calls.give_back(sum([call.takes_room for call in calls]))
+        self.bytes.give_back(sum([call.num_bytes for call in calls]))
+
+
+class Computed(NamedTuple):
+    """Calls that were computed together, and what is to be answered.
+
+    Args:
+        batch: the calls.
+        results: one for each, or the exception.
+        started_at: on `time.monotonic`'s clock; 0: they never began.
+        compute_s: how long it took.
+    """
+
+    batch: list[Call]
+    results: list[Any]
+    started_at: float = 0.0
+    compute_s: float = 0.0
 
 
 class ExpertQueue:
@@ -128,21 +144,26 @@ class ExpertQueue:
             return True
 
     def claim(self) -> bool:
-        """Return whether nothing waits here, and nothing is to wait; then the caller has the turn, for `run_alone`."""
+        """Return whether nothing waits here, and nothing is to: then the caller has the turn, for `compute_alone`."""
         with self._lock:
             if self._is_scheduled or self._num_waiting or self._limits.max_wait_s > 0:
                 return False
             self._is_scheduled = True
             return True
 
-    def run_alone(self, call: Call) -> None:
-        """Compute a call, for which there is room, in the turn that was claimed for it."""
+    def compute_alone(self, call: Call) -> Computed:
+        """Compute a call in the turn that was claimed for it; never raises. `answer_alone` ends the turn."""
+        if _is_in_vain(call):
+            self.stats.num_late += 1
+            return Computed([call], [self._refusal_of_late(call)])
+        computed = self._compute([call])
+        self._length.end()
+        return computed
+
+    def answer_alone(self, computed: Computed) -> None:
+        """Answer the call, whose room has been given back, and end the turn."""
         try:
-            if _is_in_vain(call):
-                self.stats.num_late += 1
-                self._refuse_late(call)
-            else:
-                self._compute([call])
+            self._answer(computed)
         finally:
             self._end_turn()
 
@@ -153,7 +174,12 @@ class ExpertQueue:
                 if self.hosted.has_left:
                     self._finish_what_was_left()
                 elif batch := self._take():
-                    self._compute(batch)
+                    computed = self._compute(batch)
+                    self._limits.give_back(batch)
+                    self._answer(computed)
+                    if self.hosted.comes_and_goes:  # what it left keeps memory
+                        self.hosted.finish()
+                    self._length.end()
         finally:
             self._end_turn()
 
@@ -276,31 +302,34 @@ class ExpertQueue:
             waiting.move_to_end(client_id)
 
     def _refuse_late(self, call: Call) -> None:
+        self._limits.give_back([call])
+        call.reply(call, self._refusal_of_late(call))
+
+    def _refusal_of_late(self, call: Call) -> DeadlineExceededError:
         waited_s = time.monotonic() - call.arrived_at
-        self._finish(
-            call,
-            DeadlineExceededError(
-                f"expert {self.hosted.name!r}: expected to begin before the deadline, got there after "
-                f"{waited_s:.3f} s in the queue. Allow more time, or send less at once."
-            ),
+        return DeadlineExceededError(
+            f"expert {self.hosted.name!r}: expected to begin before the deadline, got there after "
+            f"{waited_s:.3f} s in the queue. Allow more time, or send less at once."
         )
 
     # ---- computing
 
-    def _compute(self, batch: list[Call]) -> None:
-        self.computing_since = started = self._length.begin()
+    def _compute(self, batch: list[Call]) -> Computed:
+        self.computing_since = started_at = self._length.begin()
         for call in batch:
-            call.started_at = started
+            call.started_at = started_at
         results = self._results(batch)
+        return Computed(batch, results, started_at, time.monotonic() - started_at)
+
+    def _answer(self, computed: Computed) -> None:
         try:
-            self.stats.computed(batch, results, started, time.monotonic() - started)
+            if computed.started_at:
+                self.stats.computed(*computed)
         finally:  # whatever becomes of the numbers, the answers leave
-            for call, result in zip(batch, results, strict=True):
-                self._finish(call, result)
-            del results, result  # tracebacks of errors among them know this frame, and hold tensors
-        if self.hosted.comes_and_goes:  # what it left keeps memory
-            self.hosted.finish()
-        self._length.end()
+            for call, result in zip(computed.batch, computed.results, strict=True):
+                call.reply(call, result)
+            computed.results.clear()  # tracebacks of errors among them know frames that know them, and hold tensors
+            del result
 
     def _finish_what_was_left(self) -> None:
         """A turn of its own: the answers of other experts, which wait for a worker, come first."""
@@ -308,7 +337,7 @@ class ExpertQueue:
         self.hosted.finish()
         self._length.end()
 
-    def _results(self, batch: list[Call]) -> Sequence[Any]:
+    def _results(self, batch: list[Call]) -> list[Any]:
         """One result, or exception, for each call."""
         try:
             return self._call_expert(batch)
@@ -318,13 +347,13 @@ class ExpertQueue:
                 return [error]
         return [self._results([call])[0] for call in batch]
 
-    def _call_expert(self, batch: list[Call]) -> Sequence[Any]:
+    def _call_expert(self, batch: list[Call]) -> list[Any]:
         if not self.hosted.comes_and_goes:
             return self._call_resident_expert(batch)
         with self.hosted.in_memory_for(batch[0]):
             return self._call_resident_expert(batch)
 
-    def _call_resident_expert(self, batch: list[Call]) -> Sequence[Any]:
+    def _call_resident_expert(self, batch: list[Call]) -> list[Any]:
         hosted, call = self.hosted, batch[0]
         if isinstance(call, ForwardCall):
             return hosted.forward(cast("list[ForwardCall]", batch))  # what is joined is of one kind
@@ -336,10 +365,6 @@ class ExpertQueue:
             return [hosted.update(call)]
         assert isinstance(call, InspectCall), f"unknown call {call!r}"
         return [call.function(hosted)]
-
-    def _finish(self, call: Call, result: Any) -> None:
-        self._limits.give_back(call)
-        call.reply(call, result)
 
 
 def _is_in_vain(call: Call) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from experts_server.configuration.names import natural_order
 from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, InspectCall
 from experts_server.hosting.hosted import HostedExpert
-from experts_server.queues.batching import ExpertQueue, QueueLimits
+from experts_server.queues.batching import Computed, ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool, take
 from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
 
@@ -64,7 +64,7 @@ class Registry(Mapping[str, ExpertQueue]):
                     self._limits.take((call,))
             except RemoteError as error:
                 if has_room:
-                    self._limits.give_back(call)
+                    self._limits.give_back([call])
                 if name in self._queues:
                     self._queues[name].stats.num_refused += 1
                 call.reply(call, error)
@@ -80,13 +80,20 @@ class Registry(Mapping[str, ExpertQueue]):
             self._compute_at_once(small)
 
     def _compute_at_once(self, small: deque[tuple[ExpertQueue, Call]]) -> None:
-        """Compute calls here, whose turns are claimed; let the loop do something else from time to time."""
+        """Compute calls here, whose turns are claimed; let the loop do something else from time to time.
+
+        All are computed, then all answered: what does one thing again and again finds its code in the cache.
+        """
         until = time.monotonic() + AT_ONCE_S
+        done: list[tuple[ExpertQueue, Computed]] = []
         while small:
             queue, call = small.popleft()
-            take(queue.run_alone, call)
+            done.append((queue, queue.compute_alone(call)))
             if time.monotonic() > until:
                 break
+        self._limits.give_back([call for _, computed in done for call in computed.batch])
+        for queue, computed in done:
+            take(queue.answer_alone, computed)
         if small:
             asyncio.get_running_loop().call_soon(self._compute_at_once, small)
 

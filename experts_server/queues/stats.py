@@ -1,12 +1,12 @@
 """What one expert has done, in plain numbers; `metrics` makes Prometheus samples of them when somebody asks.
 
-An expert's turns never overlap, so each number has one writer and needs no lock; a call costs a few hundred
-nanoseconds.
+An expert's turns never overlap, so each number has one writer; a call costs a few microseconds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.compression import can_hold, encoded_bytes, gets_smaller
 
 TIME_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+MOST_UNCOUNTED = 16  # values of a histogram
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 KINDS = ("forward", "backward", "update")
 _KIND_OF: dict[type[Call], str] = {ForwardCall: "forward", BackwardCall: "backward", UpdateCall: "update"}
@@ -25,29 +26,49 @@ ENCODINGS: dict[int, str] = {number: name.lower() for name, number in pb.Encodin
 
 
 class Histogram:
-    """Counts values by bucket.
+    """Counts values by bucket: some at a time, since one by one takes twice as long.
 
     Args:
         bounds: the buckets' upper bounds; one more holds the rest.
+
+    Threads: one adds; any may look.
     """
+
+    _counting = threading.Lock()  # of all histograms: it is held for some microseconds, and rarely
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self._added: list[float] = []  # and not counted yet
+        self._counts = [0] * (len(bounds) + 1)  # up to each bound, and of all
+        self._total = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        """Add one value."""
+        added = self._added
+        added.append(value)
+        if len(added) >= MOST_UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        with self._counting:
+            num_added = len(self._added)  # meanwhile more may come
+            values = sorted(self._added[:num_added])
+            del self._added[:num_added]
+            for index, bound in enumerate(self.bounds):
+                self._counts[index] += bisect_right(values, bound)
+            self._counts[-1] += num_added
+            self._total += sum(values)
+
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        self._count()
+        return self._total
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return the counts up to each bound, as Prometheus wants them."""
-        counted, so_far = [], 0
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
-            so_far += count
-            counted.append((bound, float(so_far)))
-        return counted
+        self._count()
+        return list(zip([*map(str, self.bounds), "+Inf"], map(float, self._counts), strict=True))
 
 
 class KindStats:

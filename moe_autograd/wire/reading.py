@@ -296,7 +296,8 @@ class _Arrived:
             return False
         count = self._position // dtype.itemsize
         values = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.start_in_message)
-        return all(math.isfinite(piece.sum().item()) for piece in values.split(_SUMMED_AT_ONCE))
+        pieces = values.split(_SUMMED_AT_ONCE) if count > _SUMMED_AT_ONCE else (values,)
+        return all(math.isfinite(piece.sum().item()) for piece in pieces)
 
 
 class _Incoming:

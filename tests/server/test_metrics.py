@@ -189,6 +189,27 @@ def test_a_histogram_counts_up_to_each_bound() -> None:
     assert (histogram.buckets(), histogram.total) == ([("1", 2.0), ("2", 3.0), ("+Inf", 4.0)], 102.0)
 
 
+def test_a_histogram_that_is_looked_at_while_values_are_added_loses_none() -> None:
+    histogram, is_over = Histogram((0.25, 0.5)), threading.Event()
+
+    def add() -> None:
+        for index in range(40_000):
+            histogram.add(0.25 * (index % 4))
+        is_over.set()
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    last = 0.0
+    while not is_over.is_set():
+        counts = [count for _, count in histogram.buckets()]
+        assert counts == sorted(counts)
+        assert counts[-1] >= last
+        last = counts[-1]
+    adding.join()
+    assert [count for _, count in histogram.buckets()] == [20_000, 30_000, 40_000]
+    assert histogram.total == 40_000 * 0.375
+
+
 def test_a_metrics_port_in_use_is_refused_and_the_servers_own_port_is_free_again() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ from experts_server.hosting.calls import Call, ForwardCall
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.queues import registry
-from experts_server.queues.batching import ExpertQueue, QueueLimits
+from experts_server.queues.batching import Computed, ExpertQueue, QueueLimits
 from moe_autograd.errors import DeadlineExceededError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.hosting import sgd
@@ -94,22 +94,26 @@ def test_small_calls_that_would_be_computed_as_one_are_given_to_a_worker() -> No
 
 
 def test_a_turn_that_raises_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ExpertQueue.run
+    answer_alone = ExpertQueue.answer_alone
+    raised: list[str] = []
 
-    def breaking(queue: ExpertQueue) -> None:
-        run(queue)
+    def breaking(queue: ExpertQueue, computed: Computed) -> None:
+        answer_alone(queue, computed)
         if queue.hosted.name == "e.0":
+            raised.append(queue.hosted.name)
             raise AssertionError("a bug of ours")
 
-    monkeypatch.setattr(ExpertQueue, "run", breaking)
+    monkeypatch.setattr(ExpertQueue, "answer_alone", breaking)
     names = [f"e.{index}" for index in range(3)]
     with (
         ExpertsServer({name: nn.Linear(D, D) for name in names}) as server,
         WireClient(server.address) as client,
     ):
-        answers = client.stream("Forward", [client.forward_call(name, tokens(1, D)) for name in names])
-        assert [answer.code for answer in answers] == ["OK"] * 3
+        for _ in range(2):
+            answers = client.stream("Forward", [client.forward_call(name, tokens(1, D)) for name in names])
+            assert [answer.code for answer in answers] == ["OK"] * 3
         assert not has_worked(server)
+    assert raised == ["e.0"] * 2
 
 
 def test_between_small_calls_the_loop_does_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +122,14 @@ def test_between_small_calls_the_loop_does_other_things(monkeypatch: pytest.Monk
         int
     ] = []  # at each turn, how many things the loop has done that were put to it at the turns before
     done: list[None] = []
-    run_alone = ExpertQueue.run_alone
+    compute_alone = ExpertQueue.compute_alone
 
-    def noting(queue: ExpertQueue, call: Call) -> None:
+    def noting(queue: ExpertQueue, call: Call) -> Computed:
         seen.append(len(done))
         asyncio.get_running_loop().call_soon(done.append, None)
-        run_alone(queue, call)
+        return compute_alone(queue, call)
 
-    monkeypatch.setattr(ExpertQueue, "run_alone", noting)
+    monkeypatch.setattr(ExpertQueue, "compute_alone", noting)
     names = [f"e.{index}" for index in range(16)]
     with (
         ExpertsServer({name: nn.Linear(D, D) for name in names}) as server,
@@ -161,6 +165,12 @@ def call_of(queue: ExpertQueue, replies: list[object]) -> ForwardCall:
     return call
 
 
+def compute_and_answer(queue: ExpertQueue, call: ForwardCall) -> None:
+    computed = queue.compute_alone(call)
+    queue._limits.give_back([call])
+    queue.answer_alone(computed)
+
+
 def test_what_comes_while_a_turn_is_claimed_waits_for_a_worker(queue: ExpertQueue) -> None:
     pool: Any = queue._pool
     replies: list[object] = []
@@ -168,7 +178,7 @@ def test_what_comes_while_a_turn_is_claimed_waits_for_a_worker(queue: ExpertQueu
     assert queue.claim()
     assert not queue.claim()
     assert not queue.add(second)  # nobody has to put the queue into the pool
-    queue.run_alone(first)
+    compute_and_answer(queue, first)
     assert (len(replies), pool.turns, queue.claim()) == (1, [queue], False)
     pool.turns.pop().run()
     assert (len(replies), pool.turns, queue.claim()) == (2, [], True)
@@ -179,6 +189,6 @@ def test_a_claimed_call_that_nobody_waits_for_any_more_is_not_begun(queue: Exper
     call = call_of(queue, replies)
     assert queue.claim()
     call.is_cancelled = True
-    queue.run_alone(call)
+    compute_and_answer(queue, call)
     assert isinstance(replies[0], DeadlineExceededError)
     assert (queue.stats.num_late, queue._limits.calls.in_use, queue.claim()) == (1, 0, True)
