@@ -146,7 +146,6 @@ class ExpertServer:
             CheckpointError: the checkpoint is damaged beyond falling back, or does not fit.
         """
         self._loop = asyncio.get_running_loop()
-        set_team_size(1)  # small calls are computed on the loop's thread (`Registry`): a team would cost more
         try:
             self.load()
             await self.saver.start()
@@ -175,6 +174,7 @@ class ExpertServer:
             host, port = split_address(self.config.metrics_listen)
             self.metrics = MetricsEndpoint(host, port, self._collector())
         await self._grpc.start()
+        set_team_size(1)  # small calls are computed on the loop's thread (`Registry`): a team would cost more
         await self.health.set_ready()
         tasks = (self._let_go_of_what_waits_too_long, self.health.look, self.saver.save_when_due)
         self._upkeep = asyncio.gather(*map(self._keep_up, tasks))

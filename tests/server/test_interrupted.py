@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import grpc
 import pytest
+import torch
 from torch import nn
 
 from experts_server import ExpertsServer
@@ -163,6 +164,8 @@ def test_a_start_that_is_cancelled_while_grpc_starts_leaves_the_folder_free(
             await start
         assert server.state == "starting"
 
+    team_size = torch.get_num_threads()
     asyncio.run(cancel())
+    assert torch.get_num_threads() == team_size, "a server that never served leaves its thread as it was"
     with made:
         assert made.state == "ready"
