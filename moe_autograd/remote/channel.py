@@ -19,7 +19,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -43,6 +43,7 @@ from moe_autograd.wire.status import error_of_rpc
 from moe_autograd.wire.tensors import TensorLimits
 
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.DATA_LOSS)
 _PING_TIMEOUTS_MS = (900, 4_000, 16_000)
 _CALM_S = 60.0
 _TELL_TIMEOUT_S = 5.0
@@ -187,8 +188,20 @@ class Channel:
         is_measuring = self.encodings.is_measuring("Forward") or self.encodings.is_measuring("Backward")
         return is_measuring and math.isinf(self.round_trip_s)
 
-    def tell(self, rpc: str, request: Message) -> None:
-        """Send one message that nothing depends on: returns at once, and what becomes of it is nobody's concern."""
+    def tell(self, rpc: str, request: Message, if_lost: Callable[[], None] = lambda: None) -> None:
+        """Send one message that nothing waits for; returns at once.
+
+        Args:
+            rpc: its name.
+            request: the message.
+            if_lost: called, from any thread, where it may not have arrived and could be sent again.
+        """
+
+        def end(call: Any) -> None:
+            self._told.discard(call)
+            if call.code() in _LOST:
+                if_lost()
+
         # Ctrl-C could leave a lock of the channel locked, and every later call would wait for it
         with interrupts_held_back(), GATE.passage(may_interrupt=True) as passage:
             try:
@@ -199,9 +212,10 @@ class Channel:
                     .future(seal(request), timeout=_TELL_TIMEOUT_S, metadata=self.token.metadata)
                 )
             except (RemoteError, ValueError):  # it is being closed, or there is no thread
+                if_lost()
                 return
             self._told.add(call)  # grpc cancels a call that nobody holds
-            call.add_done_callback(self._told.discard)
+            call.add_done_callback(end)
             passage.carry(call, has_thread=True)
 
     def upload(

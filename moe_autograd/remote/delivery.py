@@ -91,17 +91,23 @@ class Delivery:
         if self.operations.is_here:
             self._channel(address).tell("Expect", pb.ExpectRequest(experts=names))
 
-    def forget(self, client_id: bytes, address: str, calls: Sequence[tuple[str, int]]) -> bool:
-        """Tell a server that these calls of experts have no backward any more, if it is not lost; return whether.
+    def forget(
+        self,
+        client_id: bytes,
+        address: str,
+        calls: Sequence[tuple[str, int]],
+        if_lost: Callable[[], None],
+    ) -> None:
+        """Tell a server that these calls of experts have no backward any more; returns at once, and never fails.
 
-        Returns at once, and never fails.
+        Where that does not arrive, `if_lost` is called, from any thread; at once if the server is lost.
         """
-        is_told = self.operations.is_here and not self.finding.placement.is_lost(address)
-        if is_told:
-            experts, call_ids = zip(*calls, strict=True)
-            request = pb.ForgetRequest(client_id=client_id, experts=experts, call_ids=call_ids)
-            self._channel(address).tell("Forget", request)
-        return is_told
+        if not self.operations.is_here or self.finding.placement.is_lost(address):
+            if_lost()
+            return
+        experts, call_ids = zip(*calls, strict=True)
+        request = pb.ForgetRequest(client_id=client_id, experts=experts, call_ids=call_ids)
+        self._channel(address).tell("Forget", request, if_lost)
 
     def deliver(
         self, rpc: str, jobs: Sequence[Job], operation: Operation, failures: Failures | None = None

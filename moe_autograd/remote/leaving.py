@@ -6,6 +6,7 @@ A server keeps a forward until its backward comes, or for minutes. But some neve
     forward ── a node, which holds a `Node` ── ... ── the graph goes ──▶ left: (address, expert, call)
     forward ── it fails here, or another one of its pass does ─────────▶ left, as its server may have computed it
     next pass of the connection ─────────────────────────────────────▶ "forget these", which nobody waits for
+                                     that is lost on its way ─────▶ once more, with the pass after it
 
 Mutable state: `_left`, of which single entries are put and taken; a graph may go on any thread, and anywhere.
 
@@ -14,6 +15,7 @@ Threads: any.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,11 +40,11 @@ class LeftForwards:
     """Those of one connection.
 
     Args:
-        tell: sends to the server at an address which calls of which experts are over, and returns at once: whether it
-            was sent, or has to wait until the server is back.
+        tell: sends to the server at an address which calls of which experts are over, and returns at once. What it is
+            given third it calls, then or later, from any thread, where that did not arrive.
     """
 
-    def __init__(self, tell: Callable[[str, list[tuple[str, int]]], bool]) -> None:
+    def __init__(self, tell: Callable[[str, list[tuple[str, int]], Callable[[], None]], None]) -> None:
         self._tell = tell
         self._left: deque[tuple[str, str, int]] = deque()
 
@@ -70,12 +72,18 @@ class LeftForwards:
                 break
             calls_at.setdefault(address, []).append((expert, call_id))
         for address, calls in calls_at.items():
-            if not self._tell(address, calls):
-                room = max(0, _MOST_KEPT_BACK - len(self._left))
-                self._left.extend([(address, *call) for call in calls[:room]])
+            self._tell(address, calls, functools.partial(self._keep_back, address, calls))
+
+    def _keep_back(self, address: str, calls: Sequence[tuple[str, int]]) -> None:
+        """Let them be told of once more, with the next pass."""
+        room = max(0, _MOST_KEPT_BACK - len(self._left))
+        self._left.extend([(address, *call) for call in calls[:room]])
+
+    def __len__(self) -> int:
+        return len(self._left)
 
     def __repr__(self) -> str:
-        return f"LeftForwards({len(self._left)} to tell of)"
+        return f"LeftForwards({len(self)} to tell of)"
 
 
 def _note_left(left: deque[tuple[str, str, int]], calls: Sequence[Call]) -> None:

@@ -102,6 +102,22 @@ def test_a_forward_that_was_repeated_after_its_connection_broke_is_forgotten(ser
         wait_until(lambda: num_kept(server) == 0)
 
 
+@pytest.mark.usefixtures("no_gc")
+def test_what_is_lost_on_its_way_is_told_once_more(server: ExpertsServer) -> None:
+    with Proxy(server.address) as proxy, connect(proxy.address) as experts:
+        left = experts["a"]._connection.left_forwards
+        looked_at(experts["a"])
+        kept = num_kept(server)
+        proxy.is_gone = True
+        proxy.cut()
+        left.tell()
+        wait_until(lambda: len(left) == 1)  # it did not arrive
+        assert num_kept(server) == kept
+        proxy.is_gone = False
+        experts["b"](torch.ones(1, D)).sum().backward()
+        wait_until(lambda: num_kept(server) == 0)
+
+
 class FirstWaits(nn.Linear):
     """Of all its copies, the one that is called first waits."""
 
