@@ -201,7 +201,10 @@ class Crew:
             if self._pending:
                 start_soon(self._help)
                 return
-        except RuntimeError:  # the system has no thread left to give: those that run do the work
+        except (
+            RuntimeError,
+            MemoryError,
+        ):  # the system has no thread left to give: those that run do the work
             pass
         num_left = 1
         with contextlib.suppress(IndexError):

@@ -323,9 +323,12 @@ def test_calls_that_one_thread_has_made_have_no_habit(monkeypatch: pytest.Monkey
     assert not habit.only_wait
 
 
-def test_a_habit_that_finds_no_threads_is_kept_by_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_habit_that_finds_no_threads_is_kept_by_those_there_are(
+    refusal: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(job: Any) -> None:
-        raise RuntimeError("can't start new thread")
+        raise refusal
 
     habit, ran = Habit(), list[int]()
     habit.only_wait = True
