@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, settings
 # Tests run in several processes on the same cores. There a thread of an intra-op team that spins while it waits, as
 # libgomp's do, keeps a core from the others: ten times the time on a crowded machine. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
 
 # The same examples on every run, however busy the machine is: a failure is then the change's own, and can be repeated.
 # To search on, `pytest --hypothesis-profile search`.
@@ -41,6 +44,13 @@ def no_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws the same numbers whichever tests came before it in its process."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -126,7 +126,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Routing], object], str]] = {
     ),
     "an expert too many": (
         "expert_index",
-        lambda routing: routing.expert_index + 1,
+        lambda routing: torch.full_like(routing.expert_index, 3),
         r"experts that exist in expert_index, got 3 \(num_experts=3\)",
     ),
     "-1 for no expert": (
