@@ -1,13 +1,13 @@
 """What calls of one kind did last time: whether all they did was wait.
 
-To find out that its calls wait takes a map some 2 ms (`_crew`), each time. Calls of one autograd function mostly do
-the same again, so the next map of that function begins with what the last one has found out.
+To find out that its calls wait takes a map some 2 ms (`_crew`), each time. Calls of one autograd function, or of
+modules of one class, mostly do the same again, so the next map of that kind begins with what the last one has found out.
 
 A habit is a guess. A map whose calls compute after all has a thread for most of them: all are woken before anybody can
-tell. Where a function's calls wait in one map and compute in the next (a cache, two layers that share it), every other
+tell. Where a kind's calls wait in one map and compute in the next (a cache, two layers that share it), every other
 guess would be wrong. So each wrong one doubles how many maps in a row must have only waited, up to `MOST_NEEDED`.
 
-Threads: any may ask and note. Two maps of one function at a time may note different things: either will do.
+Threads: any may ask and note. Two maps of one kind at a time may note different things: either will do.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class _Forwards:
         self._hooks = ordered_hooks(len(modules))
         self._has_streams = accelerator_in_use() is not None
 
-    def run(self, max_concurrency: int | None, *, even_shares: bool) -> list[ModuleCall]:
+    def run(self, max_concurrency: int | None, *, even_shares: bool, kind: object) -> list[ModuleCall]:
         """Run all of them; return the calls.
 
         Raises:
@@ -187,6 +187,7 @@ class _Forwards:
                 f"{self._title}, forward",
                 is_backward=self._shares_graph,  # Rule 6
                 even_shares=even_shares,
+                kind=kind,
             )
             self._refuse_changes()
         finally:
@@ -252,6 +253,7 @@ def run_module_calls(
     joined: type[JoinedModules] = JoinedModules,
     turns: Turns | None = None,
     compiled: Sequence[object] = (),
+    kind: object = None,
 ) -> list[Any]:
     """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
     even_shares = bool(compiled) and max_concurrency != 1
@@ -259,7 +261,7 @@ def run_module_calls(
     at_once = 1 if in_turn else max_concurrency
     flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
     forwards = _Forwards(modules, flats, names, cuts, title, shares_graph)
-    calls = forwards.run(at_once, even_shares=even_shares)
+    calls = forwards.run(at_once, even_shares=even_shares, kind=kind)
     for call in calls:
         if call.changed:
             call.keep_histories()
@@ -268,6 +270,7 @@ def run_module_calls(
     if any(call.results for call in calls):
         all_calls = joined(calls, names, max_concurrency if turns is None else at_once, title)
         all_calls.entrance, all_calls.turns, all_calls.even_shares = forwards.entrance, turns, even_shares
+        all_calls.kind = kind
         tied = _tie(all_calls)
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
     forwards.renew_views()

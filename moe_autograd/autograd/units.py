@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
+from torch import nn
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_leaves
 
@@ -62,6 +64,7 @@ def run_units(
             joined=DeferringModules if defers else JoinedModules,
             turns=None if how is None else turns,
             compiled=[one for own in held for one in own.compiled],
+            kind=_kind_of(units),
         )
     if accelerator_in_use() is not None:
         use_here(with_tensors_in_objects(returned))
@@ -78,6 +81,13 @@ def _callables(units: Sequence[Unit], num_modules: int, how: Recompute | None) -
         call if unit.is_group else around(_drawing_as, unit.positions[0], call)
         for unit, call in zip(units, calls, strict=True)
     ]
+
+
+def _kind_of(units: Sequence[Unit]) -> object:
+    """Return the class of the modules that are called, or the function, if all units are calls of one."""
+    kinds = [type(unit.call) if isinstance(unit.call, nn.Module) else unit.call for unit in units]
+    is_one = all(kind is kinds[0] for kind in kinds) and isinstance(kinds[0], (type, FunctionType))
+    return kinds[0] if is_one else None
 
 
 def _drawing_as(position: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

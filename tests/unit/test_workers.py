@@ -22,6 +22,7 @@ from moe_autograd._habits import LIGHT_S, Habit, habit_of
 from moe_autograd._intraop import _openmp, get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import lookout
 from moe_autograd._workers import run_all
+from tests.support.lookouts import NobodyLooks
 from tests.support.subprocesses import assert_prints
 
 ROOT = Path(__file__).parents[2]
@@ -237,14 +238,6 @@ def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
         *[Looked(computes=False, seemed_to_wait=True)] * 50,
     ]
     assert crew_of(threads).census(0.0) == (1, 50)
-
-
-class NobodyLooks:
-    """Stands for a lookout that never comes."""
-
-    def watch(self, crew: Crew) -> None: ...
-
-    def forget(self, crew: Crew) -> None: ...
 
 
 def test_calls_that_only_waited_last_time_all_begin_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
