@@ -14,7 +14,7 @@ How many run at once follows from what the calls do:
   changes of threads, against 7,000.
 - Calls that compute for less than `TINY_S` are not worth a second thread: their operators are so short that two
   threads mostly hand each other the interpreter lock.
-- Calls that only waited in the last map of their function (`_habits`) get a thread each without a look, and count as
+- Calls that only waited in the last map of their kind (`_habits`) get a thread each without a look, and count as
   waiting: nobody looks what their threads do. (Tiny calls are as light, but over before most threads come to one.)
 - If nothing has ended for a second, one more is added each second whatever the processor times say: a call that
   spins until another one has run looks as if it computed, and rule 2 of `_workers` is to hold for it as well.
