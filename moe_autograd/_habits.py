@@ -1,7 +1,7 @@
 """What calls of one kind did last time: whether all they did was wait.
 
 To find out that its calls wait takes a map some 2 ms (`_crew`), each time. Calls of one autograd function, or of
-modules of one class, mostly do the same again, so the next map of that kind begins with what the last one has found out.
+modules of one class, mostly do the same again, so the next map of that kind begins with what the last one found out.
 
 A habit is a guess. A map whose calls compute after all has a thread for most of them: all are woken before anybody can
 tell. Where a kind's calls wait in one map and compute in the next (a cache, two layers that share it), every other

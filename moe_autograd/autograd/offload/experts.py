@@ -25,60 +25,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_autograd._random import running, take_places
-from moe_autograd.autograd.grouping import call_alone
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
 from moe_autograd.autograd.offload.checks import check_choices, check_hooks, each_module
 from moe_autograd.autograd.offload.drawing import drawing_in_backwards
+from moe_autograd.autograd.offload.expert import OffloadedExpert
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.shared import SharedResidency
 from moe_autograd.autograd.offload.stores import Store
-from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.uncompiled import uncompiled
-
-
-class OffloadedExpert(nn.Module):
-    """One of `OffloadedExperts`: called like the module it stands for, and without parameters of its own."""
-
-    def __init__(self, owner: OffloadedExperts, held: HeldExpert, recompute: Recompute | None = None) -> None:
-        super().__init__()
-        self._owner, self._held, self._recompute = owner, held, recompute
-
-    @property
-    def call_group(self) -> OffloadedExperts:
-        """Experts of one group are called together: here one after the other, while the next is read."""
-        return self._owner
-
-    @property
-    def stands_for(self) -> nn.Module:
-        """The module, for those who ask whether calls share buffers."""
-        return self._held.module
-
-    def recomputed(self, how: Recompute) -> OffloadedExpert:
-        """Return the same expert, for calls that keep only inputs; its weights are read once for both in a backward."""
-        return OffloadedExpert(self._owner, self._held, how)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the expert; see `OffloadedExperts`."""
-        return call_alone(self, args, kwargs)
-
-    def train(self, mode: bool = True) -> OffloadedExpert:
-        """See `torch.nn.Module.train`."""
-        super().train(mode)
-        self._held.module.train(mode)
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"offloaded expert {self._held.name!r}: expected to stay where it is, got copied or pickled. "
-            "`OffloadedExperts.checkpoint()` and `state_dict(index)` have the weights."
-        )
-
-    def extra_repr(self) -> str:
-        """See `torch.nn.Module.extra_repr`."""
-        return f"{self._held.name}, {self._held.weights.layout.num_bytes} bytes of weights"
 
 
 class OffloadedExperts(Sequence[OffloadedExpert]):

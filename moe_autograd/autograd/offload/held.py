@@ -1,18 +1,12 @@
-"""One offloaded expert: a module and its optimizer whose tensors come and go.
-
-The module keeps its parameters and buffers, the optimizer its state (`held_optimizer`), but while the part they belong
-to is absent there is nothing behind them: weights keep their shape and read as NaN. Attaching points them into the
-part's buffer, detaching takes them out of it again. Whoever uses them holds the part.
-"""
+"""One offloaded expert: a module (`held_module`), its gradients and its optimizer (`held_optimizer`)."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
-from moe_autograd.autograd.offload.checks import (
-    check_hooks,
-    check_own,
-    check_trained,
-    check_values,
-    note_owner,
-)
-from moe_autograd.autograd.offload.flat import Layout, lies_in
+from moe_autograd.autograd.offload.checks import check_hooks, check_trained, note_owner
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.held_module import HeldModule
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -36,7 +25,7 @@ from moe_autograd.autograd.offload.stores import FolderStore
 from moe_autograd.errors import CheckpointError
 
 
-class HeldExpert:
+class HeldExpert(HeldModule):
     """An expert's module, gradients and optimizer, each a part.
 
     Args:
@@ -57,21 +46,14 @@ class HeldExpert:
         residency: Residency,
         updates_on_backward: bool = False,
     ) -> None:
+        super().__init__(name, module, residency)
         self.updates_on_backward = updates_on_backward
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
-        self.name, self.module, self.residency = name, module, residency
-        self.parameters = dict(module.named_parameters())
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
         self.num_updates = 0
         self.is_updated = False  # by all that was gathered, in a `step` of all experts that is not over
         self._lock = threading.Lock()
-        tensors = self._tensors()
-        check_values(name, tensors, residency.device)
-        self.tensors = dict(tensors)  # what comes and goes, whatever the module puts in their place
-        self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
-        self.weights = Part(f"{name}.weights", Layout.of(tensors), self._attach, self._detach)
-        check_own(name, tensors, residency.places)
-        lay = {tensor_name: tensor.detach() for tensor_name, tensor in tensors.items()}
+        lay = {tensor_name: tensor.detach() for tensor_name, tensor in self.tensors.items()}
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
         self.gradients = Part(f"{name}.gradients", Layout.of(gradients))
         residency.check_fits([self.weights, self.gradients])
@@ -81,10 +63,10 @@ class HeldExpert:
                 parameter.data = parameter.data.contiguous()  # as in its part: Adagrad lays out state at once
             made = optimizer(list(self.parameters.values()))
             self._optimizer = HeldOptimizer(f"{name}.optimizer", made, self.parameters, residency)
-        note_owner(name, tensors, lay, residency.places)
+        note_owner(name, self.tensors, lay, residency.places)
         residency.add(self.weights)
         residency.add(self.gradients)
-        residency.fill(self.weights, tensors)
+        residency.fill(self.weights, dict(self.tensors))  # which it empties
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -101,39 +83,6 @@ class HeldExpert:
         """Whether it is trained, and has gradients that no `step` has updated it by."""
         return self._optimizer is not None and bool(self.with_gradient) and not self.is_updated
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-
-    def _attach(self, flat: Tensor) -> None:
-        with torch.inference_mode(False):
-            for name, view in self.weights.layout.views(flat).items():
-                self.tensors[name].data = view
-
-    def _detach(self) -> None:
-        with torch.inference_mode(False):
-            for tensor in self.tensors.values():
-                tensor.data = _nothing_of_shape(tensor.data)
-
-    def call(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, whose weights are held."""
-        with self.noticing_changes():
-            return self.module(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def noticing_changes(self) -> Iterator[None]:
-        """Run the module inside, or its backward; notice if that changes what is held (batch norm's statistics)."""
-        before = self._versions()
-        try:
-            yield
-        finally:  # a second run ends early, by an exception
-            if self._versions() != before:
-                self._keep_changes()
-
-    def is_borrowed(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies, or may lie, in the weights' buffer, which is held now and will be used again."""
-        assert self.weights.buffer is not None
-        return tensor.layout is not torch.strided or lies_in(tensor, self.weights.buffer)
-
     def check_weights(self, num_updates: int) -> None:
         """Raise `RuntimeError` unless the weights are still those after so many updates."""
         if self.num_updates != num_updates:
@@ -141,45 +90,6 @@ class HeldExpert:
                 f"{self.name}: expected the weights of the forward in its backward, got weights that were "
                 f"updated {self.num_updates - num_updates} times since. Call backward before step."
             )
-
-    def _versions(self) -> list[tuple[int, int]]:
-        # one that is made in inference mode has no version; it is another one anyway
-        return [(id(t), -1 if t.is_inference() else t._version) for t in self._tensors().values()]
-
-    def _keep_changes(self) -> None:
-        """Copy what the module put in the place of a buffer into the part, and say that the part changed.
-
-        A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
-        """
-        assert self.weights.buffer is not None
-        self.residency.changed(self.weights)
-        tensors = self._tensors()
-        self._check_shapes(tensors)
-        replaced = {n: t.detach().clone() for n, t in tensors.items() if t is not self.tensors[n]}
-        for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
-            saved.keep()
-        views = self.weights.layout.views(self.weights.buffer)
-        for name, tensor in replaced.items():
-            views[name].copy_(tensor)
-            self._put_back(name)
-
-    def _put_back(self, name: str) -> None:
-        """Let the module have the tensor again that comes and goes; none, where there was none."""
-        path, _, own_name = name.rpartition(".")
-        setattr(self.module.get_submodule(path), own_name, self.tensors.get(name))
-
-    def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `RuntimeError` if the module has other tensors than its part has room for."""
-        for name in {**self.tensors, **tensors}:
-            before, now = _shape_of(self.tensors.get(name)), _shape_of(tensors.get(name))
-            if before != now:
-                for changed in {**self.tensors, **tensors}:
-                    self._put_back(changed)
-                has = f"{name} of {before}" if before else f"no {name}"
-                raise RuntimeError(
-                    f"{self.name}: expected a call to leave {has}, got {now or 'none'}. Make buffers as large as they "
-                    "get before the module is taken over, or keep what comes and goes in a plain attribute."
-                )
 
     @contextlib.contextmanager
     def in_memory(self, *, for_update: bool) -> Iterator[None]:
@@ -266,7 +176,7 @@ class HeldExpert:
         if replaced:  # by `weight.data = ...`
             for view, value in replaced.items():
                 view.copy_(value)
-            self._attach(self.weights.buffer)
+            self.attach(self.weights.buffer)
             self.residency.changed(self.weights)
         self._optimizer.keep()
 
@@ -346,16 +256,6 @@ class HeldExpert:
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
             self._optimizer.restore(folder, options, store, beside=[self.weights, self.gradients])
-
-
-def _nothing_of_shape(tensor: Tensor) -> Tensor:
-    """Return what takes no memory, cannot be written to, and shows wherever it is read by mistake."""
-    filler = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-    return tensor.new_full((), filler).expand(tensor.shape)
-
-
-def _shape_of(tensor: Tensor | None) -> str:
-    return "" if tensor is None else f"shape {tuple(tensor.shape)} and {tensor.dtype}"
 
 
 def _described(layout: Layout) -> str:

@@ -1,0 +1,56 @@
+"""An offloaded expert as users see it: a module that stands for one whose weights come and go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from moe_autograd.autograd.grouping import call_alone
+from moe_autograd.autograd.offload.held import HeldExpert
+from moe_autograd.autograd.recompute import Recompute
+
+if TYPE_CHECKING:
+    from moe_autograd.autograd.offload.experts import OffloadedExperts
+
+
+class OffloadedExpert(nn.Module):
+    """One of `OffloadedExperts`: called like the module it stands for, and without parameters of its own."""
+
+    def __init__(self, owner: OffloadedExperts, held: HeldExpert, recompute: Recompute | None = None) -> None:
+        super().__init__()
+        self._owner, self._held, self._recompute = owner, held, recompute
+
+    @property
+    def call_group(self) -> OffloadedExperts:
+        """Experts of one group are called together: here one after the other, while the next is read."""
+        return self._owner
+
+    @property
+    def stands_for(self) -> nn.Module:
+        """The module, for those who ask whether calls share buffers."""
+        return self._held.module
+
+    def recomputed(self, how: Recompute) -> OffloadedExpert:
+        """Return the same expert, for calls that keep only inputs; its weights are read once for both in a backward."""
+        return OffloadedExpert(self._owner, self._held, how)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the expert; see `OffloadedExperts`."""
+        return call_alone(self, args, kwargs)
+
+    def train(self, mode: bool = True) -> OffloadedExpert:
+        """See `torch.nn.Module.train`."""
+        super().train(mode)
+        self._held.module.train(mode)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"offloaded expert {self._held.name!r}: expected to stay where it is, got copied or pickled. "
+            "`OffloadedExperts.checkpoint()` and `state_dict(index)` have the weights."
+        )
+
+    def extra_repr(self) -> str:
+        """See `torch.nn.Module.extra_repr`."""
+        return f"{self._held.name}, {self._held.weights.layout.num_bytes} bytes of weights"

@@ -1,0 +1,132 @@
+"""A module whose parameters and buffers come and go.
+
+It keeps them, but while their part is absent there is nothing behind them: weights keep their shape and read as NaN.
+Attaching points them into the part's buffer, detaching takes them out of it again. Whoever uses them holds the part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.autograd.offload.checks import check_own, check_values
+from moe_autograd.autograd.offload.flat import Layout, lies_in
+from moe_autograd.autograd.offload.parts import Part
+from moe_autograd.autograd.offload.residency import Residency
+
+
+class HeldModule:
+    """A module and the part of its parameters and buffers, which is not in the residency yet.
+
+    Args:
+        name: in the store.
+        module: its tensors are taken over.
+        residency: where the part is to come and go.
+
+    Attributes:
+        parameters: by name.
+        tensors: what comes and goes, whatever the module puts in their place.
+        saved_by_place: by the name of a tensor, what calls have saved of it for their backwards.
+        weights: the part.
+
+    Threads: whoever holds the part; several may call the module at once.
+    """
+
+    def __init__(self, name: str, module: nn.Module, residency: Residency) -> None:
+        self.name, self.module, self.residency = name, module, residency
+        self.parameters = dict(module.named_parameters())
+        tensors = self._tensors()
+        check_values(name, tensors, residency.device)
+        self.tensors = dict(tensors)
+        self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
+        self.weights = Part(f"{name}.weights", Layout.of(tensors), self.attach, self._detach)
+        check_own(name, tensors, residency.places)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def attach(self, flat: Tensor) -> None:
+        """Point the module's tensors into the part's buffer."""
+        with torch.inference_mode(False):
+            for name, view in self.weights.layout.views(flat).items():
+                self.tensors[name].data = view
+
+    def _detach(self) -> None:
+        with torch.inference_mode(False):
+            for tensor in self.tensors.values():
+                tensor.data = _nothing_of_shape(tensor.data)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, whose weights are held."""
+        with self.noticing_changes():
+            return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def noticing_changes(self) -> Iterator[None]:
+        """Run the module inside, or its backward; notice if that changes what is held (batch norm's statistics)."""
+        before = self._versions()
+        try:
+            yield
+        finally:  # a second run ends early, by an exception
+            if self._versions() != before:
+                self._keep_changes()
+
+    def is_borrowed(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies, or may lie, in the weights' buffer, which is held now and will be used again."""
+        assert self.weights.buffer is not None
+        return tensor.layout is not torch.strided or lies_in(tensor, self.weights.buffer)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        # one that is made in inference mode has no version; it is another one anyway
+        return [(id(t), -1 if t.is_inference() else t._version) for t in self._tensors().values()]
+
+    def _keep_changes(self) -> None:
+        """Copy what the module put in the place of a buffer into the part, and say that the part changed.
+
+        A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
+        """
+        assert self.weights.buffer is not None
+        self.residency.changed(self.weights)
+        tensors = self._tensors()
+        self._check_shapes(tensors)
+        replaced = {n: t.detach().clone() for n, t in tensors.items() if t is not self.tensors[n]}
+        for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
+            saved.keep()
+        views = self.weights.layout.views(self.weights.buffer)
+        for name, tensor in replaced.items():
+            views[name].copy_(tensor)
+            self._put_back(name)
+
+    def _put_back(self, name: str) -> None:
+        """Let the module have the tensor again that comes and goes; none, where there was none."""
+        path, _, own_name = name.rpartition(".")
+        setattr(self.module.get_submodule(path), own_name, self.tensors.get(name))
+
+    def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `RuntimeError` if the module has other tensors than its part has room for."""
+        for name in {**self.tensors, **tensors}:
+            before, now = _shape_of(self.tensors.get(name)), _shape_of(tensors.get(name))
+            if before != now:
+                for changed in {**self.tensors, **tensors}:
+                    self._put_back(changed)
+                has = f"{name} of {before}" if before else f"no {name}"
+                raise RuntimeError(
+                    f"{self.name}: expected a call to leave {has}, got {now or 'none'}. Make buffers as large as they "
+                    "get before the module is taken over, or keep what comes and goes in a plain attribute."
+                )
+
+
+def _nothing_of_shape(tensor: Tensor) -> Tensor:
+    """Return what takes no memory, cannot be written to, and shows wherever it is read by mistake."""
+    filler = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
+    return tensor.new_full((), filler).expand(tensor.shape)
+
+
+def _shape_of(tensor: Tensor | None) -> str:
+    return "" if tensor is None else f"shape {tuple(tensor.shape)} and {tensor.dtype}"
