@@ -47,28 +47,32 @@ class Histogram:
         added = self._added
         added.append(value)
         if len(added) >= MOST_UNCOUNTED:
-            self._count()
+            with self._counting:
+                self._count()
 
     def _count(self) -> None:
-        with self._counting:
-            num_added = len(self._added)  # meanwhile more may come
-            values = sorted(self._added[:num_added])
-            del self._added[:num_added]
-            for index, bound in enumerate(self.bounds):
-                self._counts[index] += bisect_right(values, bound)
-            self._counts[-1] += num_added
-            self._total += sum(values)
+        """Count what was added; with the lock held, as who looks at the counts has it: they change one by one."""
+        num_added = len(self._added)  # meanwhile more may come
+        values = sorted(self._added[:num_added])
+        del self._added[:num_added]
+        for index, bound in enumerate(self.bounds):
+            self._counts[index] += bisect_right(values, bound)
+        self._counts[-1] += num_added
+        self._total += sum(values)
 
     @property
     def total(self) -> float:
         """The sum of all values."""
-        self._count()
-        return self._total
+        with self._counting:
+            self._count()
+            return self._total
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return the counts up to each bound, as Prometheus wants them."""
-        self._count()
-        return list(zip([*map(str, self.bounds), "+Inf"], map(float, self._counts), strict=True))
+        with self._counting:
+            self._count()
+            counts = [*map(float, self._counts)]
+        return list(zip([*map(str, self.bounds), "+Inf"], counts, strict=True))
 
 
 class KindStats:

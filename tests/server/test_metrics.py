@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -208,6 +209,27 @@ def test_a_histogram_that_is_looked_at_while_values_are_added_loses_none() -> No
     adding.join()
     assert [count for _, count in histogram.buckets()] == [20_000, 30_000, 40_000]
     assert histogram.total == 40_000 * 0.375
+
+
+def test_who_looks_at_a_histogram_never_sees_values_counted_up_to_some_bounds_alone() -> None:
+    histogram = Histogram(range(400))  # the more, the longer it takes
+    is_over, interval_s = threading.Event(), sys.getswitchinterval()
+
+    def add() -> None:
+        while not is_over.is_set():
+            histogram.add(0.0)
+
+    adding = threading.Thread(target=add)
+    sys.setswitchinterval(1e-6)
+    try:
+        adding.start()
+        for _ in range(3_000):
+            counts = [count for _, count in histogram.buckets()]
+            assert counts == counts[:1] * 401
+    finally:
+        is_over.set()
+        adding.join()
+        sys.setswitchinterval(interval_s)
 
 
 def test_a_metrics_port_in_use_is_refused_and_the_servers_own_port_is_free_again() -> None:
