@@ -110,6 +110,15 @@ def build_optimizer(
     return None if make is None or not wanted else make(wanted)
 
 
+def why_it_cannot_step(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return, in words that may follow its name, why each step of an optimizer would fail here; `None`: it may not."""
+    for kind, why in _CANNOT_STEP_ALONE.items():
+        if isinstance(optimizer, kind):
+            return f"which {why}"
+    option = _option_in_the_way(optimizer)
+    return None if option is None else f"with {option!r}, which {_CANNOT_STEP_WITH[option]}"
+
+
 def _with_fastest(
     make: Callable[..., Any], parameters: Sequence[nn.Parameter], args: dict[str, Any]
 ) -> dict[str, Any]:
@@ -182,13 +191,21 @@ def _refuse(place: str, chosen: Any) -> None:
 
 def _refuse_options(place: str, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what torch takes here, and raises at in each step."""
-    is_on_cpu = any(p.is_cpu for group in optimizer.param_groups for p in group["params"])
-    for key, why in _CANNOT_STEP_WITH.items():
-        if optimizer.defaults.get(key) and (is_on_cpu or key != "capturable"):
-            raise ConfigError(
-                f"{place}.args': expected arguments with which a server can step, got {key!r}, which {why}. "
-                "Leave it out."
-            )
+    option = _option_in_the_way(optimizer)
+    if option is not None:
+        raise ConfigError(
+            f"{place}.args': expected arguments with which a server can step, got {option!r}, which "
+            f"{_CANNOT_STEP_WITH[option]}. Leave it out."
+        )
+
+
+def _option_in_the_way(optimizer: torch.optim.Optimizer) -> str | None:
+    groups = optimizer.param_groups
+    is_on_cpu = any(p.is_cpu for group in groups for p in group["params"])
+    for key in _CANNOT_STEP_WITH:
+        if any(group.get(key) for group in groups) and (is_on_cpu or key != "capturable"):
+            return key
+    return None
 
 
 def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Callable[..., Any]) -> Any:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from experts_server.configuration.config import ServingConfig, UpdateMode, memory_mistake
 from experts_server.configuration.mistakes import mistakes_in
 from experts_server.configuration.names import check_name, counted
-from experts_server.hosting.building import build_optimizer
+from experts_server.hosting.building import build_optimizer, why_it_cannot_step
 from experts_server.hosting.training import Training
 from experts_server.serving.loop_thread import LoopThread
 from experts_server.serving.server import ExpertServer, Hosting, State
@@ -38,8 +38,8 @@ class ExpertsServer:
             as `{"checkpoint_dir": "checkpoints", "memory": {"recompute": True}}`. What is given above wins.
 
     Raises:
-        ConfigError: an option or a name is not allowed; on entry, if the address is in use, or an expert uses a weight
-            that another one trains.
+        ConfigError: an option or a name is not allowed, or an optimizer wants more than gradients for a step; on
+            entry, if the address is in use, or an expert uses a weight that another one trains.
         TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
 
     Threads: an event loop on one background thread, shared by all servers of the process, and workers.
@@ -189,6 +189,11 @@ def _checked_optimizer(name: str, made: Any) -> Optimizer | None:
         raise TypeError(
             f"ExpertsServer, expert {name!r}: expected optimizer to return a torch.optim.Optimizer, got "
             f"{type(made).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
+        )
+    if made is not None and (why := why_it_cannot_step(made)) is not None:
+        raise ConfigError(
+            f"ExpertsServer, expert {name!r}: expected an optimizer that a server can step, got "
+            f"{type(made).__name__}, {why}. Take another one of torch.optim."
         )
     return cast(Optimizer | None, made)
 

@@ -63,6 +63,30 @@ def test_what_cannot_be_hosted_is_refused_before_it_starts(experts: Any, optimiz
         ExpertsServer(experts, optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (torch.optim.LBFGS, "got LBFGS, which wants a closure that computes the loss again"),
+        (torch.optim.SparseAdam, "got SparseAdam, which wants sparse gradients"),
+        (
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1, differentiable=True),
+            "got SGD, with 'differentiable', which is for steps that autograd goes through",
+        ),
+        (
+            lambda parameters: torch.optim.Adam([{"params": list(parameters), "capturable": True}]),
+            "got Adam, with 'capturable', which wants weights on a GPU",
+        ),
+    ],
+)
+def test_an_optimizer_whose_steps_would_all_fail_is_refused_before_it_starts(
+    optimizer: Any, text: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"expert 'e': expected an optimizer that a server can step, {text}"
+    ):
+        ExpertsServer({"e": nn.Linear(D, D)}, optimizer=optimizer)
+
+
 def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -> None:
     """Their calls run side by side: a step of one would change the weights under the other's forward."""
     shared = nn.Linear(D, D)
