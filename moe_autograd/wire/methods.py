@@ -5,11 +5,11 @@ with a checksum (`framing.seal`, `framing.unseal`), so that damage is answered a
 of a deserializer. A server registers them so::
 
     handlers = {
-        "Info": grpc.unary_unary_rpc_method_handler(info),            # async def info(request: bytes, context)
+        "Info": grpc.stream_unary_rpc_method_handler(info),           # on the wire the same as unary_unary
         "Forward": grpc.stream_stream_rpc_method_handler(forward),
         ...
     }
-    server.add_registered_method_handlers(SERVICE, handlers)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 and a client calls `channel.stream_stream(path("Forward"))`.
 """
