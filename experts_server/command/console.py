@@ -81,9 +81,7 @@ def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.C
         return None
     try:
         return channel_credentials(ca, cert, key)
-    except OSError as error:
-        raise ConfigError(_unreadable(error)) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
 

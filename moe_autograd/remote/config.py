@@ -188,8 +188,5 @@ def _tls(**settings: Any) -> TLS:
     try:
         tls.credentials()
     except OSError as error:
-        raise ValueError(
-            f"expected a readable file, got {str(error.filename)!r} ({error.strerror}). Check the path and its "
-            "permissions."
-        ) from error
+        raise ValueError(str(error).removeprefix("TLS: ")) from error
     return tls

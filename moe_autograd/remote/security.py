@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from moe_autograd.wire.certificates import channel_credentials
+from moe_autograd.wire.certificates import channel_credentials, read_certificate
 from moe_autograd.wire.tokens import read_token
 
 
@@ -26,7 +26,8 @@ class TLS:
         server_name: the name in the server's certificate, where that is not the host of its address.
 
     Raises:
-        ValueError: a certificate without its key, or a key without its certificate; a name that is empty.
+        TypeError: an argument is of another type.
+        ValueError: a certificate without its key, or a key without its certificate; a name that no host has.
     """
 
     ca_file: str | Path | None = None
@@ -35,6 +36,21 @@ class TLS:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
+        for name, file in (
+            ("ca_file", self.ca_file),
+            ("cert_file", self.cert_file),
+            ("key_file", self.key_file),
+        ):
+            if not isinstance(file, str | Path | None):
+                raise TypeError(
+                    f"TLS: expected {name} to be a text, a Path or None, got a {type(file).__name__}. "
+                    "Name a file that holds PEM."
+                )
+        if not isinstance(self.server_name, str | None):
+            raise TypeError(
+                f"TLS: expected server_name to be a text or None, got {self.server_name!r}. "
+                "Leave it out to take the host of the address."
+            )
         if (self.cert_file is None) != (self.key_file is None):
             raise ValueError(
                 f"TLS: expected cert_file and key_file together, got cert_file={self.cert_file!r}, "
@@ -44,6 +60,13 @@ class TLS:
             raise ValueError(
                 "TLS: expected a server_name, got an empty one. Leave it out to take the host of the address."
             )
+        if self.server_name is not None and (
+            "\0" in self.server_name or self.server_name.split() != [self.server_name]
+        ):
+            raise ValueError(
+                f"TLS: expected a server_name without blanks, got {self.server_name!r}. "
+                "Take one of those in the server's certificate."
+            )
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Read the files; raises `OSError` where one cannot be read, and `ValueError` where it is no PEM."""
@@ -52,7 +75,7 @@ class TLS:
     def contents(self) -> tuple[bytes | None, ...]:
         """Return what is in the files now; raises `OSError` where one cannot be read."""
         files = (self.ca_file, self.cert_file, self.key_file)
-        return tuple(None if file is None else Path(file).read_bytes() for file in files)
+        return tuple(None if file is None else read_certificate(file) for file in files)
 
 
 class Certificates:

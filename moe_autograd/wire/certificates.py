@@ -27,7 +27,7 @@ def channel_credentials(
         OSError: a file cannot be read.
         ValueError: one is not what it should be.
     """
-    read = [None if file is None else Path(file).read_bytes() for file in (ca_file, key_file, cert_file)]
+    read = [None if file is None else read_certificate(file) for file in (ca_file, key_file, cert_file)]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if ca_file is not None:
@@ -46,3 +46,20 @@ def channel_credentials(
             f"{str(key_file)!r} ({error.reason or error}). Check that they belong together."
         ) from error
     return grpc.ssl_channel_credentials(*read)
+
+
+def read_certificate(file: File) -> bytes:
+    """Return what is in a file.
+
+    Raises:
+        OSError: it cannot be read; of the class that the system's error has.
+        ValueError: no file has such a name.
+    """
+    expected = f"TLS: expected a readable file, got {str(file)!r}"
+    advice = "Check the path and its permissions."
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise type(error)(f"{expected} ({error.strerror}). {advice}") from error
+    except ValueError as error:  # a null byte
+        raise ValueError(f"{expected} ({error}). {advice}") from error

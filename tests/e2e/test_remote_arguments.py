@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -111,11 +113,38 @@ def test_what_switches_a_retry_off_is_allowed():
     assert RetryPolicy(patience_s=0, max_retries=0, budget=0, budget_per_success=0) is not None
 
 
-def test_a_hedge_that_never_comes_and_a_name_that_is_empty_are_refused():
+def test_a_hedge_that_never_comes_and_a_name_that_no_host_has_are_refused():
     with pytest.raises(ValueError, match="HedgePolicy"):
         HedgePolicy(first_after_s=float("inf"))
     with pytest.raises(ValueError, match="TLS: expected a server_name, got an empty one"):
         TLS(server_name="")
+    for name in ("a b", " a", "a\n", "localhost\0x"):
+        with pytest.raises(ValueError, match="TLS: expected a server_name without blanks, got '"):
+            TLS(server_name=name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ca_file": b"ca.pem"}, "expected ca_file to be a text, a Path or None, got a bytes"),
+        ({"key_file": 3}, "expected key_file to be a text, a Path or None, got a int"),
+        ({"server_name": 3}, "expected server_name to be a text or None, got 3"),
+    ],
+)
+def test_certificates_of_another_type_are_a_type_error(arguments, message):
+    with pytest.raises(TypeError, match=f"TLS: {message}"):
+        TLS(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("file", "error"), [("none", FileNotFoundError), ("", IsADirectoryError), ("a\0b", ValueError)]
+)
+def test_certificates_that_cannot_be_read_are_refused_by_name_before_anything_connects(file, error):
+    for tls in (TLS(file), TLS(cert_file=file, key_file="none")):
+        with pytest.raises(
+            error, match=f"TLS: expected a readable file, got {re.escape(repr(file))} .* Check"
+        ):
+            connect(NOBODY, tls=tls)
 
 
 @pytest.mark.parametrize(

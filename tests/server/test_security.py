@@ -325,7 +325,7 @@ def test_a_certificate_that_has_expired_is_found_by_the_check_and_told_by_the_se
         (("--token-file", "tokens"), "without blanks, got ' ' at position 5"),
         (("--token-file", "none"), "(No such file or directory)\n"),
         (("--cert", "tokens"), "--cert and --key: expected both or neither"),
-        (("--ca", "none"), "expected a readable one"),
+        (("--ca", "none"), "TLS: expected a readable file, got '"),
     ],
 )
 def test_credentials_that_are_none_are_refused_before_anything_is_sent(

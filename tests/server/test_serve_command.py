@@ -313,7 +313,7 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
             for seconds in ("0", "-1", "nan", "inf", "1e9")
         ),
         (("info", "127.0.0.1:1", "--ca", __file__), 1, "TLS: expected certificates as PEM, got "),
-        (("info", "127.0.0.1:1", "--ca", "/no/such"), 1, "file '/no/such': expected a readable one"),
+        (("info", "127.0.0.1:1", "--ca", "/no/such"), 1, "TLS: expected a readable file, got '/no/such'"),
         (
             ("info", "127.0.0.1:1", "--cert", __file__, "--key", __file__),
             1,
