@@ -35,6 +35,10 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config {str(file)!r}: expected TOML in UTF-8, got other bytes ({error}). Save it as UTF-8."
         ) from error
+    except ValueError as error:  # a null byte
+        raise ConfigError(
+            f"config {str(file)!r}: expected the name of a file, got none ({error})."
+        ) from error
 
 
 def describe_unknown_key(

@@ -79,6 +79,12 @@ def _check_timeout(ctx: click.Context, parameter: click.Parameter, timeout_s: fl
     return timeout_s
 
 
+def _check_interval(ctx: click.Context, parameter: click.Parameter, interval_s: float) -> float:
+    if not 0.1 <= interval_s <= LONGEST_S:
+        raise click.BadParameter(f"{interval_s} is not in the range 0.1<=x<={LONGEST_S:.0e}.")
+    return interval_s
+
+
 def _default(model: type[BaseModel], key: str) -> str:
     return f"  [default: {model.model_fields[key].default}]"
 
@@ -249,9 +255,10 @@ def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
 @click.argument("address", metavar="METRICS_HOST:PORT", callback=_check_metrics_address)
 @click.option(
     "--interval-s",
-    type=click.FloatRange(0.1),
+    type=float,
     default=2.0,
     show_default=True,
+    callback=_check_interval,
     help="Seconds from one look to the next.",
 )
 @click.option("--looks", type=click.IntRange(1), help="Stop after so many; without it, at Ctrl-C.")

@@ -249,11 +249,9 @@ def _read(file: str) -> bytes:
     try:
         return open_stream("stdin", sys.stdin).read() if file == STANDARD else Path(file).read_bytes()
     except OSError as error:
-        raise ConfigError(_unreadable(error)) from error
-
-
-def _unreadable(error: OSError) -> str:
-    return f"file {str(error.filename)!r}: expected a readable one, got {error.strerror!r}. Check path and permissions."
+        raise ConfigError(
+            f"file {file!r}: expected a readable one, got {error.strerror!r}. Check path and permissions."
+        ) from error
 
 
 def _write_whole(file: Path, content: bytes) -> None:

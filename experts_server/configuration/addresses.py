@@ -16,7 +16,8 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or not port.isdecimal() or (":" in host and not is_bracketed):
+    is_port = port.isascii() and port.isdecimal()
+    if not colon or not host or not is_port or (":" in host) != is_bracketed or host.split() != [host]:
         raise ValueError("expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0")
     if int(port) > 65535:
         raise ValueError("expected a port from 0 to 65535")

@@ -141,7 +141,7 @@ class MetricsEndpoint:
         ProcessCollector(registry=registry)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConfigError(
                 f"config, key 'metrics_listen': {describe_refusal(joined_address(host, port), error)}"
             ) from error

@@ -42,13 +42,14 @@ def _check_is_free(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"server: {describe_refusal(joined_address(host, port), error)}") from error
 
 
-def describe_refusal(address: str, error: OSError) -> str:
-    """Return what to say of an address that the system does not let this process listen on."""
-    match error.errno:
+def describe_refusal(address: str, error: OSError | UnicodeError) -> str:
+    """Return what to say of an address that the system does not let this process listen on, or that is none."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    match getattr(error, "errno", None):
         case errno.EADDRINUSE:
             wanted = "an address that is free"
             advice = "Stop what listens there, or choose another port; port 0 takes any free one."
@@ -59,4 +60,4 @@ def describe_refusal(address: str, error: OSError) -> str:
             advice = (
                 "Choose one that it has; 127.0.0.1 is for itself alone, and 0.0.0.0 stands for all of them."
             )
-    return f"expected {wanted}, got {address} ({error.strerror}). {advice}"
+    return f"expected {wanted}, got {address} ({reason}). {advice}"

@@ -186,6 +186,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         connect(tmp_path / "none.toml")
 
 
+def test_what_can_be_no_files_name_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config 'a\\x00\.toml': expected the name of a file"):
+        connect("a\0.toml")
+
+
 def test_a_setting_in_both_places_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match="key 'timeout_s': expected it in the file or as an argument, got both"

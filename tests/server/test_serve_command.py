@@ -312,6 +312,28 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
             (("info", "127.0.0.1:1", "--timeout-s", seconds), 2, "is not in the range 0<x<=1e+08")
             for seconds in ("0", "-1", "nan", "inf", "1e9")
         ),
+        *(
+            (("top", "127.0.0.1:1", "--interval-s", seconds), 2, "is not in the range 0.1<=x<=1e+08")
+            for seconds in ("0", "nan", "inf", "1e30")
+        ),
+        *(
+            (("serve", *FLAGS, option, address, "--insecure"), 1, f"key {key!r}: expected HOST:PORT, such as")
+            for option, key in (("--listen", "listen"), ("--metrics-listen", "metrics_listen"))
+            for address in ("127.0.0.1:\u0663", " 127.0.0.1:0", "[]:0", "[localhost]:0", "::1:0", "a b:0")
+        ),
+        *(
+            (
+                ("serve", *FLAGS, option, f"{'x' * 64}:0", "--insecure"),
+                1,
+                f"expected an address of this machine, got {'x' * 64}:0 (",
+            )
+            for option in ("--listen", "--metrics-listen")
+        ),
+        (
+            ("import", "127.0.0.1:1", "e", "/proc/self/mem"),
+            1,
+            "file '/proc/self/mem': expected a readable one, got 'Input/output error'",
+        ),
         (("info", "127.0.0.1:1", "--ca", __file__), 1, "TLS: expected certificates as PEM, got "),
         (("info", "127.0.0.1:1", "--ca", "/no/such"), 1, "TLS: expected a readable file, got '/no/such'"),
         (
