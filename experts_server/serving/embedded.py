@@ -81,6 +81,12 @@ class ExpertsServer:
     def __repr__(self) -> str:
         return f"<ExpertsServer {self.state} {counted(len(self._experts))}>"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r}: expected to stay in its process, and one, got pickled or copied. "
+            "Give others its `address`, to connect to."
+        )
+
     @property
     def state(self) -> State:
         """Where in its life the server is."""

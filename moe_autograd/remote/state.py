@@ -19,6 +19,7 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.layouts import mismatch
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
+from moe_autograd.wire.tensors import check_can_travel
 
 State = dict[str, Tensor]
 
@@ -114,6 +115,9 @@ def send_states(
         states: by name, complete.
         update: who asks, and the sequence number.
         operation: that it is a part of.
+
+    Raises:
+        TypeError: what is given is no tensor, or one that cannot travel; nothing was sent then.
     """
     for name, state in states.items():
         for key, tensor in state.items():
@@ -122,6 +126,10 @@ def send_states(
                     f"expert {name!r}, state of {key!r}: expected a tensor, got {type(tensor).__name__}. "
                     "Take what `state_dict()` returned."
                 )
+            try:
+                check_can_travel(tensor)
+            except TypeError as error:
+                raise TypeError(f"expert {name!r}, state of {key!r}: {error}") from error
     writer = ParcelWriter()
     head = pb.StateUpdate(num_entries=sum(map(len, states.values())))
     head.MergeFrom(update)

@@ -86,8 +86,10 @@ def test_a_part_of_the_experts_may_be_set(experts, modules):
         ({"ffn.2.weight": torch.ones(4, 4)}, KeyError),
         ({3: torch.ones(4, 4)}, KeyError),
         ({"ffn.1.weight": 3, "ffn.1.bias": torch.ones(4)}, TypeError),
+        ({"ffn.1.weight": torch.ones(4, 4, device="meta"), "ffn.1.bias": torch.ones(4)}, TypeError),
+        ({"ffn.1.weight": torch.ones(4, 4).to_sparse(), "ffn.1.bias": torch.ones(4)}, TypeError),
     ],
-    ids=["missing key", "shape", "dtype", "unknown expert", "no text", "no tensor"],
+    ids=["missing key", "shape", "dtype", "unknown expert", "no text", "no tensor", "meta", "sparse"],
 )
 def test_weights_that_do_not_fit_change_nothing(experts, modules, bad, error):
     before = copy.deepcopy(flat(modules))
@@ -124,6 +126,16 @@ def test_a_model_says_which_expert_does_not_fit(experts):
         RuntimeError, match=r"expert 'ffn\.1', state of 'bias': expected a tensor, got NoneType"
     ):
         model.load_state_dict({"0.weight": torch.ones(4, 4), "0.bias": None})
+    with pytest.raises(RuntimeError, match=r"expert 'ffn\.1', state of 'weight': .* got .* on meta"):
+        model.load_state_dict({"0.weight": torch.ones(4, 4, device="meta"), "0.bias": torch.ones(4)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_may_have_any_values_as_in_torch(experts, modules, value):
+    """A buffer may be a mask of -inf; and what a run that diverged has saved can be looked at."""
+    experts.load_state_dict({"ffn.1.weight": torch.full((4, 4), value), "ffn.1.bias": torch.ones(4)})
+    torch.testing.assert_close(modules["ffn.1"].weight, torch.full((4, 4), value), equal_nan=True)
+    torch.testing.assert_close(experts.state_dict(), flat(modules), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_model_says_that_a_state_lacks_an_expert(experts, modules):

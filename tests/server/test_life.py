@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -85,6 +87,17 @@ def test_an_optimizer_whose_steps_would_all_fail_is_refused_before_it_starts(
         ConfigError, match=f"expert 'e': expected an optimizer that a server can step, {text}"
     ):
         ExpertsServer({"e": nn.Linear(D, D)}, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_server_is_neither_copied_nor_pickled(take: Any) -> None:
+    with ExpertsServer({"e": nn.Linear(D, D)}) as server:
+        with pytest.raises(
+            TypeError, match=r"<ExpertsServer ready 1 expert>: expected to stay in its process"
+        ):
+            take(server)
+        with WireClient(server.address) as client:
+            assert client.forward("e", tokens(3, D)).code == "OK"
 
 
 def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -> None:
