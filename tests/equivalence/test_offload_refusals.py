@@ -225,6 +225,13 @@ def test_weights_that_are_made_of_other_tensors_are_refused() -> None:
         offloaded(module)
 
 
+def test_weights_of_a_dtype_that_safetensors_has_not_are_refused_with_those_that_it_has() -> None:
+    with pytest.raises(
+        TypeError, match=r"got torch\.complex128 \(name='weight'\)\. Keep the expert .* complex64"
+    ):
+        offloaded(nn.Linear(4, 4, dtype=torch.complex128))
+
+
 class Remembers(torch.optim.SGD):
     """Keeps what a function makes of the first gradient."""
 

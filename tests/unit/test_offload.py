@@ -61,12 +61,68 @@ def test_bad_arguments() -> None:
         OffloadedExperts([nn.Linear(2, 2)], sgd)
     with pytest.raises(TypeError, match="expected max_resident_bytes in bytes, got '1GB'"):
         OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes="1GB")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected num_microbatches of at least 1 or None, got 0"):
-        OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, num_microbatches=0)
+    for num_microbatches in (0, 1.5):
+        with pytest.raises(
+            ValueError, match=rf"expected a whole num_microbatches .* or None, got {num_microbatches}"
+        ):
+            OffloadedExperts(
+                [nn.Linear(2, 2)], sgd, max_resident_bytes=100, num_microbatches=num_microbatches
+            )  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected max_resident_bytes of at least 48.*, got nan"):
+        OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=float("nan"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected max_resident_bytes of at least 512.*, got 300"):
         OffloadedExperts([nn.Linear(8, 8, bias=False)], sgd, max_resident_bytes=300)
     with pytest.raises(ValueError, match="expected update='on_step' or 'on_backward', got 'later'"):
         OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=100, update="later")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("store", "error", "text"),
+    [
+        (
+            "rma",
+            ValueError,
+            r"""expected store="ram" or a folder, got 'rma'\. Of a folder .* pass Path\('rma'\)""",
+        ),
+        ("RAM", ValueError, "got 'RAM'"),
+        ("~/experts", ValueError, r"a folder, written out, got '~/experts'.*expanduser"),
+        (Path("~"), ValueError, "a folder, written out, got '~'"),
+        ("", ValueError, "a folder, written out, got ''"),
+        (None, TypeError, r'expected store="ram", a folder or a Store, got NoneType'),
+    ],
+)
+def test_a_store_that_is_none_or_a_slip_makes_no_folder(
+    store: Any, error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=text):
+        OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000, store=store)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_may_have_any_name_that_is_given_as_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for store in (Path("rma"), "./arm", "disk"):
+        OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000, store=store).close()
+        assert Path(store, "resident-store").is_dir()
+
+
+def test_beside_others_there_is_no_store_of_ones_own(tmp_path: Path) -> None:
+    with (
+        OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000) as experts,
+        pytest.raises(ValueError, match="expected no store with beside"),
+    ):
+        OffloadedExperts([nn.Linear(2, 2)], sgd, beside=experts, store=tmp_path)
+
+
+@pytest.mark.parametrize("made", [None, 3])
+def test_a_function_that_returns_no_optimizer_is_refused_before_anything_is_trained(made: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"expert-00000: expected a torch\.optim\.Optimizer .*, got {type(made).__name__}"
+    ):
+        OffloadedExperts([nn.Linear(2, 2)], lambda parameters: made, max_resident_bytes=1000)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,8 +26,9 @@ def check_choices(
     optimizer: object | None,
     num_microbatches: int | None,
     update: str,
-    max_resident_bytes: object | None,
+    max_resident_bytes: Any,
     beside: object | None,
+    store: object,
 ) -> None:
     """Raise `TypeError` or `ValueError` for options that make no sense."""
     if optimizer is not None and not callable(optimizer):
@@ -34,9 +36,11 @@ def check_choices(
             "OffloadedExperts: expected optimizer to make one from an expert's parameters, got "
             f"{type(optimizer).__name__}. Pass a function such as lambda parameters: torch.optim.Adam(parameters)."
         )
-    if num_microbatches is not None and num_microbatches < 1:
+    if num_microbatches is not None and not (
+        hasattr(num_microbatches, "__index__") and num_microbatches >= 1
+    ):
         raise ValueError(
-            f"OffloadedExperts: expected num_microbatches of at least 1 or None, got {num_microbatches}."
+            f"OffloadedExperts: expected a whole num_microbatches of at least 1 or None, got {num_microbatches}."
         )
     if (max_resident_bytes is None) == (beside is None):
         raise ValueError(
@@ -49,6 +53,40 @@ def check_choices(
         )
     if update not in ("on_step", "on_backward"):
         raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
+    _check_store(store)
+    if beside is not None and store != "ram":
+        raise ValueError(
+            f"OffloadedExperts: expected no store with beside, whose store they share, got {store!r}. Leave it out."
+        )
+
+
+def _check_store(store: object) -> None:
+    """Refuse what is a path to a shell alone, and other spellings of "ram", of which folders would be made."""
+    if isinstance(store, str | Path):
+        if not str(store) or str(store).startswith("~"):
+            raise ValueError(
+                f'OffloadedExperts: expected store="ram" or a folder, written out, got {str(store)!r}. Of a name that '
+                "begins with '~' pass './~'; os.path.expanduser finds your own folder."
+            )
+        if isinstance(store, str) and store != "ram" and sorted(store.strip().lower()) == sorted("ram"):
+            raise ValueError(
+                f'OffloadedExperts: expected store="ram" or a folder, got {store!r}. Of a folder with this name pass '
+                f"Path({store!r})."
+            )
+    elif not all(hasattr(store, name) for name in ("write", "read", "remove")):
+        raise TypeError(
+            f'OffloadedExperts: expected store="ram", a folder or a Store, got {type(store).__name__}. A Store has '
+            "write, read and remove."
+        )
+
+
+def check_optimizer(name: str, made: object) -> None:
+    """Raise `TypeError` for what is no optimizer: a function may have forgotten to return its own."""
+    if not all(hasattr(made, attribute) for attribute in ("param_groups", "state", "step")):
+        raise TypeError(
+            f"{name}: expected a torch.optim.Optimizer from optimizer(parameters), got {type(made).__name__}. Return "
+            "one, or pass optimizer=None for experts that are not trained."
+        )
 
 
 def each_module(experts: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -106,7 +144,7 @@ def check_values(name: str, tensors: Mapping[str, Tensor], device: torch.device)
 def check_fits(parts: Sequence[Part], limit_bytes: int) -> None:
     """Raise `ValueError` if these parts can never be held together."""
     needed = sum(part.layout.num_bytes for part in parts)
-    if needed > limit_bytes:
+    if not needed <= limit_bytes:  # so is a limit that is NaN
         sizes = ", ".join(f"{part.name}: {part.layout.num_bytes}" for part in parts)
         raise ValueError(
             f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "

@@ -64,7 +64,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     Raises:
         ValueError: an expert exceeds the limit (its state: at the first step), or hooks of a weight wait for `.grad`.
-        TypeError: an expert is no module; `optimizer` is no function, but an optimizer, for one.
+            Options that do not fit together. `store` is another spelling of "ram", or begins with "~".
+        TypeError: an expert is no module, or has a tensor of a dtype that safetensors has not (complex128);
+            `optimizer` is no function, but an optimizer, for one, or returns none; `store` is none.
         RuntimeError: other experts use the folder, in this process or another.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
@@ -100,7 +102,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         update: Literal["on_step", "on_backward"] = "on_step",
         device: torch.device | str | None = None,
     ) -> None:
-        check_choices(optimizer, num_microbatches, update, max_resident_bytes, beside)
+        check_choices(optimizer, num_microbatches, update, max_resident_bytes, beside, store)
         self._num_microbatches = num_microbatches
         self._anchor = torch.empty(0, requires_grad=True, device="cpu") if optimizer else None
         modules = (module if device is None else module.to(device) for module in each_module(experts))

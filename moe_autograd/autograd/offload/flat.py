@@ -74,7 +74,8 @@ class Layout:
                 )
             if tensor.dtype not in _NAMES:
                 raise TypeError(
-                    f"Layout: expected a dtype of safetensors, got {tensor.dtype} (name={name!r})."
+                    f"Layout: expected a dtype of safetensors, got {tensor.dtype} (name={name!r}). Keep the expert in "
+                    f"memory, or make it of others: {', '.join(str(dtype)[6:] for dtype in _NAMES)}."
                 )
             fields[name] = Field(tensor.dtype, tuple(tensor.shape), start)
             start += fields[name].num_bytes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
-from moe_autograd.autograd.offload.checks import check_hooks, check_trained, note_owner
+from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained, note_owner
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.held_module import HeldModule
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
@@ -62,6 +62,7 @@ class HeldExpert(HeldModule):
             for parameter in self.parameters.values():
                 parameter.data = parameter.data.contiguous()  # as in its part: Adagrad lays out state at once
             made = optimizer(list(self.parameters.values()))
+            check_optimizer(name, made)
             self._optimizer = HeldOptimizer(f"{name}.optimizer", made, self.parameters, residency)
         note_owner(name, self.tensors, lay, residency.places)
         residency.add(self.weights)
