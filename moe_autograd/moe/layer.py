@@ -74,7 +74,8 @@ class MixtureOfExperts(nn.Module):
         ValueError: the experts are not as many as the router chooses from, `x` has another width than the
             router, or an expert changes the shape of what it is given. Options that do not fit together. A router of
             yours returns a `Routing` of other tokens or experts than there are.
-        TypeError: an expert is not a module, or returns something that is not a tensor; a router no `Routing`.
+        TypeError: an expert is not a module, or returns something that is not a tensor; a router no `Routing`; `x` is
+            no tensor.
         TooFewExpertsError: with "drop", some token has fewer than `min_experts`.
         UnsupportedTransformError: inside a `torch.func` transform or a trace, or with forward-mode tangents.
 
@@ -146,6 +147,7 @@ class MixtureOfExperts(nn.Module):
             A tensor of the shape and dtype of `x`; with `return_routing`, a tuple of it and the `Routing`.
 
         Raises:
+            TypeError: `x` is no tensor, but a list, for one.
             UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD, `torch.export` or
                 `make_fx`.
         """
@@ -153,6 +155,11 @@ class MixtureOfExperts(nn.Module):
             raise UnsupportedTransformError(
                 "MixtureOfExperts: expected to be run, got torch.export around it. How many tokens an expert has is "
                 "known only then. Export router and experts each for itself."
+            )
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"MixtureOfExperts: expected a tensor of shape (..., d_model), got {type(x).__name__}. "
+                "Pass torch.as_tensor(x)."
             )
         y, routing = self._through_experts(x, self.router(x))
         return (y, routing) if return_routing else y

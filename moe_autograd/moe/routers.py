@@ -41,6 +41,7 @@ class TopKRouter(nn.Module):
 
     Raises:
         ValueError: `top_k` or a size is out of range, or a token has another width.
+        TypeError: what it is called with is no tensor.
 
     Source: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1.
 
@@ -91,6 +92,11 @@ class TopKRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Decide for each token of `x`, (..., d_model); leading dimensions are flattened to T."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"TopKRouter: expected a tensor of shape (..., {self.d_model}), got {type(x).__name__} "
+                f"(d_model={self.d_model}). Pass torch.as_tensor(x)."
+            )
         if x.dim() == 0 or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"TopKRouter: expected x of shape (..., {self.d_model}), got {tuple(x.shape)} "

@@ -171,6 +171,16 @@ def test_an_expert_that_is_no_module_is_refused_by_its_index() -> None:
         MixtureOfExperts(TopKRouter(D_MODEL, 2, 1), [nn.Identity(), torch.relu])  # type: ignore[list-item]  # meant
 
 
+@pytest.mark.parametrize("tokens", [[[1.0] * D_MODEL], None, 3])
+def test_tokens_that_are_no_tensor_are_refused(tokens: Any) -> None:
+    layer = layer_of()
+    for module, name in ((layer, "MixtureOfExperts"), (layer.router, "TopKRouter")):
+        with pytest.raises(
+            TypeError, match=rf"{name}: expected a tensor .* got {type(tokens).__name__}.*as_tensor"
+        ):
+            module(tokens)
+
+
 def test_tokens_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected x of shape \(\.\.\., 12\), got \(5, 13\)"):
         layer_of()(torch.randn(5, 13, dtype=torch.float64))
