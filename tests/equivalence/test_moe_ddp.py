@@ -1,13 +1,18 @@
-"""Under DistributedDataParallel, idle experts get zeros and training equals that of one process."""
+"""Where gradients are averaged over ranks, idle experts get zeros and training equals that of one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -45,26 +50,44 @@ def loss_of(y: Tensor) -> Tensor:
     return y.square().sum()
 
 
-def train_one_rank(rank: int, folder: str) -> None:
+def whole(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(layer: MixtureOfExperts) -> nn.Module:
+    return fully_shard(layer, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
+
+
+WAYS: dict[str, Callable[[MixtureOfExperts], nn.Module]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "fully_shard": sharded,
+}
+
+
+def train_one_rank(rank: int, folder: str, way: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     layer = layer_whose_last_expert_is_idle()
-    model = DistributedDataParallel(layer)
+    model = WAYS[way](layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         loss_of(model(tokens_of(rank))).backward()
         optimizer.step()
+    weights = {name: whole(weight) for name, weight in layer.state_dict().items()}
+    grads = {name: whole(parameter.grad) for name, parameter in layer.named_parameters()}
     if rank == 0:
-        save_file(layer.state_dict(), f"{folder}/weights")
-        save_file({name: parameter.grad for name, parameter in layer.named_parameters()}, f"{folder}/grads")
+        save_file(weights, f"{folder}/weights")
+        save_file(grads, f"{folder}/grads")
     dist.destroy_process_group()
 
 
-def test_two_processes_train_the_layer_as_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_train_the_layer_as_one_does(way: str, tmp_path: Path) -> None:
     program = (
-        f"import sys; from {__name__} import train_one_rank; train_one_rank(int(sys.argv[1]), sys.argv[2])"
+        f"import sys; from {__name__} import train_one_rank; "
+        f"train_one_rank(int(sys.argv[1]), sys.argv[2], {way!r})"
     )
     run_ranks(program, tmp_path, num_ranks=NUM_RANKS)
     weights, grads = load_file(tmp_path / "weights"), load_file(tmp_path / "grads")
