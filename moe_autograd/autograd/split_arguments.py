@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moe_autograd.autograd.borders import Edges, Graph
+from moe_autograd.autograd.borders import Edges, Graph, is_python
 
 Differentiable: TypeAlias = torch.Tensor | GradientEdge
 
@@ -74,10 +74,20 @@ def _root_grad(i: int, edge: GradientEdge, grad: torch.Tensor | None) -> torch.T
 
 
 def refuse_hooks_on_the_way(graph: Graph, inputs: Sequence[Differentiable]) -> None:
-    """Complain where weights lie behind an input with hooks: the second part would fire them again."""
+    """Complain where weights lie behind an input with hooks: the second part would fire them again.
+
+    So would it fire what keeps the gradient of an input that a function in Python has made, and `retain_grad` asks for.
+    """
     for i, (one, edge) in enumerate(zip(inputs, graph.inputs, strict=True)):
-        if edge and edge.node in graph.behind and isinstance(one, torch.Tensor) and one._backward_hooks:
-            raise ValueError(
-                f"split_backward: expected no weights behind inputs[{i}], which has hooks, got "
-                f"{len(one._backward_hooks)} hooks and weights behind it. Detach the input, or leave those weights out."
-            )
+        if not edge or edge.node not in graph.behind or not isinstance(one, torch.Tensor):
+            continue
+        if one._backward_hooks:
+            what = f"{len(one._backward_hooks)} hooks"
+        elif one.retains_grad and is_python(edge.node):
+            what = "retain_grad on a result of a function in Python"
+        else:
+            continue
+        raise ValueError(
+            f"split_backward: expected no weights behind inputs[{i}], which has hooks, got {what} and weights behind "
+            "it. Detach the input, or leave those weights out."
+        )

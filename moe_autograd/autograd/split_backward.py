@@ -81,8 +81,8 @@ def split_backward(
         it requires no gradient, and an object whose `run()` returns the same for `weights`.
 
     Raises:
-        ValueError: `grad_outputs` does not fit `outputs`; or weights lie behind an input that has hooks,
-            which would have to fire twice.
+        ValueError: `grad_outputs` does not fit `outputs`; or weights lie behind an input that has hooks, or that
+            Python made and that retains its gradient: these would have to fire twice.
         TypeError: something is neither a tensor nor a `GradientEdge`.
         RuntimeError: no output requires a gradient.
 
@@ -176,6 +176,24 @@ class _SecondPart:
             Root(edge, _fitted(grad, edge)) for edge, grad in gradients if edge and grad is not None
         ]
 
+    def add_behind(
+        self, graph: Graph, gradients: Iterable[tuple[GradientEdge | None, torch.Tensor | None]]
+    ) -> None:
+        """Go on behind inputs: by calling their nodes, as an engine pass would fire the tensors' hooks once more.
+
+        Only the engine can call a node in Python; of tensors whose hooks can be seen those are refused.
+        """
+        flowed: dict[Node, dict[int, torch.Tensor]] = {}
+        for edge, grad in gradients:
+            if edge and is_python(edge.node):
+                self.add_roots([(edge, grad)])
+            elif edge and grad is not None:
+                flowed.setdefault(edge.node, {})[edge.output_nr] = grad
+        self.add_recalls(
+            _Recall(node, tuple(map(grads.get, range(len(node._input_metadata)))), graph.borders(node))
+            for node, grads in flowed.items()
+        )
+
     def add_recalls(self, recalls: Iterable[_Recall]) -> None:
         for recall in recalls:
             self.recalls.append(recall)
@@ -242,7 +260,7 @@ def _first_part(graph: Graph, roots: Sequence[Root]) -> tuple[Gradients, Pending
     _drop_all(graph.inner - flowed.keys())
     grads_of_inputs, rest = grads[: len(graph.inputs)], grads[len(graph.inputs) :]
     second.known.update(zip(known, rest, strict=False))
-    second.add_roots(zip(behind, rest[len(known) :], strict=True))
+    second.add_behind(graph, zip(behind, rest[len(known) :], strict=True))
     second.add_recalls(_Recall(node, given, graph.borders(node)) for node, given in flowed.items())
     return grads_of_inputs, PendingWeightGradients(second)
 

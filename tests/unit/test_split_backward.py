@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from moe_autograd.autograd.split_backward import split_backward
 from tests.support.operators import CountOperators
@@ -127,6 +128,27 @@ def test_tensor_hooks_fire_once_and_their_changes_count() -> None:
         torch.testing.assert_close(got, wanted)
     assert fired == ["y", "h", "x", "w"]
     assert len(handles) == 4
+
+
+def test_hooks_of_an_input_given_as_an_edge_fire_once_though_weights_lie_behind_it() -> None:
+    fired: list[str] = []
+    w = an_input(3)
+    x = w * 3
+    x.register_hook(lambda grad: (fired.append("x"), grad * 10)[1])
+    (grad_x,), pending = split_backward((x * 2).sum(), None, get_gradient_edge(x), w)
+    assert (grad_x.tolist(), fired) == ([20.0] * 3, ["x"])
+    (grad_w,) = pending.run()
+    assert (grad_w.tolist(), fired) == ([60.0] * 3, ["x"])
+
+
+def test_an_input_retains_its_gradient_once_though_weights_lie_behind_it() -> None:
+    w = an_input(4, 3)
+    x, other = (w * 3).unbind()[1:3]
+    x.retain_grad()
+    (grad_x, _), pending = split_backward((x * 2 + other).sum(), None, [x, other], w)
+    (grad_w,) = pending.run()
+    assert grad_x.tolist() == x.grad.tolist() == [2.0] * 3
+    assert grad_w[:, 0].tolist() == [0.0, 6.0, 3.0, 0.0]
 
 
 def test_module_backward_hooks_fire_once() -> None:

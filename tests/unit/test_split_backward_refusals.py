@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_autograd.autograd.split_backward import split_backward
-from tests.support.split import an_input, mlp
+from tests.support.split import Recorded, an_input, mlp
 
 
 def test_a_second_run_raises() -> None:
@@ -107,3 +107,12 @@ def test_weights_behind_an_input_with_hooks_are_refused() -> None:
     x.register_hook(lambda grad: grad * 10)
     with pytest.raises(ValueError, match=r"no weights behind inputs\[0\], which has hooks"):
         split_backward(x.sum(), None, x, w)
+
+
+def test_weights_behind_an_input_that_retains_its_gradient_are_refused_if_python_made_it() -> None:
+    w = an_input(3)
+    x = Recorded.apply(w, "x")
+    x.retain_grad()
+    with pytest.raises(ValueError, match="got retain_grad on a result of a function in Python"):
+        split_backward(x.sum(), None, x, w)
+    split_backward(x.sum(), None, x, [])
