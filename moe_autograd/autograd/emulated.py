@@ -19,13 +19,15 @@ import functools
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx
 
-Options = tuple[torch.Size, torch.dtype, torch.device]
+Options: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, torch.layout]
+# Of a result; itself without its history, if it is nested: nothing else tells how long its parts are.
+ResultOptions: TypeAlias = Options | Tensor | None
 
 _NO_SETUP_CONTEXT = Function.setup_context
 BACKWARD_TWICE = (
@@ -69,7 +71,8 @@ class EmulatedAutogradContext(FunctionCtx):
     _emulated_clears = False  # whether what was saved goes as soon as somebody asks for it
     _emulated_argument_shapes: Sequence[torch.Size | None] = ()  # None: not a tensor
     _emulated_kept: tuple[Any, ...] = ()  # SavedTensor objects of an isolated call
-    _emulated_result_options: Sequence[Options | None] = ()  # of an isolated call
+    _emulated_result_options: Sequence[ResultOptions] = ()  # of an isolated call
+    _emulated_arguments: Sequence[Any] = ()  # of an isolated call: what their gradients have to look like
 
     def __init__(self, needs_input_grad: tuple[bool, ...] = ()) -> None:
         self.needs_input_grad = needs_input_grad
@@ -173,21 +176,33 @@ def call_backward(
     return _checked(func, ctx, returned if isinstance(returned, tuple) else (returned,))
 
 
-def options_of(results: Sequence[Any]) -> list[Options | None]:
+def options_of(results: Sequence[Any]) -> list[ResultOptions]:
     """Return what zeros in place of each result's gradient have to look like; `None` for what is no tensor."""
-    return [(r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results]
+    return [
+        None
+        if not isinstance(r, Tensor)
+        else r.detach()
+        if r.is_nested
+        else (r.shape, r.dtype, r.device, r.layout)
+        for r in results
+    ]
 
 
 def materialize(
-    grad_outputs: Sequence[Tensor | None], options: Sequence[Options | None]
+    grad_outputs: Sequence[Tensor | None], options: Sequence[ResultOptions]
 ) -> list[Tensor | None]:
     """Put zeros in the place of the gradients that are missing, for results that are tensors."""
     return [
-        torch.zeros(wanted[0], dtype=wanted[1], device=wanted[2])
-        if grad is None and wanted is not None
-        else grad
+        _zeros(wanted) if grad is None and wanted is not None else grad
         for grad, wanted in zip(grad_outputs, options, strict=True)
     ]
+
+
+def _zeros(wanted: Options | Tensor) -> Tensor:
+    if isinstance(wanted, Tensor):
+        return torch.zeros_like(wanted)
+    shape, dtype, device, layout = wanted
+    return torch.zeros(shape, dtype=dtype, device=device, layout=layout)
 
 
 def _backward_of(func: type[Function]) -> Any:
@@ -218,7 +233,7 @@ def _checked(
             )
         if not isinstance(grad, Tensor):
             raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
-        if grad.shape != shape and ctx.needs_input_grad[position] and not _is_expandable(shape, grad.shape):
+        if grad.shape != shape and ctx.needs_input_grad[position] and not is_expandable(shape, grad.shape):
             index = sum(s is not None for s in shapes[:position])
             raise RuntimeError(
                 f"Function {func.__name__}Backward returned an invalid gradient at index {index} - "
@@ -249,7 +264,7 @@ def _trimmed(func: type[Function], grads: tuple[Any, ...], num_arguments: int) -
     return grads[:num_arguments]
 
 
-def _is_expandable(shape: torch.Size, wider: torch.Size) -> bool:
+def is_expandable(shape: torch.Size, wider: torch.Size) -> bool:
     """Whether a tensor of `shape` broadcasts to `wider`."""
     pairs = zip(reversed(shape), reversed(wider), strict=False)
     return len(shape) <= len(wider) and all(own in (1, other) for own, other in pairs)

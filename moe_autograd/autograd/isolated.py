@@ -6,11 +6,12 @@ Neither makes a graph, or a thread (`emulated` has the context and how the funct
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.nn import Parameter
 
 from moe_autograd.autograd.emulated import (
     EmulatedAutogradContext,
@@ -19,11 +20,17 @@ from moe_autograd.autograd.emulated import (
     call_forward,
     check_is_function,
     detached,
+    is_expandable,
     materialize,
     options_of,
 )
-from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes
+from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes, differs
 from moe_autograd.autograd.uncompiled import uncompiled
+
+_COMPLEX_AND_REAL = (
+    "Expected isFloatingType(grad.scalar_type()) || (input_is_complex == grad_is_complex) to be true, but got false.  "
+    "(Could this error message be improved?  If so, please report an enhancement request to PyTorch.)"
+)
 
 
 @uncompiled
@@ -66,7 +73,9 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
     """
     check_is_function("run_isolated_forward", func)
     with torch.no_grad():
-        ctx, returned = call_forward(func, arguments_of(func, args), detach=True)
+        args = arguments_of(func, args)
+        ctx, returned = call_forward(func, args, detach=True)
+        ctx._emulated_arguments = tuple(map(_argument, args))
         results = returned if isinstance(returned, tuple) else (returned,)
         ctx._emulated_result_options = options_of(results)
         declared_grad_dtypes(ctx, results)
@@ -89,14 +98,15 @@ def run_isolated_backward(
             as zeros unless the function called `set_materialize_grads(False)`.
 
     Returns:
-        One gradient or `None` for each argument of the forward, of the argument's shape. They carry no graph.
+        One gradient or `None` for each argument of the forward, of the argument's shape and dtype (its `grad_dtype`,
+        if it has one). They carry no graph.
 
     Raises:
         TypeError: `ctx` is no context of `run_isolated_forward`, or a gradient no tensor.
         ValueError: not one gradient for each output, or one of another shape, or for an output that is no tensor.
         RuntimeError: in PyTorch's words, when the function returns too few or too many gradients, or one of a
-            shape that does not fit its argument; when a saved tensor was changed in place; under
-            `torch.autograd.detect_anomaly`, when a gradient has a NaN.
+            shape, dtype, device or layout that does not fit its argument; when a saved tensor was changed in place;
+            under `torch.autograd.detect_anomaly`, when a gradient has a NaN.
         Exception: whatever the backward raises.
 
     Threads: any, also another one than the forward's; one at a time for each context.
@@ -107,10 +117,76 @@ def run_isolated_backward(
         if ctx.materialize_grads:
             grad_outputs = tuple(materialize(grad_outputs, ctx._emulated_result_options))
         grads = call_backward(func, ctx, as_declared(ctx, grad_outputs))
-        return tuple(
-            grad if grad is None or shape is None else grad.sum_to_size(shape)
-            for grad, shape in zip(grads, ctx._emulated_argument_shapes, strict=True)
-        )
+        _check_grads(func, ctx, grads)
+        return tuple(map(_fitted, grads, ctx._emulated_arguments))
+
+
+class _Argument(NamedTuple):
+    """What a gradient of an argument has to look like; `grad_dtype` is what it becomes, `None` if it stays."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    kind: type[Tensor]
+    grad_dtype: torch.dtype | None
+
+
+def _argument(value: object) -> _Argument | None:
+    if not isinstance(value, Tensor):
+        return None
+    grad_dtype = value.grad_dtype if differs(value) else value.dtype
+    return _Argument(value.shape, value.dtype, value.device, value.layout, type(value), grad_dtype)
+
+
+def _check_grads(func: type[Function], ctx: EmulatedAutogradContext, grads: Sequence[Tensor | None]) -> None:
+    """Raise for a gradient that the engine would refuse; `call_backward` has looked at number and shapes."""
+    arguments: Sequence[_Argument | None] = ctx._emulated_arguments
+    for position, (grad, argument) in enumerate(zip(grads, arguments, strict=True)):
+        if grad is None or argument is None or not ctx.needs_input_grad[position]:
+            continue
+        if not grad.is_floating_point() and grad.is_complex() != argument.dtype.is_complex:
+            raise RuntimeError(_COMPLEX_AND_REAL)
+        if fault := _fault_of(grad, argument):
+            index = sum(one is not None for one in arguments[:position])
+            raise RuntimeError(
+                f"Function {func.__name__}Backward returned an invalid gradient at index {index} - {fault}"
+            )
+
+
+def _fault_of(grad: Tensor, argument: _Argument) -> str:
+    """Return what the engine finds wrong with a gradient; nothing if it makes it fit."""
+    if type(grad) is not Tensor or argument.kind not in (Tensor, Parameter):
+        return ""  # others decide for themselves what goes together
+    if not _may_be_laid_out(grad.layout, argument.layout):
+        return f"expected layout {_layout_name(argument.layout)} but got {_layout_name(grad.layout)}"
+    if grad.device != argument.device and grad.dim():
+        return f"expected device {argument.device} but got {grad.device}"
+    return ""
+
+
+def _may_be_laid_out(layout: torch.layout, wanted: torch.layout) -> bool:
+    is_sparse_wanted = wanted not in (torch.strided, torch._mkldnn)  # type: ignore[attr-defined]
+    return layout in (wanted, torch.sparse_coo) or (layout is torch.strided and is_sparse_wanted)
+
+
+def _layout_name(layout: torch.layout) -> str:
+    """Return a layout's name in C++."""
+    name = str(layout).removeprefix("torch.").title().replace("_", "")
+    return "Sparse" if layout is torch.sparse_coo else name
+
+
+def _fitted(grad: Tensor | None, argument: _Argument | None) -> Tensor | None:
+    """Make a gradient like its argument, as the engine does on the way to it; `None` if nobody asked for it."""
+    if grad is None or argument is None:
+        return None
+    if grad.shape != argument.shape:
+        if not is_expandable(argument.shape, grad.shape):
+            return None  # the argument requires none, else `call_backward` had complained
+        grad = grad.sum_to_size(argument.shape)
+    if grad.dim() == 0:
+        grad = grad.to(argument.device)
+    return grad if argument.grad_dtype is None else grad.to(argument.grad_dtype)
 
 
 def _check_grad_outputs(
@@ -137,7 +213,7 @@ def _check_grad_outputs(
                 f"{caller}: expected a tensor or None for output {place} of {func.__name__}, got "
                 f"{type(grad).__name__}. Pass its gradient, or None if it has none."
             )
-        shape = None if wanted is None else tuple(wanted[0])
+        shape = None if wanted is None else tuple(wanted.shape if isinstance(wanted, Tensor) else wanted[0])
         if tuple(grad.shape) != shape:
             raise ValueError(
                 f"{caller}: expected {'None' if shape is None else f'a gradient of shape {shape}'} for output {place} "

@@ -194,6 +194,42 @@ def a_function_in_mixed_precision(apply: MapFunction) -> Any:
     return [result.detach() for result in results], [x.grad for x in xs]
 
 
+class ScalesTwice(Function):
+    """Notes what the gradients of its results are like."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[Any], layout: torch.layout) -> tuple[Tensor, Tensor]:
+        ctx.log = log
+        second = x * 3
+        return x * 2, second if second.layout is layout else second.to_sparse(layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> tuple[Tensor, None, None]:
+        ctx.log.append((one.layout, one.is_nested, other.layout, other.is_nested))
+        return one * 2 + (other if other.is_nested else other.to_dense()) * 3, None, None
+
+
+@program
+def a_sparse_result_without_a_gradient(apply: MapFunction) -> Any:
+    log: list[Any] = []
+    xs = leaves(2, 3, 3)
+    results = apply(ScalesTwice, *[(x, log, torch.sparse_coo) for x in xs])
+    loss_of([one for one, _ in results]).backward()
+    return log, [x.grad for x in xs]
+
+
+@program
+def a_jagged_result_without_a_gradient(apply: MapFunction) -> Any:
+    log: list[Any] = []
+    xs = [
+        torch.nested.nested_tensor(leaves(2, length, 2), layout=torch.jagged).requires_grad_()
+        for length in (2, 5)
+    ]
+    results = apply(ScalesTwice, *[(x, log, torch.jagged) for x in xs])
+    loss_of([one.values() for one, _ in results]).backward()
+    return log, [x.grad.values() for x in xs if x.grad is not None]
+
+
 class Tagged(torch.Tensor):
     """A subclass that does nothing but stay what it is."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -127,6 +129,107 @@ def test_a_backward_may_run_twice_and_gives_the_same() -> None:
     ctx, _ = run_isolated_forward(SavesInput, torch.ones(3, requires_grad=True))
     first, second = (run_isolated_backward(SavesInput, ctx, torch.ones(3)) for _ in range(2))
     assert torch.equal(first[0], second[0])  # type: ignore[arg-type]  # neither is None here
+
+
+class GivesWhatItIsTold(Function):
+    """Its gradients are what was put into `gradients`."""
+
+    gradients: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return GivesWhatItIsTold.gradients
+
+
+@pytest.mark.parametrize("given", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("own", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("asked", ["its own", torch.float64, None], ids=str)
+def test_a_gradient_has_the_dtype_that_apply_gives_it(given: Any, own: Any, asked: Any) -> None:
+    x, y = torch.ones(3, dtype=own, requires_grad=True), torch.ones(3)
+    if asked != "its own":
+        x.grad_dtype = asked
+    GivesWhatItIsTold.gradients = (torch.full((2, 3), 2, dtype=given), torch.ones(3))
+
+    def native() -> Any:
+        output = GivesWhatItIsTold.apply(x, y)
+        return torch.autograd.grad(output, x, torch.ones_like(output))[0]
+
+    def isolated() -> Any:
+        ctx, output = run_isolated_forward(GivesWhatItIsTold, x, y)
+        return run_isolated_backward(GivesWhatItIsTold, ctx, torch.ones_like(output))[0]
+
+    said, expected = attempt(isolated), attempt(native)
+    if isinstance(expected, Raised):
+        assert "INTERNAL ASSERT" in expected.text or said == expected
+        return
+    assert said.dtype is expected.dtype
+    assert torch.equal(said, expected)
+
+
+LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+
+
+def laid_out(layout: torch.layout) -> Tensor:
+    return torch.eye(3) if layout is torch.strided else torch.eye(3).to_sparse(layout=layout)
+
+
+GRADIENTS: dict[str, Callable[[], Tensor]] = {
+    **{str(layout): functools.partial(laid_out, layout) for layout in LAYOUTS},
+    "complex": lambda: torch.eye(3, dtype=torch.complex64),
+    "on meta": lambda: torch.eye(3, device="meta"),
+    "of another shape": lambda: torch.ones(3, 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("own", LAYOUTS, ids=str)
+@pytest.mark.parametrize("given", GRADIENTS)
+def test_a_gradient_is_refused_where_apply_refuses_it_and_in_its_words(given: str, own: torch.layout) -> None:
+    x, y = laid_out(own).requires_grad_(), torch.ones(3)
+    GivesWhatItIsTold.gradients = (GRADIENTS[given](), torch.ones(3))
+    grad_output = laid_out(own)
+
+    def native() -> Any:
+        GivesWhatItIsTold.apply(x, y).backward(grad_output)
+        assert x.grad is not None
+        return x.grad.layout
+
+    def isolated() -> Any:
+        ctx, _ = run_isolated_forward(GivesWhatItIsTold, x, y)
+        (grad, _) = run_isolated_backward(GivesWhatItIsTold, ctx, grad_output)
+        assert grad is not None
+        return grad.layout
+
+    assert attempt(isolated) == attempt(native)
+
+
+def test_a_gradient_that_nobody_asks_for_may_have_any_shape() -> None:
+    GivesWhatItIsTold.gradients = (torch.ones(3), torch.ones(7, 7))
+    ctx, _ = run_isolated_forward(GivesWhatItIsTold, torch.ones(3, requires_grad=True), torch.ones(3))
+    grads = run_isolated_backward(GivesWhatItIsTold, ctx, torch.ones(3))
+    assert torch.equal(grads[0], torch.ones(3))  # type: ignore[arg-type]  # it is there
+    assert grads[1] is None
+
+
+def test_a_missing_gradient_of_a_jagged_result_is_filled_in() -> None:
+    class Scales(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+            return one * 2 + other * 3
+
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    ctx, (one, _) = run_isolated_forward(Scales, x)
+    (grad,) = run_isolated_backward(Scales, ctx, torch.ones_like(one), None)
+    assert grad is not None
+    assert torch.equal(grad.values(), torch.full((6, 3), 2.0))
 
 
 @pytest.mark.parametrize("count", [0, 2])
