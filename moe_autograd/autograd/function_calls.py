@@ -185,6 +185,13 @@ class FunctionCall:
         ctx._emulated_saved = self._saved_now = []
         self.inputs = self.results = self.changed = ()
 
+    def forget_returned(self) -> None:
+        """Drop what the forward returned: where tying has failed midway, as a pack hook raised, it leads to the node.
+
+        The second run of a `torch.utils.checkpoint` ends so. The node holds the call, and nobody would free the two.
+        """
+        self._returned = self._changed_view = None
+
     def take_returned(self, tied: Sequence[Tensor]) -> Any:
         """Return what `func.apply` returns: what the forward returned, its tensors replaced by the tied ones."""
         returned, self._returned = self._returned, None

@@ -131,7 +131,14 @@ def map_with_parallel_backward(
     if any(changed):
         taken = [call.inputs for call in calls]
         refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
-    tied = join(JoinedFunctions(calls, names, max_concurrency, title))  # step 2; step 3 waits in the graph
+    try:
+        tied = join(
+            JoinedFunctions(calls, names, max_concurrency, title)
+        )  # step 2; step 3 waits in the graph
+    except BaseException:
+        for call in calls:
+            call.forget_returned()
+        raise
     return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
 
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
-from tests.support.functions_context import SavesOutput
+from tests.support.functions_context import ChangesInPlace, SavesInput, SavesOutput
+from tests.support.functions_results import ReturnsItsInputAndMore
 from tests.support.offloading import OPTIMIZERS
 
 NUM_CALLS = 3
@@ -147,6 +148,26 @@ def test_nothing_is_left_of_functions_whose_recomputation_stops_at_what_they_sav
     y = checkpoint(run, torch.randn(2, 4, requires_grad=True), use_reentrant=False)
     y.sum().backward()  # type: ignore[union-attr]
     del y
+    assert num_alive(refs) == 0
+
+
+@pytest.mark.parametrize("func", [SavesInput, SavesOutput, ChangesInPlace, ReturnsItsInputAndMore])
+@pytest.mark.parametrize("is_view", [False, True])
+def test_the_inputs_of_functions_go_whose_recomputation_stops_at_what_they_save(
+    func: Any, is_view: bool
+) -> None:
+    def run(x: Tensor) -> Tensor:
+        inputs = [x * (i + 1) for i in range(NUM_CALLS)]
+        own = [each.view(-1) if is_view else each for each in inputs]
+        num_arguments = 2 if func is ReturnsItsInputAndMore else 1
+        results = map_with_parallel_backward(func, *[(each,) * num_arguments for each in own])
+        return sum((y[1] if isinstance(y, tuple) else y).sum() for y in results)  # type: ignore[return-value]
+
+    x = torch.randn(2, 4, requires_grad=True)
+    refs = [weakref.ref(x)]  # the graph of the second run leads to it
+    y = checkpoint(run, x, use_reentrant=False)
+    y.backward()  # type: ignore[union-attr]
+    del x, y
     assert num_alive(refs) == 0
 
 
