@@ -327,6 +327,17 @@ def test_read_ahead_starts_with_the_backward_of_the_layer_above(
     assert store.events.count("read expert-00000.weights") == 1
 
 
+def test_read_ahead_takes_no_list_and_no_layer_that_is_made_of_them() -> None:
+    with OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000) as experts:
+        layer = MixtureOfExperts(TopKRouter(2, 1, 1), list(experts))
+        for others, got in (([experts, experts], "list"), (layer, "MixtureOfExperts")):
+            with pytest.raises(
+                TypeError, match=rf"read_ahead: expected OffloadedExperts, got {got} \(index=1\)"
+            ):
+                read_ahead(experts, others)  # type: ignore[arg-type]
+        assert repr(layer)  # has not become a part of itself
+
+
 def test_with_updates_in_the_backward_gradients_never_go_to_the_store() -> None:
     store = WatchedStore()
     experts = OffloadedExperts(

@@ -305,7 +305,18 @@ def read_ahead(*layers: OffloadedExperts) -> None:
     Args:
         layers: in the order of the forward. It pays where they share memory (`beside`): the later layers' experts
             put out those of the first, which the backward needs last.
+
+    Raises:
+        TypeError: one of them is something else: a list of layers, or a `MixtureOfExperts` made of one.
+
+    Threads: any, where no forward, backward or `step` of these layers runs.
     """
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, OffloadedExperts):
+            raise TypeError(
+                f"read_ahead: expected OffloadedExperts, got {type(layer).__name__} (index={index}). Write "
+                "read_ahead(first, second); of a layer that is made of them, pass the OffloadedExperts."
+            )
     for below, above in itertools.pairwise(layers):
         below._above, above._below = above, below
 
