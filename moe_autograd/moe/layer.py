@@ -80,7 +80,8 @@ class MixtureOfExperts(nn.Module):
         UnsupportedTransformError: inside a `torch.func` transform or a trace, or with forward-mode tangents.
 
     Autograd: gradients flow to `x`, the router and the local experts, to any order that the experts
-    support. An expert may change its input in place: nobody else holds that memory.
+    support. An expert may change its input in place: nobody else holds that memory. Not with `recompute`, which
+    takes that input again, nor an offloaded one: these raise.
 
     Threads: may be called from several; of a call it keeps only which experts are to be left alone. Experts run
     on worker threads that see the caller's grad mode, autocast and the rest of its world.

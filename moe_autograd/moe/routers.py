@@ -110,7 +110,8 @@ class TopKRouter(nn.Module):
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         if self.capacity_factor is None:
             return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK)
-        capacity = math.ceil(self.capacity_factor * expert_index_TK.numel() / self.num_experts)
+        num_choices = expert_index_TK.numel()
+        capacity = math.ceil(min(self.capacity_factor * num_choices / self.num_experts, num_choices))
         is_kept_TK = within_capacity(expert_index_TK, weights_TK, capacity)
         weights_TK = weights_TK.where(is_kept_TK, 0.0)
         return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK, is_kept_TK)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
@@ -107,6 +108,18 @@ def test_no_token_calls_no_expert_and_still_has_gradients_to_give() -> None:
 def test_an_expert_may_work_in_place_on_what_it_is_given() -> None:
     layer = layer_of(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D_MODEL, D_MODEL)))
     assert_equals_plain_loop(layer, torch.randn(40, D_MODEL, dtype=torch.float64))
+
+
+def test_an_expert_that_works_in_place_on_what_is_wanted_again_raises() -> None:
+    layer = layer_of(
+        lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D_MODEL, D_MODEL)), recompute=True
+    )
+    x = torch.randn(40, D_MODEL, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        layer(x).sum().backward()
+    offloaded = OffloadedExperts(list(layer.experts), max_resident_bytes=100_000)
+    with offloaded, pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        MixtureOfExperts(layer.router, list(offloaded))(x)
 
 
 def test_one_module_may_serve_as_several_experts() -> None:
