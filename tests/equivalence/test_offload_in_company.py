@@ -207,6 +207,25 @@ def test_autocast_and_half_precision_experts() -> None:
     assert_same_gradients(experts, plain)
 
 
+def test_gradients_of_an_input_that_autocast_converts_twice_are_added_up_in_its_own_precision() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x).sigmoid() * self.b(x)
+
+    experts, plain = both(Gated)
+    x = torch.randn(40, 8, requires_grad=True)
+    found = []
+    for modules in (experts, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = modules[0](x * 1.0)
+        found.append(torch.autograd.grad(y.float().square().sum(), x)[0])
+    assert torch.equal(*found)
+
+
 def test_a_mixture_of_offloaded_experts_trains_as_one_of_plain_experts(store: str | Path) -> None:
     experts, plain = both(ffn, store=store, max_resident_bytes=9000)
     torch.manual_seed(1)

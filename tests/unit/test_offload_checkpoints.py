@@ -209,6 +209,26 @@ def test_a_checkpoint_of_other_experts_is_refused_with_both_sides_named(tmp_path
         pytest.raises(CheckpointError, match=r"expected expert-00000 with .*\(6, 6\).*, got .*\(8, 8\)"),
     ):
         experts.restore()
+    doubles = [nn.Linear(8, 8).double() for _ in range(4)]
+    with (
+        OffloadedExperts(doubles, adam, max_resident_bytes=20_000, store=tmp_path) as experts,
+        pytest.raises(CheckpointError, match=r"with .*\(8, 8\) float64.*, got .*\(8, 8\) float32"),
+    ):
+        experts.restore()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    def build_with(optimizer: type[torch.optim.Optimizer]) -> OffloadedExperts:
+        modules = [nn.Linear(8, 8)]
+        return OffloadedExperts(modules, optimizer, max_resident_bytes=4000, store=tmp_path)
+
+    with build_with(torch.optim.AdamW) as experts:
+        experts.checkpoint()
+    with (
+        build_with(torch.optim.SGD) as experts,
+        pytest.raises(CheckpointError, match="expected the state of SGD, got that of AdamW"),
+    ):
+        experts.restore()
 
 
 def test_every_file_is_flushed_before_the_rename_and_the_folder_after(

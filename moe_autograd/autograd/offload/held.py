@@ -248,6 +248,12 @@ class HeldExpert(HeldModule):
                 f"{folder}: {self.name}: expected an optimizer with {len(groups)} group(s) of parameters, got one with "
                 f"{len(saved)} (0: not trained). Build the optimizer as the one that was saved."
             )
+        kind, saved_kind = type(self.optimizer).__name__, options.get("optimizer")
+        if groups and saved_kind not in (None, kind):
+            raise CheckpointError(
+                f"{folder}: {self.name}: expected the state of {kind}, got that of {saved_kind}. Build the optimizer "
+                "as the one that was saved."
+            )
 
     def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
         """Take weights and optimizer from a checkpoint that fits."""
@@ -260,4 +266,4 @@ class HeldExpert(HeldModule):
 
 
 def _described(layout: Layout) -> str:
-    return ", ".join(f"{name} {field.shape}" for name, field in layout.fields.items())
+    return ", ".join(f"{name} {field.shape} {str(field.dtype)[6:]}" for name, field in layout.fields.items())

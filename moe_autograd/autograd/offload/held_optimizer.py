@@ -150,7 +150,7 @@ class HeldOptimizer:
             {k: tree_map_only(Tensor, Tensor.tolist, v) for k, v in g.items() if k != "params"}
             for g in self.optimizer.param_groups
         ]
-        return {"groups": groups, "numbers": numbers}
+        return {"optimizer": type(self.optimizer).__name__, "groups": groups, "numbers": numbers}
 
     def restore(
         self, folder: Path, options: dict[str, Any], store: FolderStore, beside: Iterable[Part]
