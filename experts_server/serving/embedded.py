@@ -127,8 +127,8 @@ class ExpertsServer:
         return self
 
     def stop(self) -> None:
-        """Drain and stop; return when it has."""
-        if self._loop_thread is None:
+        """Drain and stop; return when it has. In a forked child: nothing to do."""
+        if self._loop_thread is None or not self._loop_thread.is_here:
             return
         try:
             if self._server is not None:

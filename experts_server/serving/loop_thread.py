@@ -8,6 +8,7 @@ after the last.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
@@ -25,6 +26,7 @@ class LoopThread:
     _current: ClassVar[LoopThread | None] = None
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._num_users = 0
         self._thread = threading.Thread(target=self._run, name="experts-server-loop", daemon=True)
@@ -32,12 +34,26 @@ class LoopThread:
 
     @classmethod
     def acquire(cls) -> LoopThread:
-        """Return the process's loop thread, started if need be."""
+        """Return the process's loop thread, started if need be.
+
+        Raises:
+            RuntimeError: this process was forked from one whose servers were running.
+        """
+        if cls._current is not None and not cls._current.is_here:
+            raise RuntimeError(
+                f"process {os.getpid()}: expected one without a server when it was forked, got the fork of "
+                f"{cls._current._process}, where one runs. grpc cannot serve in it: spawn, or fork before."
+            )
         with cls._lock:
             if cls._current is None:
                 cls._current = cls()
             cls._current._num_users += 1
             return cls._current
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has it; a forked child has not."""
+        return self._process == os.getpid()
 
     def release(self) -> None:
         """Give it back; the last one stops it."""
