@@ -330,7 +330,8 @@ def import_weights(address: str, expert: str, file: str, **connection: Any) -> N
 def _settings_of(flags: dict[str, Any]) -> dict[str, Any]:
     """Give flags the shape that the configuration file has."""
     experts, optimizer = _expert_flags(flags), _optimizer_flags(flags)
-    security = {"insecure": flags.pop("insecure")}
+    is_insecure = flags.pop("insecure")
+    security = {"insecure": is_insecure} if is_insecure else None  # a table would cover whatever is no table
     return {**flags, "experts": experts, "optimizer": optimizer, "security": security}
 
 

@@ -87,10 +87,15 @@ SAVING_NOTHING = MemoryConfig()
 
 
 def _check_path(value: Any) -> Any:
-    """Refuse what is a path to a shell alone: '' would be the folder where the server is started, and '~' one in it."""
+    """Refuse what is a path to a shell alone: '' would be the folder where the server is started, and '~' one in it.
+
+    And what is none to anybody.
+    """
     text = str(value)
     if isinstance(value, str | Path) and (not text or text.startswith("~")):
         raise ValueError("expected a path, written out (of a name that begins with '~': './~')")
+    if isinstance(value, str | Path) and "\0" in text:
+        raise ValueError("expected a path, which has no null character")
     return value
 
 

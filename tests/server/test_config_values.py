@@ -28,7 +28,7 @@ TABLES: dict[tuple[str, ...], type[BaseModel]] = {
     (*EXPERT, "memory"): models.MemoryConfig,
 }
 VALUES: list[Any] = [
-    None, True, -1, 0, 1, 3.5, float("inf"), float("nan"), 10**30, "", "x", "none", "127.0.0.1:0", "0.0.0.0:1",
+    None, True, -1, 0, 1, 3.5, float("inf"), float("nan"), 10**30, "", "x", "none", "127.0.0.1:0", "0.0.0.0:1", "a\0b",
     [], [1], {}, {"x": 1}, {"name": "sgd"}, {"name": 3}, {"e": {"class": "ffn"}},
 ]  # fmt: skip
 

@@ -170,6 +170,22 @@ def test_serve_reads_a_config_and_flags_win(tmp_path: Path) -> None:
         assert [(e.kind, e.update) for e in experts] == [("SwiGLUExpert", 1)] * 2
 
 
+@pytest.mark.parametrize("is_in_file", [True, False])
+@pytest.mark.parametrize("value", ["tokens", '{ tokens_file = "tokens" '])
+def test_serve_does_not_go_on_without_a_security_that_is_no_table(
+    value: str, is_in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ()
+    if is_in_file:
+        (tmp_path / "server.toml").write_text(f"security = {value!r}\n")
+        config = ("--config", str(tmp_path / "server.toml"))
+    else:
+        monkeypatch.setenv("EXPERTS_SERVER_SECURITY", value)
+    shown = command("serve", *FLAGS, *config, "--listen", "127.0.0.1:0", "--checkpoint-dir", __file__)
+    assert shown.exit_code == 1
+    assert f"key 'security': expected a table, got {value!r}" in " ".join(shown.output.split())
+
+
 def test_info_shows_a_table_and_json() -> None:
     with ExpertsServer({"ffn.0": FeedForwardExpert(8), "ffn.10": FeedForwardExpert(8)}) as server:
         table, as_json = command("info", server.address), command("info", server.address, "--json")
