@@ -180,6 +180,8 @@ def _fitted(grad: Tensor | None, argument: _Argument | None) -> Tensor | None:
     """Make a gradient like its argument, as the engine does on the way to it; `None` if nobody asked for it."""
     if grad is None or argument is None:
         return None
+    if grad.requires_grad:
+        grad = grad.detach()  # from a backward that turns recording on
     if grad.shape != argument.shape:
         if not is_expandable(argument.shape, grad.shape):
             return None  # the argument requires none, else `call_backward` had complained

@@ -215,6 +215,25 @@ def test_a_gradient_that_nobody_asks_for_may_have_any_shape() -> None:
     assert grads[1] is None
 
 
+def test_the_gradients_of_a_backward_that_records_carry_no_graph() -> None:
+    class Records(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @torch.enable_grad()
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * x.detach().requires_grad_() * grad
+
+    ctx, _ = run_isolated_forward(Records, torch.ones(3, requires_grad=True))
+    (grad,) = run_isolated_backward(Records, ctx, torch.ones(3))
+    assert grad is not None
+    assert (grad.tolist(), grad.requires_grad) == ([2.0] * 3, False)
+
+
 def test_a_missing_gradient_of_a_jagged_result_is_filled_in() -> None:
     class Scales(Function):
         @staticmethod
