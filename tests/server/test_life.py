@@ -10,6 +10,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +30,7 @@ from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.gated import Gated, Waiting
-from tests.support.servers import START_S, ServerProcess, WireClient, tokens, wait_until
-from tests.support.subprocesses import assert_prints
+from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens, wait_until
 
 D = 8
 FLAGS = ("--expert", "ffn", "--num-experts", "4", "--d-model", str(D), "--optimizer", "sgd", "--lr", "0.01")
@@ -101,32 +102,41 @@ def test_a_server_is_neither_copied_nor_pickled(take: Any) -> None:
             assert client.forward("e", tokens(3, D)).code == "OK"
 
 
-def test_a_forked_child_leaves_a_server_alone_and_starts_none() -> None:
-    assert_prints(
-        """
-        import os, sys
-        os.environ["GRPC_VERBOSITY"] = "NONE"  # it says that it is not ready for a fork
-        from torch import nn
-        from experts_server import ExpertsServer
-        from moe_autograd.remote import connect
+FORKED_BESIDE_A_SERVER = """
+import os, sys
+from torch import nn
+from experts_server import ExpertsServer
+from moe_autograd.remote import connect
 
-        try:
-            with ExpertsServer({"e": nn.Linear(4, 4)}) as server:
-                child = os.fork()
-                if child == 0:
-                    try:
-                        ExpertsServer({"e": nn.Linear(4, 4)}).start()
-                    except RuntimeError as error:
-                        assert f"got the fork of {os.getppid()}, where one runs" in str(error), error
-                        print("refused", flush=True)
-                    sys.exit(3)
-                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-                with connect(server.address) as experts:
-                    print(*experts, flush=True)
-        finally:
-            print("left", flush=True)
-        """,
-        "refused left 3 e left",
+try:
+    with ExpertsServer({"e": nn.Linear(4, 4)}) as server:
+        child = os.fork()
+        if child == 0:
+            try:
+                ExpertsServer({"e": nn.Linear(4, 4)}).start()
+            except RuntimeError as error:
+                assert f"got the fork of {os.getppid()}, where one runs" in str(error), error
+                print("refused", flush=True)
+            sys.exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        with connect(server.address) as experts:
+            print(*experts, flush=True)
+finally:
+    print("left", flush=True)
+"""
+
+
+def test_a_forked_child_leaves_a_server_alone_and_starts_none() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKED_BESIDE_A_SERVER],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.split()) == (0, ["refused", "left", "3", "e", "left"]), (
+        ended.stderr
     )
 
 
