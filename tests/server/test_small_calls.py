@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from experts_server.budget import Budget
 from experts_server.hosting.calls import Call, ForwardCall
+from experts_server.hosting.failing import FailureLog
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.queues import registry
@@ -114,6 +115,24 @@ def test_a_turn_that_raises_leaves_the_others_theirs(monkeypatch: pytest.MonkeyP
             assert [answer.code for answer in answers] == ["OK"] * 3
         assert not has_worked(server)
     assert raised == ["e.0"] * 2
+
+
+def test_a_call_whose_failure_cannot_be_noted_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(log: FailureLog, name: str, error: BaseException) -> None:
+        raise AssertionError("whoever listens to the log has a bug")
+
+    monkeypatch.setattr(FailureLog, "note", refuse)
+    names = [f"e.{index}" for index in range(3)]
+    with (
+        ExpertsServer({name: nn.Linear(D, D) for name in names}) as server,
+        WireClient(server.address) as client,
+    ):
+        for _ in range(2):
+            xs = [tokens(1, D), tokens(1, D) / 0, tokens(1, D)]
+            calls = [client.forward_call(name, x) for name, x in zip(names, xs, strict=True)]
+            codes = {answer.result.call: answer.code for answer in client.stream("Forward", calls)}
+            assert [codes[call] for call in sorted(codes)] == ["OK", "INTERNAL", "OK"]
+        assert not has_worked(server)
 
 
 def test_between_small_calls_the_loop_does_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
