@@ -201,11 +201,8 @@ class Crew:
             if self._pending:
                 start_soon(self._help)
                 return
-        except (
-            RuntimeError,
-            MemoryError,
-        ):  # the system has no thread left to give: those that run do the work
-            pass
+        except (RuntimeError, MemoryError):
+            pass  # the system has no thread left to give: those that run do the work
         num_left = 1
         with contextlib.suppress(IndexError):
             while True:  # one by one: other threads may do the same, and the lookout add some

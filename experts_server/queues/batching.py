@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -34,6 +35,8 @@ from experts_server.queues.stats import ExpertStats
 from experts_server.queues.turn_lengths import TurnLength
 from moe_autograd._ambient import contained
 from moe_autograd.errors import DeadlineExceededError
+
+logger = logging.getLogger(__name__)
 
 Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
 
@@ -159,9 +162,9 @@ class ExpertQueue:
         try:
             computed = self._compute([call])
             self._length.end()
-        except (
-            BaseException
-        ) as error:  # a bug of ours, or of who listens to the log: the others are computed all the same
+        except BaseException as error:
+            # A bug of ours, or of who listens to the log: this call fails, and those beside it are computed.
+            logger.critical("a turn raised", exc_info=True)
             return Computed([call], [error])
         return computed
 

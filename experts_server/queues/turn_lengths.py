@@ -47,10 +47,10 @@ class TurnLength:
             computing_s = time.thread_time() - self._cpu_began_s
         else:  # the first long one after short ones; the next will be timed
             return
-        self._computing_s = self.expected_s = _moved(self._computing_s, computing_s)
-        if self._waiting_s or self._is_timed:
+        self._computing_s = _moved(self._computing_s, computing_s)
+        if self._waiting_s or self._is_timed:  # else it stays none
             self._waiting_s = _moved(self._waiting_s, elapsed_s - computing_s)
-            self.expected_s = max(self._computing_s, _SHARE_OF_WAITING * self._waiting_s)
+        self.expected_s = max(self._computing_s, _SHARE_OF_WAITING * self._waiting_s)
 
 
 def _moved(mean_s: float, newest_s: float) -> float:

@@ -132,9 +132,8 @@ def map_with_parallel_backward(
         taken = [call.inputs for call in calls]
         refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
     try:
-        tied = join(
-            JoinedFunctions(calls, names, max_concurrency, title)
-        )  # step 2; step 3 waits in the graph
+        # step 2; step 3 waits in the graph
+        tied = join(JoinedFunctions(calls, names, max_concurrency, title))
     except BaseException:
         for call in calls:
             call.forget_returned()

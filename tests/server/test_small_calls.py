@@ -117,7 +117,9 @@ def test_a_turn_that_raises_leaves_the_others_theirs(monkeypatch: pytest.MonkeyP
     assert raised == ["e.0"] * 2
 
 
-def test_a_call_whose_failure_cannot_be_noted_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_whose_failure_cannot_be_noted_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(log: FailureLog, name: str, error: BaseException) -> None:
         raise AssertionError("whoever listens to the log has a bug")
 
@@ -133,6 +135,7 @@ def test_a_call_whose_failure_cannot_be_noted_fails_alone(monkeypatch: pytest.Mo
             codes = {answer.result.call: answer.code for answer in client.stream("Forward", calls)}
             assert [codes[call] for call in sorted(codes)] == ["OK", "INTERNAL", "OK"]
         assert not has_worked(server)
+    assert [record.getMessage() for record in caplog.records].count("a turn raised") == 2
 
 
 def test_between_small_calls_the_loop_does_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
