@@ -266,6 +266,27 @@ def test_optimizer_state_that_holds_tensors_in_a_list_trains_and_cannot_be_saved
             experts.checkpoint()
 
 
+def test_the_step_of_an_experts_own_optimizer_which_would_do_nothing_is_refused() -> None:
+    experts = offloaded(nn.Linear(4, 4))
+    experts[0](torch.ones(1, 4)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"SGD of an offloaded expert.*Call step\(\) of the OffloadedExperts"
+        ):
+            experts.optimizers[0].step()
+        before = experts.state_dict(0)["weight"]
+        experts.step()
+        experts[0](torch.ones(1, 4)).sum().backward()
+        assert not torch.equal(experts.state_dict(0)["weight"], before)
+
+
+def test_beside_something_else_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match="expected beside to be the OffloadedExperts of another layer, got Linear"
+    ):
+        OffloadedExperts([nn.Linear(4, 4)], beside=nn.Linear(4, 4))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
 def test_they_cannot_be_copied_or_pickled(way: Callable[[Any], Any]) -> None:
     experts = offloaded(nn.Linear(4, 4))

@@ -66,7 +66,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         ValueError: an expert exceeds the limit (its state: at the first step), or hooks of a weight wait for `.grad`.
             Options that do not fit together. `store` is another spelling of "ram", or begins with "~".
         TypeError: an expert is no module, or has a tensor of a dtype that safetensors has not (complex128);
-            `optimizer` is no function, but an optimizer, for one, or returns none; `store` is none.
+            `optimizer` is no function, but an optimizer, for one, or returns none; `store` is none; `beside` is
+            something else.
         RuntimeError: other experts use the folder, in this process or another.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
@@ -103,6 +104,11 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         device: torch.device | str | None = None,
     ) -> None:
         check_choices(optimizer, num_microbatches, update, max_resident_bytes, beside, store)
+        if not isinstance(beside, OffloadedExperts | None):
+            raise TypeError(
+                f"OffloadedExperts: expected beside to be the OffloadedExperts of another layer, got "
+                f"{type(beside).__name__}. Of a layer that is made of them, pass those."
+            )
         self._num_microbatches = num_microbatches
         self._anchor = torch.empty(0, requires_grad=True, device="cpu") if optimizer else None
         modules = (module if device is None else module.to(device) for module in each_module(experts))
@@ -168,7 +174,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The experts' optimizers, for schedules. Their tensors are empty while absent."""
+        """The experts' optimizers, for schedules. Their tensors are empty while absent, and their own `step` raises."""
         return [held.optimizer for held in self._held if held.optimizer]
 
     def close(self) -> None:

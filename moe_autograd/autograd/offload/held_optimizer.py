@@ -42,6 +42,8 @@ class HeldOptimizer:
         self._parameters, self._residency = parameters, residency
         self.wants_part = False  # whether there are tensors that could not be kept
         self._put_aside: dict[str, Tensor] = {}  # while no part has room for them
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # wrappers of others may have none
+            optimizer.register_step_pre_hook(_refuse_step_without_gradients)
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the parameters that have gradients here; all of it is held."""
@@ -168,6 +170,15 @@ class HeldOptimizer:
             part = self._new_part(Layout.read(path)[0])
             self._residency.check_fits([*beside, part])
             self._residency.adopt(part, functools.partial(store.link, path))
+
+
+def _refuse_step_without_gradients(optimizer: Optimizer, *_: object) -> None:
+    """Raise where an optimizer's own `step` is called, as of plain modules: it would do nothing."""
+    if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} of an offloaded expert, step: expected gradients, got none: they are gathered "
+            "elsewhere. Call step() of the OffloadedExperts."
+        )
 
 
 def _as_kind_of(now: Any, saved: Any) -> Any:
