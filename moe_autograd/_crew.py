@@ -86,7 +86,8 @@ class Crew:
         self._failures: dict[int, BaseException] = {}
         self._ambient: Ambient | None = Ambient()
         self._cores = num_cores()
-        self._team_size = get_team_size()
+        self._callers_team = get_team_size()
+        self._team_size = self._callers_team.num_threads
         self._smallest_share = max(1, self._team_size // self._cores)
         self._num_calls = len(order)
         self._num_running = 1
@@ -125,7 +126,7 @@ class Crew:
             here.progress = outer
             if outer is not None:
                 outer.joining = None
-            set_team_size(self._team_size)
+            set_team_size(self._callers_team)
             lookout.forget(self)
             # A lookout that looks just now holds this crew; it is not to hold the calls' tensors.
             self._call, self._scope, self._ambient = _nothing, contextlib.nullcontext, None

@@ -62,7 +62,7 @@ def run_all(
 def _smallest_team() -> Iterator[None]:
     """Let the calling thread use as many intra-op threads as a call has at least."""
     team_size = get_team_size()
-    set_team_size(max(1, team_size // num_cores()))
+    set_team_size(max(1, team_size.num_threads // num_cores()))
     try:
         yield
     finally:

@@ -19,11 +19,11 @@ import torch
 from moe_autograd import _crew, _threads
 from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
 from moe_autograd._habits import LIGHT_S, Habit, habit_of
-from moe_autograd._intraop import _openmp, get_team_size, num_cores, set_team_size
+from moe_autograd._intraop import _openmp, _set_mkl_threads, get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import lookout
 from moe_autograd._workers import run_all
 from tests.support.lookouts import NobodyLooks
-from tests.support.subprocesses import assert_prints
+from tests.support.subprocesses import assert_prints, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,16 +102,53 @@ def test_a_team_is_set_for_one_thread_and_no_other() -> None:
         sizes.append(torch.get_num_threads())
 
     def change() -> None:
-        set_team_size(before + 1)
+        set_team_size(before.num_threads + 1)
         note()
 
     for action in (change, note):  # the second thread is made after the first has changed its team
         thread = threading.Thread(target=action)
         thread.start()
         thread.join()
-    assert sizes == [before + 1, before]
+    assert sizes == [before.num_threads + 1, before.num_threads]
     assert get_team_size() == before
     assert num_cores() >= 1
+
+
+@pytest.mark.skipif(_set_mkl_threads is None, reason="this torch has no MKL")
+@pytest.mark.parametrize(
+    ("variable", "action", "mkl_is_told"),
+    [(None, None, False), (None, "torch.set_num_threads(num)", True), ("MKL_NUM_THREADS", None, False)],
+)
+def test_mkl_takes_as_many_threads_as_a_calls_share_whatever_it_was_told(
+    variable: str | None, action: str | None, mkl_is_told: bool
+) -> None:
+    """Else calls that run side by side would each multiply matrices with all cores (`_intraop`, rule 2)."""
+    (printed,) = run_ranks(  # in a process of its own from the beginning: MKL has not looked at its variable
+        f"""
+        import ctypes, os, threading
+        num = len(os.sched_getaffinity(0))  # MKL takes no more by itself
+        os.environ[{variable!r} or "OMP_NUM_THREADS"] = str(num)
+        import torch
+        from moe_autograd._intraop import get_team_size
+        from moe_autograd._workers import run_all
+
+        num_mkl = ctypes.PyDLL(torch._C.__file__).MKL_Get_Max_Threads
+        {action}
+        before, seen = get_team_size(), []
+        barrier = threading.Barrier(num + 1)  # so some calls run on threads that torch gives its default
+
+        def call(index):
+            seen.append((torch.get_num_threads(), num_mkl()))
+            barrier.wait(60)
+
+        assert run_all(call, range(num + 1)) == {{}}
+        print(*set(seen))
+        print(before.num_threads == num_mkl() == num, before.num_mkl_threads == {mkl_is_told} * num)
+        print(get_team_size() == before)
+        """,
+        num_ranks=1,
+    )
+    assert printed.split() == ["(1,", "1)", "True", "True", "True"]
 
 
 @pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
