@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager
 
 from moe_autograd._ambient import Ambient
 from moe_autograd._habits import LIGHT_S, Habit
-from moe_autograd._intraop import get_team_size, num_cores, set_team_size
+from moe_autograd._intraop import end_team, get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
 from moe_autograd._progress import Progress, here
 from moe_autograd._threads import start_soon
@@ -112,13 +112,16 @@ class Crew:
         """Take part in the calls, wait for the rest, and return the failures."""
         outer = here.progress
         try:
+            if self._habit.want_all_cores:
+                end_team()
             lookout.watch(self)
             self._work()
             if not self._leave():
                 if outer is not None:
                     outer.joining = self
                 self._wait_for_rest()
-            self._habit.note(only_waited=self._have_only_waited())
+            side_by_side_s = time.perf_counter() - self._begun_s if self.has_grown else 0.0
+            self._habit.note(only_waited=self._have_only_waited(), side_by_side_s=side_by_side_s)
         except BaseException:  # Ctrl-C, or a scope that cannot be entered
             self._pending.clear()
             raise

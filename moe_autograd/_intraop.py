@@ -22,8 +22,8 @@ What holds in torch 2.13 with OpenMP on the CPU:
 
 So workers set their team through OpenMP (rule 2), to one where calls run side by side (rule 3), and keep none while
 they rest (rule 4): the caller's own operators would be slower for it. Nor does a thread that waits for a server on this
-machine, which computes with the same cores (rule 5), unless little is to be computed. Where torch was built without
-OpenMP the team stays as it is.
+machine, which computes with the same cores (rule 5), unless little is to be computed, nor one that calls a map whose
+calls will want all cores (`_habits`). Where torch was built without OpenMP the team stays as it is.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from typing import NamedTuple
 
 import torch
 from threadpoolctl import ThreadpoolController
+
+SPIN_S = 0.005  # of a team's members, after an operator (rule 5)
 
 _SOFT = 1  # a kind of pause, in OpenMP's words: what was set stays
 

@@ -20,7 +20,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._intraop": (),
     "moe_autograd._ambient": ("moe_autograd.errors",),
     "moe_autograd._random": (),
-    "moe_autograd._habits": (),
+    "moe_autograd._habits": ("moe_autograd._intraop",),
     "moe_autograd._switching": (),
     "moe_autograd._streams": ("moe_autograd.errors",),
     "moe_autograd._threads": ("moe_autograd._intraop", "moe_autograd._switching"),

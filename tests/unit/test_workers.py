@@ -16,10 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from moe_autograd import _crew, _threads
+from moe_autograd import _crew, _habits, _threads
 from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
 from moe_autograd._habits import LIGHT_S, Habit, habit_of
-from moe_autograd._intraop import _openmp, _set_mkl_threads, get_team_size, num_cores, set_team_size
+from moe_autograd._intraop import (
+    SPIN_S,
+    _openmp,
+    _set_mkl_threads,
+    get_team_size,
+    num_cores,
+    set_team_size,
+)
 from moe_autograd._lookout import lookout
 from moe_autograd._workers import run_all
 from tests.support.lookouts import NobodyLooks
@@ -344,6 +351,68 @@ def test_calls_that_wait_in_every_other_map_are_soon_not_expected_to() -> None:
     habit.note(only_waited=True)
     habit.note(only_waited=True)
     assert habit.only_wait
+
+
+@pytest.mark.parametrize(("seconds", "want_all_cores"), [(2 * SPIN_S, True), (0.0, False)])
+def test_calls_that_computed_side_by_side_for_longer_than_a_team_spins_want_all_cores(
+    seconds: float, want_all_cores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_habits, "SPIN_S", SPIN_S if want_all_cores else 60.0)  # on a busy machine
+    habit, both = Habit(), threading.Barrier(2)
+    for _ in range(2):
+        assert run_all(lambda _: (both.wait(60), spin(seconds)), range(2), habit=habit) == {}
+        assert habit.want_all_cores is want_all_cores
+        assert not (habit.only_wait and want_all_cores)
+
+
+def test_calls_that_wait_do_not_want_all_cores() -> None:
+    habit = Habit()
+    habit.note(only_waited=True, side_by_side_s=1.0)
+    assert not habit.want_all_cores
+
+
+def test_what_one_thread_computed_does_not_want_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_crew, "lookout", NobodyLooks())
+    habit = Habit()
+    habit.want_all_cores = True
+    assert run_all(lambda _: spin(SPIN_S), range(2), habit=habit) == {}
+    assert not habit.want_all_cores
+
+
+@pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
+def test_for_calls_that_want_all_cores_the_calling_thread_ends_its_team() -> None:
+    """Its members would spin on those cores for milliseconds (`_intraop`, rule 5)."""
+    assert_prints(
+        """
+        import os, threading, torch
+        from moe_autograd._habits import Habit
+        from moe_autograd._workers import run_all
+        from tests.support.servers import wait_until
+
+        def threads():
+            return set(os.listdir("/proc/self/task"))
+
+        def members_of_a_new_team():
+            others = threads()
+            torch.ones(1 << 20).add_(1)
+            return threads() - others
+
+        def run():
+            torch.set_num_threads(2)
+            expected, usual = Habit(), Habit()
+            expected.want_all_cores = True
+            members = members_of_a_new_team()
+            assert run_all(lambda _: None, range(2), habit=usual) == {}
+            print(len(members & threads()))
+            assert run_all(lambda _: wait_until(lambda: not members & threads()), range(2), habit=expected) == {}
+            print(len(members_of_a_new_team()), torch.get_num_threads())
+
+        thread = threading.Thread(target=run)  # this process may have been forked, too
+        thread.start()
+        thread.join()
+        """,
+        "1 1 2",
+    )
 
 
 def test_calls_that_one_thread_has_made_have_no_habit(monkeypatch: pytest.MonkeyPatch) -> None:
