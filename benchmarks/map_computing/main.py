@@ -1,9 +1,9 @@
 """Experts that compute: `parallel_apply` against the plain loop that uses all cores inside each operator.
 
-Feed-forward experts of three sizes, float32. A step is a forward and a backward (no optimizer: it would take the
-same time on both sides). Peak memory is what the process holds at most beyond what it held before the first step,
-each kind in a process of its own, by the kernel's count (`VmHWM`): once as things are, and once with pages of its own
-for every tensor, so that none is counted that the C library keeps of freed ones.
+Feed-forward experts of four sizes, and experts of many small operators, float32. A step is a forward and a backward (no
+optimizer: it would take the same time on both sides). Peak memory is what the process holds at most beyond what it held
+before the first step, each kind in a process of its own, by the kernel's count (`VmHWM`): once as things are, and once
+with pages of its own for every tensor, so that none is counted that the C library keeps of freed ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.measure import print_table, stopwatch, take_turns
 from benchmarks.memory import peak_beyond_now
@@ -41,24 +41,48 @@ class Way:
         return ["--adds-up"] * self.adds_up + ["--shares"] * self.shares
 
 
+def feed_forward(d_model: int, d_ff: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(d_model, d_ff), nn.GELU(), nn.Linear(d_ff, d_model))
+
+
+def transformer(d_model: int, d_ff: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(d_model, 4, d_ff, dropout=0.0, batch_first=True)
+
+
+class Recurrent(nn.Module):
+    """One operator for each token of a sequence, after the one before."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gru, self.out = nn.GRU(d_model, d_ff, batch_first=True), nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.gru(x)[0])
+
+
 @dataclass(frozen=True)
 class Size:
     num_experts: int
-    num_tokens: int
+    tokens: tuple[int, ...]  # a batch of them, or of sequences of them
     d_model: int
     d_ff: int
     repeats: int = 1
+    make: Callable[[int, int], nn.Module] = feed_forward
 
     def __str__(self) -> str:
-        return f"{self.num_experts} x ({self.num_tokens} tokens, {self.d_model}, {self.d_ff})"
+        return (
+            f"{self.num_experts} x ({' x '.join(map(str, self.tokens))} tokens, {self.d_model}, {self.d_ff})"
+        )
 
 
 OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # bytes; by itself glibc raises it as tensors are freed
 SIZES = {
-    "tiny": Size(32, 8, 32, 64, repeats=20),
-    "small": Size(16, 64, 128, 512, repeats=10),
-    "middling": Size(8, 256, 512, 2048),
-    "large": Size(4, 1024, 1024, 4096),
+    "tiny": Size(32, (8,), 32, 64, repeats=20),
+    "small": Size(16, (64,), 128, 512, repeats=10),
+    "middling": Size(8, (256,), 512, 2048),
+    "large": Size(4, (1024,), 1024, 4096),
+    "transformer": Size(8, (8, 64), 128, 512, make=transformer),
+    "recurrent": Size(8, (8, 64), 256, 256, make=Recurrent),
 }
 
 
@@ -72,11 +96,8 @@ KINDS: dict[str, Callable[..., list[Any]]] = {"loop": plain_loop, "map": paralle
 def steps(apply: Callable[..., list[Any]], size: Size, way: Way) -> Callable[[], Mapping[str, float]]:
     """Return what makes steps."""
     torch.manual_seed(0)
-    experts = [
-        nn.Sequential(nn.Linear(size.d_model, size.d_ff), nn.GELU(), nn.Linear(size.d_ff, size.d_model))
-        for _ in range(size.num_experts)
-    ]
-    xs = [torch.randn(size.num_tokens, size.d_model, requires_grad=True) for _ in experts]
+    experts = [size.make(size.d_model, size.d_ff) for _ in range(size.num_experts)]
+    xs = [torch.randn(*size.tokens, size.d_model, requires_grad=True) for _ in experts]
     if way.shares:
         experts, xs = experts[:1] * size.num_experts, xs[:1] * size.num_experts
     ones = [torch.ones_like(x) for x in xs]
