@@ -10,7 +10,8 @@ tell, but by the clock. And the clock is for it where a call is
 So a map is made as the loop that it means, if each of its calls is small or large, and
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its input: one of
-   `ONLY_COMPUTE`, or one with a method `only_computes()` of its own (not inherited) that returns `True`;
+   `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that returns `True`, or one without,
+   whose `forward` can be read to do no more (`arithmetic`);
 2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes.
 
 What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
 
 from moe_autograd._intraop import num_cores
+from moe_autograd.autograd.arithmetic import only_computes
 from moe_autograd.autograd.runs import name_of_call
 
 MOST_SMALL = 1 << 20
@@ -153,7 +155,7 @@ def _work_of(module: Any, x: Any) -> int | None:
     num_parameters = 0
     parts = [module]
     for part in parts:  # which grows
-        if type(part) not in ONLY_COMPUTE and not _says_so(part):
+        if type(part) not in ONLY_COMPUTE and not _only_computes(part):
             return None
         own = part.__dict__
         if "forward" in own or own.get("inplace"):
@@ -177,6 +179,6 @@ def _work_of(module: Any, x: Any) -> int | None:
     return x.numel() // max(1, width) * max(num_parameters, width)
 
 
-def _says_so(part: Any) -> bool:
-    only_computes = type(part).__dict__.get("only_computes")
-    return only_computes is not None and bool(only_computes(part))
+def _only_computes(part: Any) -> bool:
+    says_so = type(part).__dict__.get("only_computes")
+    return only_computes(part) if says_so is None else bool(says_so(part))

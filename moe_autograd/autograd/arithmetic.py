@@ -1,0 +1,323 @@
+"""Whether the `forward` of a user's class does nothing but arithmetic on its input, as its bytecode tells.
+
+Most experts are classes of a few lines, such as `self.w2(F.silu(self.w1(x)) * self.w3(x))`. One that can neither wait
+nor be waited for may be called in turn (`in_turn`). So a forward is read, once for each class, and only computes where
+
+1. it takes one argument besides `self`, and has no loops, no functions of its own, and changes nothing in place;
+2. of `self` it calls only parts, and functions of rule 3, and takes only parameters, buffers and numbers: of an
+   instance, since what the class defines under a name may be a property;
+3. of globals it names only torch's modules and functions of theirs that compute (`FUNCTIONS`);
+4. of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`).
+
+What is not known here is more than arithmetic: another function, and an instruction of a Python that is not known.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import math
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_OF_TORCH = (
+    *(
+        "abs",
+        "add",
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "cat",
+        "chunk",
+        "clamp",
+        "cos",
+        "cumsum",
+        "div",
+        "einsum",
+        "erf",
+    ),
+    *(
+        "exp",
+        "flatten",
+        "log",
+        "log_softmax",
+        "logsumexp",
+        "matmul",
+        "maximum",
+        "mean",
+        "minimum",
+        "mm",
+        "mul",
+    ),
+    *(
+        "neg",
+        "permute",
+        "pow",
+        "relu",
+        "reshape",
+        "rsqrt",
+        "sigmoid",
+        "sin",
+        "softmax",
+        "split",
+        "sqrt",
+        "square",
+    ),
+    *("squeeze", "stack", "sub", "sum", "tanh", "transpose", "unsqueeze", "where"),
+)
+_OF_FUNCTIONAL = (
+    *(
+        "elu",
+        "gelu",
+        "glu",
+        "group_norm",
+        "hardswish",
+        "layer_norm",
+        "leaky_relu",
+        "linear",
+        "log_softmax",
+        "mish",
+    ),
+    *("normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh"),
+)
+# none draws random numbers, and none waits
+FUNCTIONS: frozenset[Any] = frozenset(
+    [
+        *[getattr(torch, name) for name in _OF_TORCH],
+        *[getattr(F, name) for name in _OF_FUNCTIONAL],
+        *(math.exp, math.log, math.sqrt),
+    ]
+)
+METHODS = frozenset(
+    [
+        *_OF_TORCH,
+        *(
+            "T",
+            "contiguous",
+            "dim",
+            "dtype",
+            "expand",
+            "float",
+            "mT",
+            "ndim",
+            "shape",
+            "size",
+            "t",
+            "to",
+            "type_as",
+        ),
+        *("unbind", "unflatten", "view", "view_as"),
+    ]
+)
+_MODULES = (torch, nn, F, math)
+_PLAIN = frozenset([bool, int, float, type(None), torch.dtype])
+_IN_PLACE = frozenset(["inplace", "out"])  # arguments
+
+# What instructions of CPython 3.11 to 3.14 do: put variables on the stack, store them, look up attributes of what lies
+# on top, or something with what lies there.
+_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
+_STORES = ("STORE_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_OTHERS = frozenset(
+    [
+        *(
+            "BINARY_OP",
+            "BINARY_SLICE",
+            "BINARY_SUBSCR",
+            "BUILD_LIST",
+            "BUILD_SLICE",
+            "BUILD_TUPLE",
+            "CALL",
+            "CALL_KW",
+        ),
+        *("COMPARE_OP", "COPY", "IS_OP", "JUMP_FORWARD", "KW_NAMES", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"),
+        *(
+            "NOT_TAKEN",
+            "POP_JUMP_FORWARD_IF_FALSE",
+            "POP_JUMP_FORWARD_IF_NONE",
+            "POP_JUMP_FORWARD_IF_NOT_NONE",
+        ),
+        *(
+            "POP_JUMP_FORWARD_IF_TRUE",
+            "POP_TOP",
+            "PRECALL",
+            "PUSH_NULL",
+            "RESUME",
+            "RETURN_CONST",
+            "RETURN_VALUE",
+        ),
+        *("SWAP", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
+    ]
+)
+_NOT_PLAIN = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+    | inspect.CO_ITERABLE_COROUTINE
+)
+
+
+class Reading(NamedTuple):
+    """What a forward names, where it only computes.
+
+    Args:
+        forward: the function.
+        called: attributes of `self` that it calls.
+        taken: those whose value it takes.
+        of_globals: globals, and what they were.
+    """
+
+    forward: Any
+    called: frozenset[str]
+    taken: frozenset[str]
+    of_globals: Mapping[str, object]
+
+    def is_true_of(self, module: nn.Module) -> bool:
+        """Whether the class still has that forward, its file those globals, and the instance what it takes."""
+        kind: Any = type(module)
+        if kind.forward is not self.forward:
+            return False
+        namespace = self.forward.__globals__
+        for name, value in self.of_globals.items():
+            if namespace.get(name) is not value:
+                return False
+        own = module.__dict__
+        parts, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
+        for name in self.called:
+            is_known = _is_function(own[name]) if name in own else name in parts
+            if not is_known or hasattr(kind, name):
+                return False
+        for name in self.taken:
+            if name in own:
+                is_known = type(own[name]) in _PLAIN
+            else:  # at parameters `in_turn` looks
+                is_known = name in parameters or type(buffers.get(name)) is Tensor
+            if not is_known or hasattr(kind, name):
+                return False
+        return True
+
+
+_readings: WeakKeyDictionary[type, Reading | None] = WeakKeyDictionary()
+
+
+def only_computes(module: object) -> bool:
+    """Whether this is a module whose forward does nothing but arithmetic, if its parts do not either.
+
+    Threads: any.
+    """
+    if not isinstance(module, nn.Module):
+        return False
+    kind = type(module)
+    try:
+        reading = _readings[kind]
+    except KeyError:
+        reading = _readings[kind] = _read(kind)
+    return reading is not None and reading.is_true_of(module)
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in FUNCTIONS
+
+
+def _read(kind: type[nn.Module]) -> Reading | None:
+    """Read the forward of a class; return `None` if it may do more than arithmetic."""
+    forward = kind.forward
+    if not isinstance(forward, types.FunctionType) or not _is_called_as_usual(kind):
+        return None
+    code = forward.__code__
+    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & _NOT_PLAIN:
+        return None
+    if code.co_freevars or code.co_cellvars or any(map(_may_change, code.co_consts)):
+        return None
+    return _Reader(forward).reading()
+
+
+def _is_called_as_usual(kind: type[nn.Module]) -> bool:
+    names = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+
+
+def _may_change(constant: object) -> bool:
+    """Whether a constant names an argument by which functions change what they are given."""
+    return isinstance(constant, tuple) and not _IN_PLACE.isdisjoint(
+        one for one in constant if isinstance(one, str)
+    )
+
+
+class _Reader:
+    """Reads one forward."""
+
+    def __init__(self, forward: types.FunctionType) -> None:
+        self._forward = forward
+        self._this = forward.__code__.co_varnames[0]
+        self._steps = [*dis.get_instructions(forward)]
+        self._called, self._taken = set[str](), set[str]()
+        self._of_globals: dict[str, object] = {}
+        self._understood = set[int]()  # places of attributes of `self` and of modules
+
+    def reading(self) -> Reading | None:
+        """Return what it names, or `None` if there is something else in it."""
+        if not all(self._is_arithmetic(place, step) for place, step in enumerate(self._steps)):
+            return None
+        return Reading(self._forward, frozenset(self._called), frozenset(self._taken), self._of_globals)
+
+    def _is_arithmetic(self, place: int, step: dis.Instruction) -> bool:
+        if step.opname in _LOADS:
+            *others, last = _names_in(step)
+            return self._this not in others and (last != self._this or self._names_attribute(place + 1))
+        if step.opname in _STORES:
+            return self._this not in _names_in(step)
+        if step.opname == "LOAD_GLOBAL":
+            return self._names_function(place)
+        if step.opname in _ATTRIBUTES:
+            return place in self._understood or step.argval in METHODS
+        if step.opname == "BINARY_OP":
+            return not step.argrepr.endswith("=")  # in place
+        return step.opname in _OTHERS
+
+    def _names_attribute(self, place: int) -> bool:
+        """Note which attribute of `self` is looked up next."""
+        if (step := self._attribute_at(place)) is None:
+            return False
+        (self._called if _is_method(step) else self._taken).add(step.argval)
+        return True
+
+    def _names_function(self, place: int) -> bool:
+        """Note the global that is named here, and see that it is, or leads to, a function or a number."""
+        name = self._steps[place].argval
+        value = self._of_globals[name] = self._forward.__globals__.get(name)
+        while any(value is module for module in _MODULES):
+            place += 1
+            if (step := self._attribute_at(place)) is None:
+                return False
+            value = getattr(value, step.argval, None)
+        return _is_function(value) or (value is not None and type(value) in _PLAIN)
+
+    def _attribute_at(self, place: int) -> dis.Instruction | None:
+        """Return the instruction there, if it looks up an attribute of what the one before it has put on the stack."""
+        step = self._steps[place]
+        if step.opname not in _ATTRIBUTES or step.is_jump_target:
+            return None
+        self._understood.add(place)
+        return step
+
+
+def _names_in(step: dis.Instruction) -> Sequence[str]:
+    """Return the variables of an instruction; some have two."""
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
+
+
+def _is_method(step: dis.Instruction) -> bool:
+    """Whether an instruction looks up what is called next."""
+    if step.opname == "LOAD_ATTR":
+        return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
+    return True
