@@ -9,5 +9,5 @@ Begin with `parallel`, which draws the three steps of a map. The first line of e
     what calls hold         closures, in_modules, in_objects, reaching, named, compiled, ranks
     what calls share        statistics, watched, changes
     hooks                   hooks, ordered_hooks, result_hooks, sleeping_hooks, wrapped_hooks
-    memory and time         recompute, deferred, split_backward, split_arguments, borders, saved_tensors, offload
+    memory and time         recompute, deferred, split_backward, split_arguments, borders, saved_tensors, offload, once
 """

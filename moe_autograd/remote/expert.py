@@ -33,7 +33,9 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import Failures, call_alone
 from moe_autograd.autograd.joined import has_any, split, which_are_wanted
+from moe_autograd.autograd.once import not_twice
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
+from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote.inputs import check_tensors, check_transforms, dense, under_autocast
@@ -43,6 +45,11 @@ from moe_autograd.wire import experts_pb2 as pb
 
 if TYPE_CHECKING:
     from moe_autograd.remote.connection import Connection
+
+_TWICE = (
+    "remote expert: expected to be differentiated once, got a second time (create_graph=True). "
+    "Its server returns numbers and not a graph; use a local expert where you need second derivatives."
+)
 
 
 class RemoteExpert(nn.Module):
@@ -309,35 +316,15 @@ class _RemoteCalls(torch.autograd.Function):
             [part for part in parts if has_any(part.grad_outputs)],  # rule 3
             ctx.failures,
             wants_weight_grads=any(which_are_wanted([anchor_node])) or is_wanted_later(anchor_node),
-            keep_graph=torch._C._autograd._get_current_graph_task_keep_graph(),
+            keep_graph=keeps_graph(),
         )
         if torch.is_grad_enabled():  # create_graph=True
             for part in parts:
-                _refuse_a_second_time(ctx.connection.anchor, part, grads_of.get(part.call.call_id, []))
+                sources = (ctx.connection.anchor, *part.inputs, *part.grad_outputs)
+                if (own := grads_of.get(part.call.call_id)) is not None:
+                    grads_of[part.call.call_id] = not_twice(own, sources, _TWICE)  # rule 5
         grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
         if not is_backward_compiled():
             return (None, None, None, None, *grads)
         nothing = torch.zeros_like(ctx.connection.anchor)  # to be added up, where there are several passes
         return filled(ctx.next_functions, (None, None, None, nothing, *grads))
-
-
-def _refuse_a_second_time(anchor: Tensor, part: BackwardPart, grads: list[Tensor | None]) -> None:
-    """Let the gradients of one call depend on all that they were computed from (rule 5)."""
-    not_twice: Any = _NotTwice.apply
-    sources = (anchor, *part.inputs, *part.grad_outputs)
-    grads[:] = [None if grad is None else not_twice(grad, *sources) for grad in grads]
-
-
-class _NotTwice(torch.autograd.Function):
-    """Passes a gradient on, and raises if it is differentiated by the weights or any of `sources`."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *sources: Tensor | None) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        raise RuntimeError(
-            "remote expert: expected to be differentiated once, got a second time (create_graph=True). "
-            "Its server returns numbers and not a graph; use a local expert where you need second derivatives."
-        )

@@ -27,16 +27,22 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.hooks import at_end_of_backward
-from moe_autograd.autograd.offload.checks import check_reached, check_returned, not_twice
+from moe_autograd.autograd.offload.checks import check_reached, check_returned
 from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
+from moe_autograd.autograd.once import not_twice
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
+
+_TWICE = (
+    "OffloadedExperts: expected a gradient of first order, got a derivative of the gradient. "
+    "Use the plain modules where second derivatives are needed."
+)
 
 
 class _Piece(NamedTuple):
@@ -307,7 +313,7 @@ class _Node(Function):
         with ctx.call.shown("backward"), ctx.call.drawing():
             found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)
         if torch.is_grad_enabled():  # create_graph=True
-            found = [grad if grad is None else not_twice(grad, *ctx.saved_tensors, *grads) for grad in found]
+            found = not_twice(found, (*ctx.saved_tensors, *grads), _TWICE)
         if not is_backward_compiled():
             return (None, None, None, *found)
         # to be added up, where calls share the anchor

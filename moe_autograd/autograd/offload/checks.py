@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -237,21 +236,3 @@ def note_owner(name: str, tensors: Mapping[str, Tensor], lay: Mapping[str, Tenso
         before = lay[tensor_name]
         if before.numel():
             places.setdefault(before.untyped_storage(), {})[before.data_ptr()] = _owners[tensor]
-
-
-class _NotTwice(Function):
-    """Passes a gradient on. It depends on what it is tied to, and says so instead of being taken for a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *tied_to: Tensor | None) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "OffloadedExperts: expected a gradient of first order, got a derivative of the gradient. "
-            "Use the plain modules where second derivatives are needed."
-        )
-
-
-not_twice: Callable[..., Tensor] = _NotTwice.apply
