@@ -14,21 +14,20 @@ call's span is the time in which its kernels were queued.
 Threads: any thread may report or record, several recordings may overlap, and each gets every call that ended
 while it was open. Spans are added by `list.append`, which is atomic; the tuple of recordings is replaced as
 a whole under a lock.
-
-Imports nothing of ours.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from moe_autograd._natural_order import natural_order
 
 _recordings: tuple[Timeline, ...] = ()
 _lock = threading.Lock()
@@ -59,7 +58,7 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the recording in the Trace Event Format: one lane an expert, times in microseconds."""
-        names = sorted({span.name for span in self.spans}, key=_natural_order)
+        names = sorted({span.name for span in self.spans}, key=natural_order)
         lanes = {name: lane for lane, name in enumerate(names, start=1)}
         origin_s = min((span.start_s for span in self.spans), default=0.0)
         return {
@@ -104,10 +103,6 @@ def add_span(name: str, phase: str, start_s: float, end_s: float) -> None:
     """Report a call that has ended; its times are those of `time.perf_counter`."""
     for timeline in _recordings:
         timeline.spans.append(Span(name, phase, start_s, end_s))
-
-
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _lane_name(lane: int, name: str) -> dict[str, Any]:

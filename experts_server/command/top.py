@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experts_server.command.tables import EndOf, console_of_any_width, fit, plain_table
-from experts_server.configuration.names import natural_order
+from moe_autograd._natural_order import natural_order
 from moe_autograd.errors import ServerUnavailableError
 
 Totals = dict[tuple[str, str], float]  # (expert, what) -> total so far

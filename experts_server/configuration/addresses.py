@@ -1,8 +1,6 @@
-"""Where a server listens: `HOST:PORT`, and whether others than this machine can reach it."""
+"""Where a server listens: `HOST:PORT`."""
 
 from __future__ import annotations
-
-import ipaddress
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -31,14 +29,3 @@ def joined_address(host: str, port: int) -> str:
     '[::1]:8080'
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach `address`."""
-    host, _ = split_address(address)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

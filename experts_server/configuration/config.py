@@ -21,8 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from experts_server.configuration.addresses import is_loopback, split_address
+from experts_server.configuration.addresses import split_address
 from experts_server.configuration.names import check_name
+from moe_autograd.wire.addresses import is_local
 
 MIB = 1 << 20
 
@@ -199,7 +200,7 @@ class ServingConfig(_Frozen):
             raise ValueError("security: expected tls_cert and tls_key with client_ca, got none")
         is_known = security.client_ca is not None or security.tokens_file is not None
         is_safe = security.tls_cert is not None and is_known
-        if self.metrics_listen is not None and not is_loopback(self.metrics_listen) and not security.insecure:
+        if self.metrics_listen is not None and not is_local(self.metrics_listen) and not security.insecure:
             raise ValueError(
                 f"metrics_listen: expected a loopback address, got {self.metrics_listen!r}. "
                 "It asks nobody who he is: put a proxy before it, or use --insecure if the network is trusted"
@@ -208,7 +209,7 @@ class ServingConfig(_Frozen):
             raise ValueError(
                 f"metrics_listen: expected another port than that of listen, got {self.listen!r} for both. Choose one"
             )
-        if not is_loopback(self.listen) and not is_safe and not security.insecure:
+        if not is_local(self.listen) and not is_safe and not security.insecure:
             raise ValueError(
                 f"listen: expected a loopback address or credentials, got {self.listen!r} without. Set "
                 "security.tls_cert, tls_key and (tokens_file or client_ca); or --insecure if the network is trusted"

@@ -67,10 +67,3 @@ def counted(num_experts: int) -> str:
     ('1 expert', '2 experts')
     """
     return f"{num_experts} expert{'' if num_experts == 1 else 's'}"
-
-
-def natural_order(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key that puts `ffn.2` before `ffn.10`."""
-    return [
-        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)
-    ]

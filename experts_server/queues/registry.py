@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experts_server.configuration.names import natural_order
 from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, InspectCall
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.batching import Computed, ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool, take
+from moe_autograd._natural_order import natural_order
 from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
 
 MAX_NAMES_IN_ERROR = 8

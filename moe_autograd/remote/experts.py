@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from moe_autograd._natural_order import natural_order
 from moe_autograd.errors import ConfigError, ExpertNotFoundError
 from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.channel import Channel
@@ -233,8 +233,3 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
 
     def __repr__(self) -> str:
         return f"RemoteExperts({len(self)} experts at {', '.join(self._connection.addresses)})"
-
-
-def natural_order(name: str) -> list[tuple[str, int]]:
-    """Return a sort key that takes digits as numbers."""
-    return [(text, int(digits) if digits else -1) for text, digits in re.findall(r"(\D*)(\d*)", name)]

@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.errors": (),
-    "moe_autograd.timeline": (),
+    "moe_autograd._natural_order": (),
+    "moe_autograd.timeline": ("moe_autograd._natural_order",),
     "moe_autograd._intraop": (),
     "moe_autograd._ambient": ("moe_autograd.errors",),
     "moe_autograd._random": (),
@@ -52,6 +53,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.remote": (
         "moe_autograd._ambient",
         "moe_autograd._intraop",
+        "moe_autograd._natural_order",
         "moe_autograd._random",
         "moe_autograd._toml",
         "moe_autograd.autograd",
@@ -62,7 +64,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "experts_server.budget": ("moe_autograd.errors",),
     "experts_server.locks": ("moe_autograd.autograd", "moe_autograd.errors"),
     "experts_server.spec": ("moe_autograd.errors", "moe_autograd.moe.experts", "moe_autograd.wire"),
-    "experts_server.configuration": ("moe_autograd._toml", "moe_autograd.errors"),
+    "experts_server.configuration": ("moe_autograd._toml", "moe_autograd.errors", "moe_autograd.wire"),
     "experts_server.hosting": (
         "experts_server.budget",
         "experts_server.configuration",
@@ -76,10 +78,10 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "experts_server.queues": (
         "experts_server.budget",
-        "experts_server.configuration",
         "experts_server.hosting",
         "moe_autograd._ambient",
         "moe_autograd._intraop",
+        "moe_autograd._natural_order",
         "moe_autograd.errors",
         "moe_autograd.wire",
     ),
@@ -105,6 +107,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "experts_server.command": (
         "experts_server.configuration",
         "experts_server.serving",
+        "moe_autograd._natural_order",
         "moe_autograd.autograd",
         "moe_autograd.errors",
         "moe_autograd.wire",
