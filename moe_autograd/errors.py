@@ -19,7 +19,7 @@ tree; each class also derives from the built-in one that existing handlers catch
         │   └── StragglerError                      the others had answered, and this call was waited for long enough
         ├── CorruptDataError                        a checksum, length or shape does not match its data
         ├── ExpertFailedError                       the expert itself raised on its server
-        ├── GradientsLostError                      a step's gradients went with a server that was restarted
+        ├── GradientsLostError                      a server does not have the gradients that a step wants to apply
         └── InputsNeededError                       the server let go of a forward; between client and server
 
 Imports nothing of ours.
@@ -119,10 +119,11 @@ class ExpertFailedError(RemoteError):
 
 
 class GradientsLostError(RemoteError):
-    """A server no longer has the gradients that a step wants to apply; the expert was not changed.
+    """A server does not have the gradients that a step wants to apply; the expert was not changed.
 
-    Its server was restarted after the backward, from a checkpoint made before it. Call `zero_grad`, repeat forward and
-    backward, and step again; or go on without this update.
+    It was restarted after the backward, from a checkpoint made before it; or it has let go of them, as their client was
+    away for long or others had no room; or it could not take them in after its answer (`memory.split_backward`). Call
+    `zero_grad`, repeat forward and backward, and step again; or go on without this update.
     """
 
 

@@ -3,8 +3,8 @@
 What may happen to a kept forward, and what its backward then does:
 
 1. *Nothing*: the backward uses the graph.
-2. *Its graph goes*, because the expert's weights were updated since, or because the forward was joined with
-   another client's: the backward computes the forward again from the kept inputs.
+2. *Its graph goes*, because the expert's weights were updated since, or there never was one, because the forward was
+   joined with another client's or its expert recomputes: the backward computes the forward again from the kept inputs.
 3. *All of it goes*, oldest first when the memory budget is full, or after the time limit: the server answers
    INPUTS_NEEDED and the client sends the inputs again; then as in 2.
 

@@ -18,8 +18,8 @@ Rule 2. The promise travels with the gradient that flows to `late`, so it belong
 Rule 3. From `late` on everything is the engine's, as ever: sums with other uses of a parameter, `.grad`, hooks, DDP,
         `torch.autograd.grad`. A second part that failed raises there.
 Rule 4. A promise may be kept at once. So it is where a backward cannot be in two parts: with `retain_graph` or
-        `create_graph`, among saved-tensor hooks, with a graph that calls share or that reaches tensors with history;
-        where a call's results have hooks or retain their gradients;
+        `create_graph`, among saved-tensor hooks and modes of torch's, with a graph that calls share or that reaches
+        tensors with history; where a call's results have hooks or retain their gradients, or it may be left out;
         where an accelerator is in use, whose kernels wait in streams and not on the host; where only some of the
         leaves are asked for; and where modules of this process are sharded by `fully_shard`.
 Rule 5. One worker at a time takes from the backlog, and nobody waits for what has not begun, but runs it himself:

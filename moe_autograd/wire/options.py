@@ -1,7 +1,7 @@
 """Channel and server options, message sizes: in one place, for both sides.
 
-Each value was measured (the figures are in the benchmarks' READMEs); grpc's defaults are made for something
-else: unlimited patience with a peer that is gone, and messages that are either too small or without a limit.
+grpc's defaults are made for something else: unlimited patience with a peer that is gone, and messages that are
+either too small or without a limit. What each value is for stands beside it.
 """
 
 from __future__ import annotations
