@@ -78,6 +78,14 @@ class Timeline:
 def record_timeline() -> Iterator[Timeline]:
     """Record the calls that are reported in this process until the block ends.
 
+    Returns:
+        Yields the `Timeline`, to which each call is added when it has ended. After the block it stays as it is.
+
+    Autograd: forwards and backwards are calls of their own. While somebody records, calls that would be made in turn in
+    the caller's graph go through the map, since each is to be seen by its name; the numbers stay the same.
+
+    Threads: any; calls of all threads are recorded, and a backward by whichever thread runs it. Recordings may overlap.
+
     >>> with record_timeline() as timeline:
     ...     add_span("ffn.0", "forward", 1.0, 1.5)
     >>> timeline.spans
@@ -100,7 +108,16 @@ def is_recording() -> bool:
 
 
 def add_span(name: str, phase: str, start_s: float, end_s: float) -> None:
-    """Report a call that has ended; its times are those of `time.perf_counter`."""
+    """Report a call that has ended; nothing, if nobody records.
+
+    Args:
+        name: of the expert.
+        phase: "forward" or "backward".
+        start_s: on the clock of `time.perf_counter`.
+        end_s: likewise.
+
+    Threads: any.
+    """
     for timeline in _recordings:
         timeline.spans.append(Span(name, phase, start_s, end_s))
 

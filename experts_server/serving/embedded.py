@@ -40,6 +40,7 @@ class ExpertsServer:
     Raises:
         ConfigError: an option or a name is not allowed, or an optimizer wants more than gradients for a step; on
             entry, if the address is in use, or an expert uses a weight that another one trains.
+        CheckpointError: on entry, no checkpoint in the folder is whole or fits; at the end, the last save failed.
         TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
 
     Threads: an event loop on one background thread, shared by all servers of the process, and workers.
@@ -112,7 +113,12 @@ class ExpertsServer:
         return {name: queue.hosted.num_updates for name, queue in self._server.registry.items()}
 
     def start(self) -> Self:
-        """Serve; return when it is ready. Raises `RuntimeError` if it serves already."""
+        """Serve; return when it is ready.
+
+        Raises:
+            RuntimeError: it serves already, or this process is the fork of one where a server runs.
+            ConfigError, CheckpointError: see above.
+        """
         if self._loop_thread is not None:
             raise RuntimeError(
                 f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` calls."
@@ -127,7 +133,11 @@ class ExpertsServer:
         return self
 
     def stop(self) -> None:
-        """Drain and stop; return when it has. In a forked child: nothing to do."""
+        """Drain and stop; return when it has. In a forked child: nothing to do.
+
+        Raises:
+            CheckpointError: the last save failed; it has stopped all the same.
+        """
         if self._loop_thread is None or not self._loop_thread.is_here:
             return
         try:

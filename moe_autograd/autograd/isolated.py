@@ -99,7 +99,7 @@ def run_isolated_backward(
 
     Returns:
         One gradient or `None` for each argument of the forward, of the argument's shape and dtype (its `grad_dtype`,
-        if it has one). They carry no graph.
+        if it has one).
 
     Raises:
         TypeError: `ctx` is no context of `run_isolated_forward`, or a gradient no tensor.
@@ -108,6 +108,9 @@ def run_isolated_backward(
             shape, dtype, device or layout that does not fit its argument; when a saved tensor was changed in place;
             under `torch.autograd.detect_anomaly`, when a gradient has a NaN.
         Exception: whatever the backward raises.
+
+    Autograd: nothing is recorded: the gradients carry no graph. What the context has saved stays as long as it does, so
+    the backward may run again.
 
     Threads: any, also another one than the forward's; one at a time for each context.
     """

@@ -62,7 +62,7 @@ class FeedForwardExpert(nn.Module):
         return isinstance(self.activation, nn.Module) or self.activation in _ELEMENTWISE
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (T, D) to (T, D)."""
+        """Map tokens, (T, D), floating, to (T, D)."""
         y: Tensor = self.down(self.activation(self.up(x)))
         return y
 
@@ -100,7 +100,7 @@ class SwiGLUExpert(nn.Module):
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (T, D) to (T, D)."""
+        """Map tokens, (T, D), floating, to (T, D)."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
 

@@ -43,6 +43,11 @@ class TopKRouter(nn.Module):
         ValueError: `top_k` or a size is out of range, or a token has another width.
         TypeError: what it is called with is no tensor.
 
+    Autograd: gradients flow to the tokens and to the weight, through the weights of the chosen experts and through
+    `logits` and `probabilities`; which experts are chosen has none. To any order.
+
+    Threads: may be called from several.
+
     Source: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1.
 
     >>> router = TopKRouter(d_model=4, num_experts=3, top_k=2)
@@ -91,7 +96,14 @@ class TopKRouter(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Routing:
-        """Decide for each token of `x`, (..., d_model); leading dimensions are flattened to T."""
+        """Decide for each token.
+
+        Args:
+            x: (..., d_model), floating; leading dimensions are flattened to T.
+
+        Returns:
+            A `Routing` of T tokens.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"TopKRouter: expected a tensor of shape (..., {self.d_model}), got {type(x).__name__} "

@@ -188,7 +188,12 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
     def info(self) -> dict[str, HostedExpert]:
         """Ask the servers again: the number of updates, for one, is as of now.
 
-        Experts are left out if none of their servers answers.
+        Returns:
+            What servers say, by the experts' names. Experts are left out if none of their servers answers.
+
+        Raises:
+            ServerUnavailableError: no server answers.
+            RemoteError: or another of its subclasses.
         """
         hosted = self._connection.ask(allow_missing=True)
         return {name: hosted[name] for name in self if name in hosted}

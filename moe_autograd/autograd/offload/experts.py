@@ -243,6 +243,12 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         """Update every expert that has gradients, as its optimizer does; those in memory first.
 
         Repeat it if it raises: it goes on where it stopped, and updates no expert twice by the same gradients.
+
+        Raises:
+            ValueError: an expert's state, which its optimizer makes in its first step, exceeds the limit.
+            OSError: the store failed.
+            RuntimeError: the experts are closed, or this process is a fork.
+            Exception: whatever an optimizer raises.
         """
         order = self._to_update()
         above = self._above._to_update() if self._above is not None else []
@@ -259,17 +265,33 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     @uncompiled
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, and what a `step` that raised has left to do."""
         self.residency.forget_wishes()
         for held in self._held:
             held.forget_gradients()
 
     def gradients(self, index: int) -> dict[str, Tensor | None]:
-        """Return a copy of what was gathered for an expert's parameters; `None` where nothing was."""
+        """Return a copy of what was gathered for an expert's parameters, by name.
+
+        Returns:
+            Tensors of the parameters' shapes and dtypes, on the CPU; `None` where nothing was gathered.
+
+        Raises:
+            OSError: the store failed.
+            RuntimeError: the experts are closed, or this process is a fork.
+        """
         return self._held[index].copy_of_gradients()
 
     def state_dict(self, index: int) -> dict[str, Tensor]:
-        """Return a copy of an expert's parameters and buffers, as the plain module's `state_dict` has them."""
+        """Return a copy of an expert's parameters and buffers, as the plain module's `state_dict` has them.
+
+        Returns:
+            Tensors on the CPU.
+
+        Raises:
+            OSError: the store failed.
+            RuntimeError: the experts are closed, or this process is a fork.
+        """
         return self._held[index].copy_of_weights()
 
     # checkpoints

@@ -22,10 +22,15 @@ def give_back_freed_memory() -> None:
 
 
 def return_freed_memory_at_once() -> bool:
-    """Let this process return every freed block of 128 KiB or more to the system at once; return whether it will.
+    """Let this process return every freed block of 128 KiB or more to the system at once.
 
     For programs whose peak memory counts more than their speed: such a block costs page faults each time. Applies to
-    the whole process, from now on, as `MALLOC_MMAP_THRESHOLD_` in its environment would.
+    the whole process, from now on, as `MALLOC_MMAP_THRESHOLD_` in its environment would; nothing takes it back.
+
+    Returns:
+        Whether it will. `False` where the C library is not glibc: there nothing has changed.
+
+    Threads: any; blocks that were taken before go the old way, so call it at the start of a program.
     """
     mallopt = _of_c_library("mallopt", ctypes.c_int, ctypes.c_int)
     return mallopt is not None and mallopt(_MMAP_THRESHOLD, 128 * 1024) == 1

@@ -20,16 +20,36 @@ from moe_autograd.autograd.offload.folder_locks import FolderLock
 
 
 class Store(Protocol):
-    """Keeps runs of bytes under names. Its methods are called from several threads, never two for one name."""
+    """Where `OffloadedExperts` keep what is not in memory, in a place of your own: runs of bytes under names.
+
+    A run is one expert's weights, its gradients or its optimizer's state, or what one micro-batch has saved. It is read
+    only after it was written, and written over whenever it has changed. A name may come back with another length, after
+    `remove`.
+
+    Raises:
+        Exception: whatever a method raises. Who waits for what could not be read gets it as it is, who waits for room
+            that could not be made an `OSError` that it caused.
+
+    Autograd: methods are called outside of the graph, and may run in the midst of a forward or backward.
+
+    Threads: methods are called from several, never two at a time for one name. They must call nothing of the experts.
+    """
 
     def write(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
-        """Keep a copy of `flat`, `(num_bytes,)` of uint8."""
+        """Keep a copy of a run.
+
+        Args:
+            name: of letters, digits, dots, `-` and `_`; a file may have it.
+            layout: which tensors lie where in it; `layout.header()` makes a safetensors file of it.
+            flat: (num_bytes,), uint8, on the experts' device. It may change meanwhile, and is written once more then;
+                once this returns it may be another run's.
+        """
 
     def read(self, name: str, flat: torch.Tensor) -> None:
-        """Fill `flat` with what was written."""
+        """Fill `flat`, (num_bytes,), uint8, on the experts' device, with what was written last."""
 
     def remove(self, name: str) -> None:
-        """Forget it; nothing, if there is no such name."""
+        """Forget a run; nothing, if there is no such name."""
 
 
 class RamStore:
