@@ -32,9 +32,8 @@ class Progress:
         self._looked_at_s = time.perf_counter()
         self._used_cpu = True
         self.seemed_to_wait = False
-        self.joining: Watched | None = (
-            None  # a nested crew whose calls on other threads this thread waits for
-        )
+        # a nested crew whose calls on other threads this thread waits for
+        self.joining: Watched | None = None
 
     def look(self, now_s: float) -> bool:
         """Return whether the thread computes; `now_s` is on the clock of `time.perf_counter`."""

@@ -193,14 +193,13 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device
     for name, grad in _group(snapshot.tensors, "gathered").items():
         client, place = name.split(".")
         grads[client][int(place)] = grad.to(device)
-    is_for_others = (
-        snapshot.plain["update"] != trainer.training.update
-    )  # those of steps may be applied already
+    # Gathered under another `update` they mean something else: those of steps may be applied already.
+    is_usable = snapshot.plain["update"] == trainer.training.update
     for client, counts in snapshot.plain["gathered"].items():
-        if is_for_others:
-            trainer.gathered.note_lost(bytes.fromhex(client))
-        else:
+        if is_usable:
             trainer.gathered.put_back(bytes.fromhex(client), Gathered(grads[client], *counts))
+        else:
+            trainer.gathered.note_lost(bytes.fromhex(client))
 
 
 def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:

@@ -215,12 +215,12 @@ def as_plain(address: str, reply: pb.InfoReply) -> dict[str, Any]:
 def print_table(address: str, reply: pb.InfoReply) -> None:
     """Print the experts as a table."""
     table = plain_table(f"{counted(len(reply.experts))} at {address} (version {reply.server_version})")
-    for heading in ("expert", "class", "input", "parameters", "optimizer", "update", "updates"):
-        is_number, may_be_folded = (
-            heading in ("parameters", "updates"),
-            heading in ("expert", "class", "input"),
-        )
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=not may_be_folded)
+    for heading in ("expert", "class", "input"):
+        table.add_column(heading)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    for heading in ("optimizer", "update"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("updates", justify="right", no_wrap=True)
     for expert in reply.experts:
         table.add_row(
             expert.name,

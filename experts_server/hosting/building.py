@@ -43,12 +43,8 @@ _CANNOT_STEP_WITH = {
 }
 
 _GIVEN = ("params", "lr", "optimizer")
-_IMPLEMENTATIONS = {
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-}  # arguments of optimizers that choose one
+# arguments of optimizers that choose an implementation
+_IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 
 
 def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:

@@ -107,9 +107,8 @@ class Gate:
 def read_tokens(file: Path) -> dict[bytes, Permission]:
     """Return the tokens of a file, as digests."""
     tokens: dict[bytes, Permission] = {}
-    for number, line in enumerate(
-        read_file(file, "tokens_file").decode("utf-8-sig", "replace").splitlines(), start=1
-    ):
+    lines = read_file(file, "tokens_file").decode("utf-8-sig", "replace").splitlines()
+    for number, line in enumerate(lines, start=1):
         words = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].split()
         if not words:
             continue

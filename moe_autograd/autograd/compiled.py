@@ -120,18 +120,11 @@ def _kind_of_argument(value: Any) -> Any:
             value is None or isinstance(value, bool | str) or (type(value) is int and value in (0, 1))
         )
         return type(value), value if stands_alone else ...
+    # one of a jagged tensor is symbolic
+    sizes = [min(size, 2) if isinstance(size, int) else ... for size in value.shape]
     is_dense = value.layout is torch.strided and value.is_contiguous()
-    return (
-        type(value),
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        value.is_inference(),
-        tuple(
-            [min(size, 2) if isinstance(size, int) else ... for size in value.shape]
-        ),  # a jagged one is symbolic
-        is_dense,
-    )
+    kind = type(value), value.dtype, value.device, value.requires_grad, value.is_inference()
+    return *kind, tuple(sizes), is_dense
 
 
 def _world() -> Iterator[Hashable]:

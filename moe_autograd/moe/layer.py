@@ -193,13 +193,11 @@ class MixtureOfExperts(nn.Module):
     def extra_repr(self) -> str:
         """Show the options that differ from their defaults in the module's `repr`."""
         defaults: dict[str, Any] = {"max_concurrency": None, "recompute": False, "defer_weight_grads": False}
-        defaults |= {"zero_grads_for_idle_experts": False, "on_failure": "raise"} | dataclasses.asdict(
-            _STRICT
-        )
-        chosen = {name: getattr(self, name, None) for name in defaults} | dataclasses.asdict(self.tolerance)
-        return ", ".join(
-            f"{name}={chosen[name]!r}" for name, default in defaults.items() if chosen[name] != default
-        )
+        defaults |= {"zero_grads_for_idle_experts": False, "on_failure": "raise"}
+        chosen = {name: getattr(self, name) for name in defaults} | dataclasses.asdict(self.tolerance)
+        defaults |= dataclasses.asdict(_STRICT)
+        differing = [name for name, default in defaults.items() if chosen[name] != default]
+        return ", ".join(f"{name}={chosen[name]!r}" for name in differing)
 
     def _call_experts(self, active: Sequence[int], slices: Sequence[Tensor]) -> list[Tensor]:
         experts = list(self.experts)

@@ -66,6 +66,5 @@ def _end_all() -> None:
 
 atexit.register(_end_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        after_in_child=_alive.clear
-    )  # a child has its parent's streams, and not what serves them
+    # A child has its parent's streams, and not what serves them.
+    os.register_at_fork(after_in_child=_alive.clear)

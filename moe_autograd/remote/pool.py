@@ -37,10 +37,8 @@ class Pool:
         with interrupts_held_back():  # around it: what a handler of the user's raises is no refusal
             try:
                 self._executor.submit(do_once)
-            except RuntimeError:
-                return not claim.acquire(
-                    blocking=False
-                )  # one of the threads that there are may have taken it
+            except RuntimeError:  # one of the threads that there are may have taken it
+                return not claim.acquire(blocking=False)
         return True
 
     def close(self) -> None:

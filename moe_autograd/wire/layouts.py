@@ -33,9 +33,8 @@ def num_bytes(layout: pb.StateLayout) -> int:
 
 
 def _itemsize(entry: pb.EntryLayout) -> int:
-    return TORCH_DTYPES.get(
-        entry.dtype, torch.complex128
-    ).itemsize  # of a dtype that does not travel: the largest
+    """Return the bytes of an element; of a dtype that does not travel, those of the largest."""
+    return TORCH_DTYPES.get(entry.dtype, torch.complex128).itemsize
 
 
 def mismatch(layout: pb.StateLayout, state: Mapping[str, Tensor]) -> str | None:
