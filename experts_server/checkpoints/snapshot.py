@@ -109,16 +109,7 @@ def _trained(hosted: HostedExpert) -> list[str]:
 def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors (not yet copied) and the plain values of a training's state."""
     place = f"expert {trainer.name!r}, optimizer"
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for index, entries in trainer.training.optimizer.state_dict()["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
-                tensors[f"optimizer.{index}.{key}"] = value
-            elif _is_plain(value):
-                scalars[f"{index}.{key}"] = value
-            else:
-                raise _cannot_hold(f"{place}, state {key!r}", value)
+    tensors, scalars = _take_optimizer(place, trainer.training.optimizer)
     gathered = {client_id.hex(): entry for client_id, entry in trainer.gathered.by_client().items()}
     for client, entry in gathered.items():
         for place_of_grad, grad in enumerate(entry.grads):
@@ -140,6 +131,20 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         ],
         "optimizer_scalars": scalars,
     }
+
+
+def _take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
+                tensors[f"optimizer.{index}.{key}"] = value
+            elif _is_plain(value):
+                scalars[f"{index}.{key}"] = value
+            else:
+                raise _cannot_hold(f"{place}, state {key!r}", value)
+    return tensors, scalars
 
 
 def _schedule_class(trainer: Trainer) -> str | None:

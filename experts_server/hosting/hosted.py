@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -293,22 +293,27 @@ class HostedExpert:
         those = [calls[index] for index in kept]
         found = self._differentiator.joined(those, list(kept.values()), self._intake.trained_by(those))
         for index, (input_grad, weigh) in zip(kept, found, strict=True):
-            call, wants = calls[index], calls[index].wants_input_grads[:1] == (True,)
+            call = calls[index]
             try:
-                share = (input_grad if wants and kept[index].inputs[0].requires_grad else None,)
-                if (known := self._intake.known_answer(call)) is not None:  # a copy beside it was the first
-                    answers[index] = known
-                elif self._intake.is_in_parts and self._intake.wants(call):
-                    left = Left(call, kept[index].num_rows, share, weigh, contextlib.ExitStack())
-                    answers[index] = self._answer_first(left)
-                else:
-                    answers[index] = self._settle(call, kept[index], share, weigh())
+                answers[index] = self._answer_joined(call, kept[index], input_grad, weigh)
             except BaseException as error:
                 self.kept.remove_graph(call.client_id, call.call_id)  # its buffers may be used up
                 if not isinstance(error, RemoteError):
                     raise
                 answers[index] = error
         return [answers[index] for index in range(len(calls))]
+
+    def _answer_joined(
+        self, call: BackwardCall, kept: KeptForward, input_grad: torch.Tensor, weigh: Callable[[], Gradients]
+    ) -> Reply:
+        """Return the answer to one of several calls; take in its share of what was computed together."""
+        if (known := self._intake.known_answer(call)) is not None:  # a copy beside it was the first
+            return known
+        is_wanted = call.wants_input_grads[:1] == (True,) and kept.inputs[0].requires_grad
+        share = (input_grad if is_wanted else None,)
+        if self._intake.is_in_parts and self._intake.wants(call):
+            return self._answer_first(Left(call, kept.num_rows, share, weigh, contextlib.ExitStack()))
+        return self._settle(call, kept, share, weigh())
 
     def _kept_for(self, call: BackwardCall) -> KeptForward:
         """Return the forward that `call` is the backward of; the call's gradients fit it."""

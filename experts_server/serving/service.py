@@ -221,23 +221,27 @@ class Service:
             for parcel in reader.feed(message):
                 if parcel.error is not None:
                     raise parcel.error
-                if isinstance(parcel.head, pb.StateUpdate) and head is None:
+                if head is None and isinstance(parcel.head, pb.StateUpdate):
                     head = parcel.head
-                elif isinstance(parcel.head, pb.StateEntry) and len(parcel.tensors) == 1 and head is not None:
-                    num_entries += 1
-                    name = self.registry[parcel.head.expert].hosted.name
-                    tensor = parcel.tensors[0]
-                    if tensor is None:
-                        raise InvalidCallError(f"state of expert {name!r}: expected a tensor, got None.")
-                    states.setdefault(name, {})[parcel.head.key] = tensor
-                    check_size(name, self._layout(name), states[name])
-                else:
+                    continue
+                if head is None or not isinstance(parcel.head, pb.StateEntry) or len(parcel.tensors) != 1:
                     raise InvalidCallError("state: expected one StateUpdate and then StateEntry parcels.")
+                num_entries += 1
+                self._take_entry(parcel.head, parcel.tensors[0], states)
         reader.finish()
         if head is None or head.num_entries != num_entries:
             expected = "a StateUpdate" if head is None else f"{head.num_entries} entries"
             raise CorruptDataError(f"state: expected {expected}, got {num_entries} entries. Send it again.")
         return head, states
+
+    def _take_entry(
+        self, entry: pb.StateEntry, tensor: torch.Tensor | None, states: dict[str, dict[str, torch.Tensor]]
+    ) -> None:
+        name = self.registry[entry.expert].hosted.name
+        if tensor is None:
+            raise InvalidCallError(f"state of expert {name!r}: expected a tensor, got None.")
+        states.setdefault(name, {})[entry.key] = tensor
+        check_size(name, self._layout(name), states[name])
 
     async def _apply_state(
         self, head: pb.StateUpdate, states: dict[str, dict[str, torch.Tensor]]

@@ -119,36 +119,44 @@ def _read_table(
     at: tuple[str, ...],
     mistakes: list[str],
 ) -> dict[str, Any]:
+    """Return what the values of a table mean; of those with mistakes, which are added to the others, nothing."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        name = ".".join((*at, key))
+        path = (*at, key)
+        name = ".".join(path)
         reader = readers.get(key)
+        num_before = len(mistakes)
+        if reader is None:
+            is_secret = "token" in key.lower() or difflib.get_close_matches(key.lower(), ["token"])
+            mistakes.append(describe_unknown_key(name, "..." if is_secret else value, readers))
+            continue
         try:
-            if reader is None:
-                is_secret = "token" in key.lower() or difflib.get_close_matches(key.lower(), ["token"])
-                mistakes.append(describe_unknown_key(name, "..." if is_secret else value, readers))
-            elif not isinstance(reader, _Table):
-                found[key] = reader(value)
-            elif isinstance(value, dict):
-                num_before = len(mistakes)
-                inner = _read_table(value, reader.readers, (*at, key), mistakes)
-                if len(mistakes) == num_before:
-                    found[key] = reader.make(**inner)
-            elif reader.alone is not None:
-                found[key] = reader.alone(value)
-            else:
-                raise ValueError("expected a table")
+            meant = _meant_by(value, reader, path, mistakes)
         except ValueError as error:
-            expected = str(error)
-            has_got = ", got " in expected
-            mistakes.append(
-                f"key {name!r}: {expected if has_got else f'{expected}, got {_shown(name, value)}.'}"
-            )
+            mistakes.append(f"key {name!r}: {_with_value(str(error), name, value)}")
+        if len(mistakes) == num_before:
+            found[key] = meant
     return found
 
 
-def _shown(name: str, value: Any) -> str:
-    return f"a {type(value).__name__}" if name == "token" else repr(value)  # errors end up in logs
+def _meant_by(value: Any, reader: Reader | _Table, at: tuple[str, ...], mistakes: list[str]) -> Any:
+    if not isinstance(reader, _Table):
+        return reader(value)
+    if isinstance(value, dict):
+        own: list[str] = []
+        inner = _read_table(value, reader.readers, at, own)
+        mistakes += own
+        return None if own else reader.make(**inner)
+    if reader.alone is None:
+        raise ValueError("expected a table")
+    return reader.alone(value)
+
+
+def _with_value(expected: str, name: str, value: Any) -> str:
+    """Return what was expected, and what came; errors end up in logs, so a token is not shown."""
+    if ", got " in expected:
+        return expected
+    return f"{expected}, got {f'a {type(value).__name__}' if name == 'token' else repr(value)}."
 
 
 # ---- values

@@ -215,7 +215,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             running.index = own_index
         self._last_called = called
         if (below := self._below) is not None:
-            wanted = [(layer.residency, layer.backward_order()) for layer in (self, below)]
+            wanted = [(layer.residency, _backward_order(layer._last_called)) for layer in (self, below)]
             before_backward(results, functools.partial(_prefetch, wanted))
         return results
 
@@ -231,10 +231,6 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     def prefetch(self) -> None:
         """Start to read the experts that were called last, as long as there is room."""
         self.residency.prefetch([held.weights for held in self._last_called])
-
-    def backward_order(self) -> list[Part]:
-        """Return what the backward of the last calls will need, first things first."""
-        return _backward_order(self._last_called)
 
     # training
 
@@ -359,6 +355,7 @@ def _prefetch(wanted: Sequence[tuple[Residency, Sequence[Part]]]) -> None:
 
 
 def _backward_order(experts: Sequence[HeldExpert]) -> list[Part]:
+    """Return what the backward of these calls will need, first things first."""
     return [part for held in reversed(experts) for part in held.parts_for_backward()]
 
 
