@@ -24,7 +24,7 @@ from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply, split_bac
 from tests.support.comparing_modules import ORDER, PROGRAMS, assert_same_modules_program, name_of
 from tests.support.comparison import MapFunction, assert_same, loss_of, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
-from tests.support.module_programs import leaves, parameters, seeded
+from tests.support.module_programs import gradients_of_a_few, leaves, parameters, seeded
 from tests.support.subprocesses import run_python
 
 deferring = functools.partial(parallel_apply, defer_weight_grads=True)
@@ -68,20 +68,7 @@ def test_a_program_says_the_same(program: Callable[[MapFunction], Any]) -> None:
 @pytest.mark.parametrize("wanted", ["inputs", "parameters", "one parameter", "a mixture"])
 @pytest.mark.parametrize("how", ["grad", "backward"])
 def test_gradients_of_a_few_tensors_are_the_same_and_no_others_are_touched(wanted: str, how: str) -> None:
-    def program(apply: MapFunction) -> Any:
-        modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
-        weights = parameters(modules)
-        chosen = {
-            "inputs": xs,
-            "parameters": weights,
-            "one parameter": [weights[3]],
-            "a mixture": [xs[0], weights[1], weights[6]],
-        }[wanted]
-        loss = loss_of(apply(modules, [(x * 1,) for x in xs]))
-        grads = torch.autograd.grad(loss, chosen) if how == "grad" else loss.backward(inputs=chosen)
-        return grads, [x.grad for x in [*xs, *weights]]
-
-    assert_same_modules_program(program, deferring)
+    assert_same_modules_program(functools.partial(gradients_of_a_few, wanted=wanted, how=how), deferring)
 
 
 def test_the_backward_goes_on_upstream_before_the_weights_gradients_are_there() -> None:

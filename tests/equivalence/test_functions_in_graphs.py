@@ -18,6 +18,7 @@ from moe_autograd import map_with_parallel_backward
 from moe_autograd.autograd.emulated import EmulatedAutogradContext
 from tests.support.comparison import MapFunction, Raised, assert_same_program, loss_of
 from tests.support.functions_context import ChangesInPlace, MaterializesGrads, SavesInput, SavesOutput
+from tests.support.functions_numbers import Multiplies
 from tests.support.module_programs import leaves
 
 PROGRAMS: list[Callable[[MapFunction], Any]] = []
@@ -130,19 +131,8 @@ def hooks_on_inputs_and_results(apply: MapFunction) -> Any:
 
 @program
 def one_tensor_in_every_call_and_twice_in_one(apply: MapFunction) -> Any:
-    class Product(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-            ctx.save_for_backward(x, y)
-            return x * y
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, y = ctx.saved_tensors
-            return grad * y, grad * x
-
     (x, y) = leaves(2)
-    loss_of(apply(Product, (x, x), (x, y), (y, x * 2), (y, y))).backward()
+    loss_of(apply(Multiplies, (x, x), (x, y), (y, x * 2), (y, y))).backward()
     return x.grad, y.grad
 
 

@@ -23,7 +23,7 @@ from tests.support.comparison import (
     loss_of,
     one_after_another,
 )
-from tests.support.module_programs import finish, leaves, parameters, seeded
+from tests.support.module_programs import finish, gradients_of_a_few, leaves, parameters, seeded
 from tests.support.module_programs_shared import ESCAPES, hidden_from_every_look, hooks_on_a_tensor
 from tests.support.module_programs_tensors import CONTAINERS
 
@@ -104,21 +104,7 @@ def test_no_history_is_built_where_gradients_are_off(mode: Callable[[], Any]) ->
 @pytest.mark.parametrize("wanted", ["inputs", "parameters", "one parameter", "one input", "a mixture"])
 @pytest.mark.parametrize("how", ["grad", "backward"])
 def test_gradients_of_a_few_tensors_are_the_same_and_no_others_are_touched(wanted: str, how: str) -> None:
-    def program(apply: MapFunction) -> Any:
-        modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
-        weights = parameters(modules)
-        chosen = {
-            "inputs": xs,
-            "parameters": weights,
-            "one parameter": [weights[3]],
-            "one input": [xs[2]],
-            "a mixture": [xs[0], weights[1], weights[6]],
-        }[wanted]
-        loss = loss_of(apply(modules, [(x * 1,) for x in xs]))
-        grads = torch.autograd.grad(loss, chosen) if how == "grad" else loss.backward(inputs=chosen)
-        return grads, [x.grad for x in [*xs, *weights]]
-
-    assert_same_modules_program(program)
+    assert_same_modules_program(functools.partial(gradients_of_a_few, wanted=wanted, how=how))
 
 
 @pytest.mark.parametrize("chosen", [[0], [3], [1, 2]])

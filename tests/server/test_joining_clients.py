@@ -16,25 +16,16 @@ from experts_server.configuration.config import LimitsConfig, ServingConfig
 from experts_server.hosting.calls import InspectCall
 from experts_server.hosting.hosted import HostedExpert
 from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.hosting import ShowsItsMask
 from tests.support.servers import START_S, WireClient, tokens
 
 D = 4
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear(x) * 0 + x)
-
-
 def test_an_expert_that_draws_random_numbers_is_found_out_and_backwards_see_the_masks_of_their_forwards() -> (
     None
 ):
-    with ExpertsServer({"e": Dropping()}) as server:
+    with ExpertsServer({"e": ShowsItsMask(D)}) as server:
         clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
         for attempt in range(2):
             forwards = at_once(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+from tests.support.hosting import ShowsItsMask
 from tests.support.servers import WireClient, tokens
 
 D = 16
@@ -196,16 +197,7 @@ def test_an_empty_batch_gives_an_empty_result_and_zero_gradients(client: WireCli
 
 
 def test_an_evaluating_call_draws_no_dropout_and_a_training_one_repeats_its_mask_in_the_backward() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(D, D)
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.dropout(self.linear(x) * 0 + x)
-
-    with ExpertsServer({"e": Dropping()}) as server, WireClient(server.address) as client:
+    with ExpertsServer({"e": ShowsItsMask(D)}) as server, WireClient(server.address) as client:
         x, ones = torch.ones(50, D), torch.ones(50, D)
         assert torch.equal(client.forward("e", x, evaluate=True).tensors[0], x)
         dropped = client.forward("e", x, call_id=2).tensors[0]

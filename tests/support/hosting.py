@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 LR = 0.1
 
@@ -19,3 +19,16 @@ def make_modules(*indices: int) -> dict[str, nn.Module]:
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer that servers hold, and twins here."""
     return torch.optim.SGD(parameters, lr=LR)
+
+
+class ShowsItsMask(nn.Module):
+    """Returns its input where dropout leaves it; its weights have a part in the graph, and none in the values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked: Tensor = self.dropout(self.linear(x) * 0 + x)
+        return masked

@@ -60,6 +60,21 @@ def parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [p for module in modules for p in module.parameters()]
 
 
+def gradients_of_a_few(apply: MapFunction, *, wanted: str, how: str) -> Any:
+    modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+    weights = parameters(modules)
+    chosen = {
+        "inputs": xs,
+        "parameters": weights,
+        "one parameter": [weights[3]],
+        "one input": [xs[2]],
+        "a mixture": [xs[0], weights[1], weights[6]],
+    }[wanted]
+    loss = loss_of(apply(modules, [(x * 1,) for x in xs]))
+    grads = torch.autograd.grad(loss, chosen) if how == "grad" else loss.backward(inputs=chosen)
+    return grads, [x.grad for x in [*xs, *weights]]
+
+
 def finish(outputs: Any, *tensors: Tensor) -> Any:
     """Go backward through everything and return the outputs (plain) and the gradients of `tensors`."""
     loss_of(tree_leaves(outputs)).backward()
