@@ -177,7 +177,7 @@ class HostedExpert:
         check_inputs(self.name, self.spec, call)
 
     def is_small(self, call: Call) -> bool:
-        """Whether a call takes less time than a worker costs, and can do nothing but compute, and not encode."""
+        """Whether a call takes less time than a worker costs: it only computes, and its answer travels as it is."""
         given: Sequence[torch.Tensor | None] = ()
         if isinstance(call, ForwardCall):
             given = call.inputs

@@ -16,7 +16,7 @@ from moe_autograd._natural_order import natural_order
 from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
 
 MAX_NAMES_IN_ERROR = 8
-AT_ONCE_S = 0.002  # as long as other messages wait for small calls
+AT_ONCE_S = 0.002  # how long other messages may have to wait for small calls
 
 
 class Registry(Mapping[str, ExpertQueue]):

@@ -178,14 +178,15 @@ def call_backward(
 
 def options_of(results: Sequence[Any]) -> list[ResultOptions]:
     """Return what zeros in place of each result's gradient have to look like; `None` for what is no tensor."""
-    return [
-        None
-        if not isinstance(r, Tensor)
-        else r.detach()
-        if r.is_nested
-        else (r.shape, r.dtype, r.device, r.layout)
-        for r in results
-    ]
+    options: list[ResultOptions] = []
+    for result in results:
+        if not isinstance(result, Tensor):
+            options.append(None)
+        elif result.is_nested:
+            options.append(result.detach())
+        else:
+            options.append((result.shape, result.dtype, result.device, result.layout))
+    return options
 
 
 def materialize(

@@ -1,7 +1,7 @@
 """What a module call returned, on its way through a join and back into the structure that the module gave it.
 
-Rules 7 and 8 of `module_calls`: which results are tied, how those that share memory are, and how inputs that the call
-changed get their history.
+Rules 7 to 9 of `module_calls`: which results are tied, how those that share memory are, how inputs that the call
+changed get their history, and what is refused, as it would leave by another way.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Connection:
 
     def __init__(self, servers: Servers, settings: Settings) -> None:
         self.numbering = Numbering()
-        self.anchor = torch.empty(0, requires_grad=True, device="cpu")  # see expert.py, rule 1
+        self.anchor = torch.empty(0, requires_grad=True, device="cpu")  # `expert`, rule 1
         self._finding = Finding(servers, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._delivery = Delivery(self._finding, settings)
         self._expectations = Expectations(self._delivery.expect)

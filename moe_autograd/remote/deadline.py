@@ -27,8 +27,7 @@ class Deadline:
         if not (is_number and 0 < self.timeout_s <= LONGEST_S):
             raise ValueError(
                 f"timeout_s: expected a positive, finite number of seconds (up to {LONGEST_S:.0e}), got "
-                f"{self.timeout_s!r}. "
-                "Nothing here waits for ever; choose the longest time that you would wait."
+                f"{self.timeout_s!r}. Nothing here waits for ever; choose the longest time that you would wait."
             )
 
     @property
