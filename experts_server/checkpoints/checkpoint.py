@@ -93,7 +93,7 @@ class CheckpointFolder:
             CheckpointError: it could not be written; what was there before is untouched.
         """
         number = max(self.generations(), default=0) + 1
-        writing, name = self.folder / f"writing-{number:08}", f"generation-{number:08}"
+        writing, name = self.folder / f"writing-{number:08}", _name_of(number)
         self.remove_leftovers()
         try:
             writing.mkdir()
@@ -124,7 +124,7 @@ class CheckpointFolder:
         for number in sorted(self.generations())[: -self.keep]:
             removing = self.folder / f"removing-{number:08}"
             with contextlib.suppress(OSError):  # it is tried again after the next save
-                (self.folder / f"generation-{number:08}").rename(removing)
+                (self.folder / _name_of(number)).rename(removing)
                 shutil.rmtree(removing)
 
     # ---- reading
@@ -151,7 +151,7 @@ class CheckpointFolder:
             CheckpointError: one cannot be read.
         """
         for number in reversed(self.generations()):
-            folder = self.folder / f"generation-{number:08}"
+            folder = self.folder / _name_of(number)
             with contextlib.suppress(_Damaged), _reading(folder):
                 entry = _read_manifest(folder / MANIFEST)["experts"][expert]
                 return folder.name, _read_expert(folder, expert, entry)
@@ -165,7 +165,7 @@ class CheckpointFolder:
         """
         numbers = self.generations()
         for number in reversed(numbers):
-            name = f"generation-{number:08}"
+            name = _name_of(number)
             try:
                 return name, _read_generation(self.folder / name)
             except _Damaged as error:
@@ -176,6 +176,10 @@ class CheckpointFolder:
                 "The log says how; restore the folder from a backup, or start with an empty one."
             )
         return None
+
+
+def _name_of(generation: int) -> str:
+    return f"generation-{generation:08}"
 
 
 def _write_expert(folder: Path, snapshot: Snapshot) -> dict[str, Any]:

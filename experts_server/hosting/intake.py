@@ -107,10 +107,10 @@ class Intake:
                 if self._later is not None:
                     self._later.check(call.client_id)
                 self._trainer.step(call.client_id, call.gathered)
-        elif call.kind == "step" and call.gathered is not None and call.gathered[0]:
+        elif call.kind == "step" and call.gathered is not None and call.gathered.at_least:
             raise GradientsLostError(
-                f"expert {self._name!r}: expected the gradients of {call.gathered[0]} backwards, got an expert that is "
-                "not trained. The server was restarted since, without an optimizer for it; nothing was changed."
+                f"expert {self._name!r}: expected the gradients of {call.gathered.at_least} backwards, got an expert "
+                "that is not trained. The server was restarted since, without an optimizer for it; nothing was changed."
             )
         self._ledger.record(call.client_id, call.sequence, self.num_updates)
         return self.num_updates

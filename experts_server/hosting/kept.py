@@ -100,7 +100,7 @@ class KeptForwards:
             self._remove(key)
             message_bytes = kept.message.num_bytes if kept.message is not None else 0
             if kept.num_bytes + message_bytes > self.max_bytes:
-                kept.outputs = None
+                kept.outputs = None  # its inputs alone may fit
             if kept.num_bytes + message_bytes > self.max_bytes:
                 self.num_let_go += 1
                 return

@@ -20,17 +20,10 @@ from moe_autograd._random import CallSeeds, GivenSeeds, own_streams, running
 
 DRAWS_NOTHING = ROW_WISE | frozenset(
     [
-        nn.Bilinear,
-        nn.ModuleList,
-        nn.ModuleDict,
-        nn.LayerNorm,
-        nn.RMSNorm,
-        nn.Softmax,
-        nn.Flatten,
-        nn.Embedding,
+        *(nn.Bilinear, nn.Embedding, nn.Flatten, nn.LayerNorm, nn.RMSNorm, nn.Softmax),
+        *(nn.ModuleDict, nn.ModuleList),
     ]
 )
-
 
 FORWARD, BACKWARD, LATER = range(3)  # parts of a call: with one seed, each draws other numbers
 

@@ -26,19 +26,9 @@ from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 
 ROW_WISE = frozenset(
     [
-        nn.Linear,
-        nn.Identity,
-        nn.Sequential,
-        nn.GELU,
-        nn.ReLU,
-        nn.SiLU,
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.ELU,
-        nn.LeakyReLU,
-        IdentityExpert,
-        FeedForwardExpert,
-        SwiGLUExpert,
+        *(nn.Linear, nn.Identity, nn.Sequential),
+        *(nn.ELU, nn.GELU, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Tanh),
+        *(IdentityExpert, FeedForwardExpert, SwiGLUExpert),
     ]
 )
 

@@ -26,16 +26,8 @@ from torch import nn
 # A call that begins so soon after the last look, mostly that at the end of the call before it, does not look again.
 AT_ONCE_S = 1e-4
 
-_CONTENTS = operator.itemgetter(
-    *(
-        "_modules",
-        "_parameters",
-        "_forward_pre_hooks",
-        "_forward_hooks",
-        "_backward_pre_hooks",
-        "_backward_hooks",
-    )
-)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_CONTENTS = operator.itemgetter("_modules", "_parameters", *_HOOKS)
 _MODE, _PARAMETERS = operator.itemgetter("training"), operator.itemgetter("_parameters")
 _VALUES = operator.methodcaller("values")
 _FACTS = operator.attrgetter("requires_grad", "_version")
