@@ -176,11 +176,7 @@ def main() -> None:
 )
 @click.option("--seed", type=int, help="Decides the experts' first weights." + _default(ServerConfig, "seed"))
 @click.option("--latency-ms", type=float, help="A delay added to every message of calls, for demonstrations.")
-@click.option(
-    "--checkpoint-dir",
-    type=click.Path(),
-    help="Where checkpoints are kept; nowhere by default.",
-)
+@click.option("--checkpoint-dir", type=click.Path(), help="Where checkpoints are kept; nowhere by default.")
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Where /metrics is served; nowhere by default.")
 @click.option(
     "--drain-timeout-s",

@@ -24,11 +24,7 @@ from torch import nn
 from experts_server.budget import Budget
 from experts_server.checkpoints.saving import Saver
 from experts_server.configuration.addresses import split_address
-from experts_server.configuration.config import (
-    SAVING_NOTHING,
-    MemoryConfig,
-    ServingConfig,
-)
+from experts_server.configuration.config import SAVING_NOTHING, MemoryConfig, ServingConfig
 from experts_server.configuration.names import check_name, counted
 from experts_server.hosting.calls import InspectCall
 from experts_server.hosting.failing import FailureLog

@@ -29,13 +29,7 @@ from moe_autograd.autograd.accumulating import (
     may_add_at_once,
 )
 from moe_autograd.autograd.boxed import Grads
-from moe_autograd.autograd.emulated import (
-    arguments_of,
-    call_backward,
-    call_forward,
-    materialize,
-    options_of,
-)
+from moe_autograd.autograd.emulated import arguments_of, call_backward, call_forward, materialize, options_of
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declared_grad_dtypes
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, split, which_are_wanted
 from moe_autograd.autograd.split_backward import is_in_first_part

@@ -14,14 +14,7 @@ from torch.nn.utils import parametrize
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.named import globals_of
 from moe_autograd.autograd.ranks import are_spread, has_hooks_of_torch, modules_that_talk, refuse_reducing
-from moe_autograd.autograd.reaching import (
-    CONTAINERS,
-    Held,
-    around_all,
-    flattened,
-    has_history,
-    within,
-)
+from moe_autograd.autograd.reaching import CONTAINERS, Held, around_all, flattened, has_history, within
 
 NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
 _OF_TORCH = frozenset(vars(torch.nn.Module()))  # attributes of every module

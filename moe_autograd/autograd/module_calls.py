@@ -286,12 +286,7 @@ class ModuleCall(CallResults):
         return pending
 
     def differentiate(
-        self,
-        grad_outputs: Tensors,
-        wanted: Sequence[Wanted],
-        *,
-        keep_graph: bool,
-        create_graph: bool = False,
+        self, grad_outputs: Tensors, wanted: Sequence[Wanted], *, keep_graph: bool, create_graph: bool = False
     ) -> Tensors:
         """Walk the inner graph backwards (Rule 4)."""
         with self.turn:

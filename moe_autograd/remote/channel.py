@@ -219,11 +219,7 @@ class Channel:
             passage.carry(call, has_thread=True)
 
     def upload(
-        self,
-        rpc: str,
-        messages: Iterator[bytes],
-        reply_class: type[ReplyT],
-        operation: Operation,
+        self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], operation: Operation
     ) -> ReplyT:
         """Send a stream of messages and return the one answer; raises as `asking.ask` does.
 

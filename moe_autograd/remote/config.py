@@ -114,10 +114,7 @@ class _Table:
 
 
 def _read_table(
-    table: Mapping[str, Any],
-    readers: Mapping[str, Reader | _Table],
-    at: tuple[str, ...],
-    mistakes: list[str],
+    table: Mapping[str, Any], readers: Mapping[str, Reader | _Table], at: tuple[str, ...], mistakes: list[str]
 ) -> dict[str, Any]:
     """Return what the values of a table mean; of those with mistakes, which are added to the others, nothing."""
     found: dict[str, Any] = {}

@@ -92,11 +92,7 @@ class Delivery:
             self._channel(address).tell("Expect", pb.ExpectRequest(experts=names))
 
     def forget(
-        self,
-        client_id: bytes,
-        address: str,
-        calls: Sequence[tuple[str, int]],
-        if_lost: Callable[[], None],
+        self, client_id: bytes, address: str, calls: Sequence[tuple[str, int]], if_lost: Callable[[], None]
     ) -> None:
         """Tell a server that these calls of experts have no backward any more; returns at once, and never fails.
 

@@ -103,10 +103,7 @@ class _Arrivals:
 
 
 def send_states(
-    channel: Channel,
-    states: Mapping[str, Mapping[str, Tensor]],
-    update: pb.StateUpdate,
-    operation: Operation,
+    channel: Channel, states: Mapping[str, Mapping[str, Tensor]], update: pb.StateUpdate, operation: Operation
 ) -> pb.UpdateReply:
     """Set the `state_dict` of each of these experts of one server: all of them, or, where one does not fit, none.
 

@@ -87,9 +87,7 @@ def status_of(error: BaseException) -> pb.Status:
     return pb.Status(code=code, message=_text(error), retry_after_s=_retry_after_s(error))
 
 
-def rpc_status_of(
-    error: BaseException,
-) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+def rpc_status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     """Return code, details and trailing metadata for `context.abort(*rpc_status_of(error))`."""
     _, code = _codes_of(error)
     retry_after_s = _retry_after_s(error)
