@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from functools import partial
+from typing import Generic, TypeVar, cast
 
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import (
@@ -61,6 +62,17 @@ class Settings:
     retry: RetryPolicy
     encodings: Encodings
     hedge: HedgePolicy | None = None
+
+
+@dataclass(frozen=True)
+class _Errand(Generic[NamesT, R]):
+    """What is to be done at some servers; see `Delivery.at_each`."""
+
+    once: Callable[[Channel, NamesT, Operation], R]
+    operation: Operation
+    moved: Callable[[str, NamesT], Mapping[str, NamesT]]
+    is_patient: Callable[[NamesT], bool]
+    goes_on: bool  # without a server that is lost
 
 
 class Delivery:
@@ -257,47 +269,49 @@ class Delivery:
         Returns:
             What each returned; the first failure is raised, after all have come to rest.
         """
-
-        def at_parts(parts: Mapping[str, NamesT]) -> list[R]:
-            ended = {new: attempt(until_done, new, part) for new, part in parts.items()}
-            return [result for own in values_or_raise(ended) for result in own]
-
-        def until_done(address: str, own: NamesT) -> list[R]:
-            attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
-            lost: Mapping[str, Exception] = {}
-            may_have_moved = self.finding.placement.is_lost(address)
-            while True:
-                if may_have_moved:
-                    lost = self.finding.look_briefly(operation)
-                    if parts := moved(address, own):
-                        return at_parts(parts)
-                try:
-                    if address in lost:
-                        raise error_of_lost(f"server at {address}, {operation.deadline}", lost[address])
-                    return [once(self._channel(address), own, operation)]
-                except RemoteError as error:
-                    is_lost = isinstance(error, ServerUnavailableError)
-                    if is_lost and not operation.cancellation.wait(0.0):
-                        # else the next operation would not look for it
-                        self.finding.placement.note_failure(address)
-                    is_gone = is_lost and (address in lost or attempts.num_retries > 0)
-                    is_given_up = not is_patient(own) or (is_gone and failures is not None)
-                    # the deadline that is over may be that of this attempt only
-                    may_pass = isinstance(error, DeadlineExceededError) or self._is_worth_retrying(
-                        error, address, operation, was_answered=False
-                    )
-                    is_looked_for = self._is_looked_for(error, own, attempts)
-                    is_worth = is_looked_for or (may_pass and not is_given_up)
-                    if not (is_worth and _has_paused(attempts, [error], operation)):
-                        raise
-                    may_have_moved = is_lost or is_looked_for
-
-        outcomes = self._fanout.at_each(work, until_done, operation.cancellation)
+        errand = _Errand(once, operation, moved, is_patient, goes_on=failures is not None)
+        outcomes = self._fanout.at_each(work, partial(self._until_done, errand), operation.cancellation)
         if failures is not None:
             errors = {address: error for address, error in outcomes.items() if _may_be_mended(error)}
             failures += [cast(RemoteError, error) for error in errors.values()]
             outcomes = {address: own for address, own in outcomes.items() if address not in errors}
         return [result for own in values_or_raise(outcomes) for result in own]
+
+    def _until_done(self, errand: _Errand[NamesT, R], address: str, own: NamesT) -> list[R]:
+        operation = errand.operation
+        attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
+        lost: Mapping[str, Exception] = {}
+        may_have_moved = self.finding.placement.is_lost(address)
+        while True:
+            if may_have_moved:
+                lost = self.finding.look_briefly(operation)
+                if parts := errand.moved(address, own):
+                    there = partial(self._until_done, errand)
+                    ended = {new: attempt(there, new, part) for new, part in parts.items()}
+                    return [result for part in values_or_raise(ended) for result in part]
+            try:
+                if address in lost:
+                    raise error_of_lost(f"server at {address}, {operation.deadline}", lost[address])
+                return [errand.once(self._channel(address), own, operation)]
+            except RemoteError as error:
+                is_lost = isinstance(error, ServerUnavailableError)
+                if is_lost and not operation.cancellation.wait(0.0):
+                    # else the next operation would not look for it
+                    self.finding.placement.note_failure(address)
+                is_gone = is_lost and (address in lost or attempts.num_retries > 0)
+                is_given_up = not errand.is_patient(own) or (is_gone and errand.goes_on)
+                is_looked_for = self._is_looked_for(error, own, attempts)
+                if not (is_looked_for or (self._may_pass(error, address, operation) and not is_given_up)):
+                    raise
+                if not _has_paused(attempts, [error], operation):
+                    raise
+                may_have_moved = is_lost or is_looked_for
+
+    def _may_pass(self, error: RemoteError, address: str, operation: Operation) -> bool:
+        """Tell whether another attempt may do; the deadline that is over may be that of this attempt only."""
+        if isinstance(error, DeadlineExceededError):
+            return True
+        return self._is_worth_retrying(error, address, operation, was_answered=False)
 
     def close(self) -> None:
         """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
