@@ -51,7 +51,7 @@ def take(hosted: HostedExpert) -> Snapshot:
     tensors = {}
     for key, value in hosted.module.state_dict().items():
         if not isinstance(value, Tensor):
-            raise _cannot_hold(f"expert {hosted.name!r}, {key!r} of its state_dict", value)
+            raise _cannot_hold(f"expert {hosted.name!r}, {key!r} of its state_dict", value, "a tensor")
         tensors[f"weights.{key}"] = value
     trained: dict[str, Any] = {}
     if hosted.trainer is not None:
@@ -277,8 +277,10 @@ def _is_plain(value: Any) -> bool:
     return bool(back == (list(value) if isinstance(value, tuple) else value))
 
 
-def _cannot_hold(place: str, value: Any) -> CheckpointError:
+def _cannot_hold(
+    place: str, value: Any, expected: str = "a tensor, or a value that JSON gives back"
+) -> CheckpointError:
     return CheckpointError(
-        f"{place}: expected a tensor, or a value that JSON gives back, got {type(value).__name__}. A checkpoint "
-        "cannot hold it: host this expert without checkpoint_dir."
+        f"{place}: expected {expected}, got {type(value).__name__}. A checkpoint cannot hold it: host this expert "
+        "without checkpoint_dir."
     )
