@@ -235,8 +235,9 @@ def parallel_apply(
     Raises:
         ValueError: lists of different lengths; `max_concurrency` less than 1.
         TypeError: one module instead of several; keyword arguments that are no dict. A call takes or returns a nested
-            tensor of layout `torch.strided`; `torch.jagged` will do. A call holds a module that `fully_shard` has
-            wrapped, or another wrapper that would reduce gradients too early. Another `recompute`.
+            tensor of layout `torch.strided` that requires a gradient; `torch.jagged` will do. A call holds a module
+            that `fully_shard` has wrapped, or another wrapper that would reduce gradients too early. Another
+            `recompute`.
         UnsupportedTransformError: inside a `torch.func` transform, or with forward-mode tangents.
         RuntimeError: calls that share a module have changed it side by side; a call has changed in place what another
             takes, or it takes by another way.

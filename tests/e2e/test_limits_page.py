@@ -127,12 +127,13 @@ def test_other_shapes_no_history_and_other_memory() -> None:
             in_call(change, leaf())
 
 
-@of("**Nested tensors** of layout `torch.strided` are refused")
+@of("**Nested tensors** of layout `torch.strided` that require a gradient are refused")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 2)], layout=torch.strided, requires_grad=True)
     with pytest.raises(TypeError, match=r"layout=torch.jagged"):
         in_call(torch.sin, nested)
+    assert torch.equal(in_call(torch.sin, nested.detach()).to_padded_tensor(0.0), torch.ones(1, 2, 2).sin())
 
 
 @of("**A tensor with history that leaves a call otherwise than as its result**")
