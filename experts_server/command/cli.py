@@ -157,7 +157,11 @@ def main() -> None:
 @click.option(
     "--d-model", type=click.IntRange(1), help="The experts' width; ffn, swiglu and transformer want it."
 )
-@click.option("--d-ff", type=click.IntRange(1), help="The experts' inner width.")
+@click.option(
+    "--d-ff",
+    type=click.IntRange(1),
+    help="The experts' inner width; swiglu wants it, of ffn and transformer it is 4 * d_model by default.",
+)
 @click.option(
     "--optimizer",
     metavar="NAME",
