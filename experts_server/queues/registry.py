@@ -65,8 +65,7 @@ class Registry(Mapping[str, ExpertQueue]):
             except RemoteError as error:
                 if has_room:
                     self._limits.give_back([call])
-                if name in self._queues:
-                    self._queues[name].stats.num_refused += 1
+                self.note_refused(name)
                 call.reply(call, error)
                 continue
             queue.hosted.prefetch()
@@ -78,6 +77,11 @@ class Registry(Mapping[str, ExpertQueue]):
             self._pool.put(turns)
         if small:
             self._compute_at_once(small)
+
+    def note_refused(self, name: str) -> None:
+        """Count a call that never comes into a queue."""
+        if name in self._queues:
+            self._queues[name].stats.num_refused += 1
 
     def _compute_at_once(self, small: deque[tuple[ExpertQueue, Call]]) -> None:
         """Compute calls here, whose turns are claimed; let the loop do something else from time to time.

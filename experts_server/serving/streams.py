@@ -182,6 +182,8 @@ class PassStream:
         try:
             name, call = self._call_of(parcel)
         except RemoteError as refusal:
+            if isinstance(parcel.head, self._kind):
+                self._settings.registry.note_refused(parcel.head.expert)
             self._answer(parcel.number, refusal, None)
             return None
         call.tag = parcel.number

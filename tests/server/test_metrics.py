@@ -23,8 +23,10 @@ from experts_server.command.cli import main
 from experts_server.configuration.config import MemoryConfig, ServingConfig
 from experts_server.queues.stats import Histogram
 from experts_server.serving.metrics import MetricsEndpoint
-from moe_autograd.errors import ConfigError
+from moe_autograd import parallel_apply
+from moe_autograd.errors import ConfigError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.remote import connect
 from moe_autograd.wire import experts_pb2 as pb
 from tests.support.proxy import Proxy
 from tests.support.servers import WireClient, tokens, wait_until
@@ -77,6 +79,21 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     assert shown[("experts_server_ready",)] == 1
     assert shown[("experts_server_gathered_gradient_bytes",)] > 0
     assert (top.exit_code, "ffn.1" in top.output) == (0, True), top.output
+
+
+def test_calls_beyond_the_limits_of_a_stream_count_as_refused() -> None:
+    config = {"metrics_listen": "127.0.0.1:0", "limits": {"max_tensor_bytes": 1000, "max_calls_per_pass": 2}}
+    with (
+        ExpertsServer({f"e.{i}": FeedForwardExpert(D) for i in range(4)}, config=config) as server,
+        connect(server.address) as experts,
+    ):
+        with pytest.raises(InvalidCallError, match="at most 1000 bytes"):
+            experts["e.0"](tokens(100, D))
+        with pytest.raises(InvalidCallError, match="at most 2 calls"):
+            parallel_apply(list(experts.values()), [(tokens(1, D),)] * 4)
+        assert server.metrics_address is not None
+        shown = samples(server.metrics_address)
+    assert [shown["experts_refused_calls_total", f"e.{i}"] for i in range(4)] == [1, 0, 1, 1]
 
 
 @pytest.mark.parametrize("saving", [MemoryConfig(), MemoryConfig(recompute=True)], ids=str)
