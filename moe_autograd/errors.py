@@ -10,7 +10,7 @@ tree; each class also derives from the built-in one that existing handlers catch
     ├── TooFewExpertsError (RuntimeError)           a layer's tokens have fewer experts that answered than they need
     └── RemoteError (RuntimeError)                  a call of a remote expert did not succeed
         ├── ExpertNotFoundError (KeyError)          no server hosts an expert of that name
-        ├── InvalidCallError (ValueError)           the server refused the call: shape, dtype, not finite, ...
+        ├── InvalidCallError (ValueError)           the call is refused: its shape, dtype, not finite, ...
         ├── PermissionDeniedError (PermissionError) credentials are missing, wrong, or not enough
         ├── ServerUnavailableError (ConnectionError) no connection, or it broke
         │   └── UntrustedServerError                the server's certificate is not accepted here
@@ -19,7 +19,7 @@ tree; each class also derives from the built-in one that existing handlers catch
         │   └── StragglerError                      the others had answered, and this call was waited for long enough
         ├── CorruptDataError                        a checksum, length or shape does not match its data
         ├── ExpertFailedError                       the expert itself raised on its server
-        ├── GradientsLostError                      a server does not have the gradients that a step wants to apply
+        ├── GradientsLostError                      a server no longer has the gradients of a step
         └── InputsNeededError                       the server let go of a forward; between client and server
 
 Imports nothing of ours.
@@ -74,7 +74,7 @@ class ExpertNotFoundError(RemoteError, KeyError):
 
 
 class InvalidCallError(RemoteError, ValueError):
-    """The server looked at the call and refused it: wrong rank, width, dtype, or values not finite."""
+    """The call was looked at and refused, here or on its server: wrong rank, width, dtype, or values not finite."""
 
 
 class PermissionDeniedError(RemoteError, PermissionError):
@@ -119,10 +119,10 @@ class ExpertFailedError(RemoteError):
 
 
 class GradientsLostError(RemoteError):
-    """A server does not have the gradients that a step wants to apply; the expert was not changed.
+    """A server no longer has the gradients that a step wants to apply; the expert was not changed.
 
-    It was restarted after the backward, from a checkpoint made before it; or it has let go of them, as their client was
-    away for long or others had no room; or it could not take them in after its answer (`memory.split_backward`). Call
+    Its server was restarted after the backward, from a checkpoint made before it; or it has let them go, after
+    `limits.gathered_gradient_s` or as others had no room; or, with `split_backward`, it could not take them in. Call
     `zero_grad`, repeat forward and backward, and step again; or go on without this update.
     """
 

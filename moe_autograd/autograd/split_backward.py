@@ -88,7 +88,7 @@ def split_backward(
 
     Autograd: nobody's `.grad` is touched. Tensor hooks fire once, in the part that computes the gradient.
     The gradients require none themselves: differentiating them once more raises. The graph can't be used
-    a second time, as after any backward without `retain_graph`.
+    a second time, as after any backward without `retain_graph`: that raises, or `pending.run()` does.
 
     Threads: any thread may call it, and another one `pending.run()`. On an accelerator, both parts belong
     on the stream that ran the forward.

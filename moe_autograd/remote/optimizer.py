@@ -137,9 +137,9 @@ class RemoteOptimizer:
             What the closure returned.
 
         Raises:
-            GradientsLostError: a server was restarted after the backward and no longer has its gradients, or has let
-                go of them; its experts were not changed. Call `zero_grad`, repeat forward and backward, and step again:
-                others, which have made this step, make another one.
+            GradientsLostError: a server no longer has the gradients of a backward, mostly as it was restarted since;
+                its experts were not changed. Call `zero_grad`, repeat forward and backward, and step again: others,
+                which have made this step, make another one.
             InvalidCallError: a server that was started anew does not train one of them any more.
             RemoteError: a server did not do it; others may have.
         """
