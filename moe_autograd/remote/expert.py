@@ -113,6 +113,8 @@ class RemoteExpert(nn.Module):
         Raises:
             InvalidCallError: the expert does not take such inputs.
             RemoteError: or another of its subclasses.
+            TypeError: an input is no dense tensor.
+            UnsupportedTransformError: inside a `torch.func` transform or a trace, or with forward-mode tangents.
         """
         return call_alone(self, inputs, {})
 
