@@ -35,7 +35,7 @@ from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.security import Certificates, Token
-from moe_autograd.wire.addresses import is_local
+from moe_autograd.wire.addresses import host_of, is_local
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
 from moe_autograd.wire.options import CHANNEL_OPTIONS
@@ -63,14 +63,15 @@ class Channel:
 
     Args:
         address: `host:port`.
-        authority: the name that the server is called by, where that is not its address.
+        authority: the name that the server is called by, `host:port`, where that is not its address.
         token: sent with every RPC; shared, as what follows is, by all channels of a connection.
         certificates: None for a plain connection.
-        server_name: that the server's certificate has; None: the host of its address.
+        server_name: that the server's certificate has; None: the host of the name that it is called by.
         encodings: of what travels.
         limits: of what the server sends.
 
     Attributes:
+        authority: the name that the server is called by.
         is_local: whether the server is on this machine, as far as its address says.
         round_trip_s: of the fastest RPC that is one message each way, but for the first, which also had to connect.
     """
@@ -93,7 +94,7 @@ class Channel:
         self.round_trip_s = math.inf
         self.is_local = is_local(address)
         self._has_answered = False
-        self._authority = authority or address
+        self.authority = authority or address
         self._is_open = True
         self._certificates = certificates
         self._credentials = None if certificates is None else certificates.now()
@@ -114,11 +115,21 @@ class Channel:
         )
         options = (*(option for option in CHANNEL_OPTIONS if option[0] != own[0][0]), *own)
         if self._credentials is None:
-            authority = ("grpc.default_authority", self._authority)
+            authority = ("grpc.default_authority", self.authority)
             return _Stubs(grpc.insecure_channel(self.address, (*options, authority)))
-        if self._server_name is not None:
-            options = (*options, ("grpc.ssl_target_name_override", self._server_name))
+        server_name = self._server_name
+        if server_name is None and self.authority != self.address:
+            server_name = host_of(self.authority).removesuffix(".")
+        if server_name is not None:
+            options = (*options, ("grpc.ssl_target_name_override", server_name))
         return _Stubs(grpc.secure_channel(self.address, self._credentials, options))
+
+    def call_by(self, authority: str) -> None:
+        """Call the server by another name from now on; RPCs under way go on under the one before."""
+        with self._lock:
+            if self._is_open and authority != self.authority:
+                self.authority = authority
+                self._stubs = self._connect()
 
     def note_failure(self, error: grpc.RpcError) -> None:
         """Learn from what failed: how long this link takes for a ping, what certificates there are now, what token."""

@@ -27,7 +27,6 @@ from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS, Certificates, Token
 from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import split_by_expert
-from moe_autograd.wire.addresses import host_of
 from moe_autograd.wire.tensors import TensorLimits
 
 
@@ -135,11 +134,9 @@ def _merged(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     return settings | added
 
 
-def _open_channel(address: str, given: str, *, server_name: str | None, **shared: Any) -> Channel:
+def _open_channel(address: str, given: str, **shared: Any) -> Channel:
     """Open a channel to an address with a number; certificates are in the name that the user gave."""
-    if server_name is None and address != given:
-        server_name = host_of(given).removesuffix(".")
-    return Channel(address, authority=given, server_name=server_name, **shared)
+    return Channel(address, authority=given, **shared)
 
 
 class RemoteExperts(Mapping[str, RemoteExpert]):

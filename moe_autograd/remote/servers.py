@@ -9,6 +9,8 @@ Rules:
    as nobody else has its experts: they may be at an address that says nothing yet, and are waited for.
 4. A server tells its identity, new at every start. Two addresses with one identity are one server, and the first
    of them counts: a machine with two networks is not two replicas.
+5. A server is called by a name that stands for it now: those of two names may have changed places, and each has a
+   certificate of its own.
 
 Mutable state: `_channels`, which only grows, and `_behind`, replaced as wholes under `_lock`; `_resolved`, by one
 assignment an address.
@@ -93,13 +95,24 @@ class Servers:
         if not self._names:
             return {}
         errors: dict[str, ServerUnavailableError] = {}
+        names_of: dict[str, list[str]] = {}
         for name, found in resolve(self._names, operation).items():
             if isinstance(found, ServerUnavailableError):
                 errors[name] = found
-            else:
-                self._resolved[name] = frozenset(found)
-                self._change_behind(name, found)
+                continue
+            self._resolved[name] = frozenset(found)
+            self._change_behind(name, found)
+            for address in found:
+                names_of.setdefault(address, []).append(name)
+        self._call_by(names_of)
         return errors
+
+    def _call_by(self, names_of: Mapping[str, Sequence[str]]) -> None:
+        """Call servers by names that stand for them now (rule 5)."""
+        for address, names in names_of.items():
+            channel = self._channels.get(address)  # none: it is being closed
+            if channel is not None and channel.authority not in (address, *names):
+                channel.call_by(names[0])
 
     def settle(self, replies: Mapping[str, pb.InfoReply], needed: Collection[str]) -> dict[str, pb.InfoReply]:
         """Forget what rule 3 says, and return the replies without the doubles of rule 4.

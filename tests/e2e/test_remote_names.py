@@ -149,6 +149,25 @@ class TestCertificatesOfSeveralServers:
         with connect(named(first), tls=tls, allow_missing=True) as experts:
             assert list(experts) == list(experts.info()) == ["ffn.0"]
 
+    @pytest.mark.parametrize("hosts_of_other", [["127.0.0.1"], []], ids=["known", "unknown"])
+    def test_one_at_the_address_of_another_is_called_by_its_own_name(
+        self, name_server, started, tmp_path, hosts_of_other
+    ):
+        names = ["one.test", "two.test"]
+        configs = [self.secured(tmp_path / name, name) for name in names]
+        ca_files = [tmp_path / name / "ca.pem" for name in names]
+        (tmp_path / "ca.pem").write_text("".join(file.read_text() for file in ca_files))
+        name_server.hosts_of = {"one.test": ["127.0.0.1"], "two.test": ["127.0.0.2"]}
+        one, two = started(make_modules(0), make_modules(1), config=configs)
+        given = [f"{name}:{one.address.rpartition(':')[2]}" for name in names]
+        with connect(given, timeout_s=120.0, tls=TLS(tmp_path / "ca.pem")) as experts:
+            one.stop()
+            two.stop()
+            name_server.hosts_of = {"one.test": ["127.0.0.2"], "two.test": hosts_of_other}
+            with ExpertsServer(make_modules(0), listen=two.address, config=configs[0]):
+                assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+                assert experts.connection.address_of("ffn.0") == two.address
+
     def test_one_that_refuses_the_token_is_named_and_not_left_out(self, name_server, started, tmp_path):
         configs = []
         for index in range(2):

@@ -1,5 +1,5 @@
 """A name for servers. These and their addresses are real; only the name server is not: a function takes the place of
-`socket.getaddrinfo` and knows one more name."""
+`socket.getaddrinfo` and knows more names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from tests.support.hosting import sgd
 
 
 class NameServer:
-    """Knows `experts.test`, and passes every other question on; the hosts can be changed at any time."""
+    """Knows `experts.test`, and passes every other question on; the hosts can be changed at any time.
+
+    Attributes:
+        hosts: of `experts.test`.
+        hosts_of: further names.
+    """
 
     def __init__(self) -> None:
         self.hosts: list[str] = []
+        self.hosts_of: dict[str, list[str]] = {}
         self.num_questions = 0
         self._at: dict[int, Callable[[], object]] = {}
         self._others = socket.getaddrinfo
@@ -29,14 +35,20 @@ class NameServer:
         self._at[number] = do
 
     def getaddrinfo(self, host, port, *rest, **options):
+        if host in self.hosts_of:
+            return self._answer(self.hosts_of[host], port)
         if host != "experts.test":
             return self._others(host, port, *rest, **options)
         self.num_questions += 1
         if self.num_questions in self._at:
             self._at[self.num_questions]()
-        if not self.hosts:
+        return self._answer(self.hosts, port)
+
+    @staticmethod
+    def _answer(hosts, port):
+        if not hosts:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in self.hosts]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
 
 
 def named(server: ExpertsServer) -> str:
