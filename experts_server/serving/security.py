@@ -132,12 +132,16 @@ def read_tokens(file: Path) -> dict[bytes, Permission]:
 
 
 def _stamp(file: Path | None) -> tuple[int, ...] | None:
-    """Return what differs between a file and another one in its place; None where there is none."""
+    """Return what differs between a file and another one in its place; None where there is none.
+
+    The time of its last change also tells of permissions, without which it could not be read before, and of a copy with
+    the times of its original.
+    """
     try:
         found = None if file is None else file.stat()
     except OSError:
         return None
-    return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
+    return None if found is None else (found.st_ctime_ns, found.st_ino, found.st_size)
 
 
 def _digest(token: str) -> bytes:

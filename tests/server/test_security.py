@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from tests.support.certificates import make_certificates
-from tests.support.servers import ServerProcess, WireClient, tokens
+from tests.support.servers import ServerProcess, WireClient, tokens, wait_until
 
 TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
 D = 8
@@ -134,6 +135,22 @@ def test_a_gate_shows_and_keeps_no_token(tmp_path: Path) -> None:
     file.write_text(f"train {TRAIN}")
     gate = Gate(file)
     assert TRAIN not in repr(gate) + repr(vars(gate))
+
+
+def test_a_tokens_file_that_was_written_with_its_time_of_before_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"train {TRAIN}")
+    gate, before = Gate(file), file.stat()
+
+    def replace() -> bool:
+        file.write_text(f"train {TRAIN[::-1]}")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return file.stat().st_ctime_ns != before.st_ctime_ns  # a clock that goes on every few ms
+
+    wait_until(replace)
+    gate.check([("authorization", f"Bearer {TRAIN[::-1]}")], "train")
+    with pytest.raises(PermissionDeniedError):
+        gate.check([("authorization", f"Bearer {TRAIN}")], "train")
 
 
 def test_no_token_and_no_tensor_gets_into_the_log(tmp_path: Path) -> None:
