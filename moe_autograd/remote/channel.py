@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -169,8 +170,14 @@ class Channel:
         """Refuse an RPC for which grpc needs a thread that the system does not have.
 
         It would begin the call all the same and let nobody read its events: that channel never closes, and each later
-        call that needs a thread waits there for ever.
+        call that needs a thread waits there for ever. While the interpreter takes itself apart, whoever begins a thread
+        waits for it for ever.
         """
+        if sys.is_finalizing():
+            raise RemoteError(
+                f"server at {self.address}, {phase_of(rpc)}: expected a thread to send from, got an interpreter that "
+                "takes itself apart. Nothing was sent. Call it earlier, as in a function of `atexit`."
+            )
         probe = threading.Thread(daemon=True)  # which does nothing
         try:
             probe.start()

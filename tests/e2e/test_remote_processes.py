@@ -217,6 +217,26 @@ def test_streams_that_were_left_are_ended_before_the_interpreter_is(server):
     assert (told.stdout, told.stderr) == ("[LeftStreams(0)]\n", "")
 
 
+def test_weights_that_are_set_while_the_interpreter_takes_itself_apart_are_refused(server):
+    program = f"""if True:
+        from moe_autograd.remote import RetryPolicy, connect
+
+        class Trainer:
+            def __init__(self):
+                self.experts = connect({server.address!r}, retry=RetryPolicy(max_retries=0))
+                self.state = self.experts.state_dict()
+
+            def __del__(self):
+                self.experts.load_state_dict(self.state)
+
+        trainer = Trainer()
+        """
+    told = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=250
+    )
+    assert "load_state_dict: expected a thread to send from, got an interpreter that takes" in told.stderr
+
+
 def test_an_event_loop_goes_on_while_an_expert_is_called_in_a_thread(server):
     async def main() -> int:
         with await asyncio.to_thread(connect, server.address) as experts:
