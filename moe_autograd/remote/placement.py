@@ -31,7 +31,8 @@ class HostedExpert:
     Args:
         name: of the expert.
         kind: the module's class.
-        addresses: the servers that host it; those first that answered when all were asked last.
+        addresses: the servers that host it, in the order in which this client asks them; those first that answered when
+            all were asked last.
         num_parameters: of the module.
         is_trained: whether it has an optimizer.
         update: `"on_step"`, `"on_backward"` or `"on_samples"`.
@@ -241,9 +242,8 @@ class Placement:
         """
         with self._lock:
             places: dict[str, list[tuple[str, pb.ExpertInfo]]] = {}
-            for address in self._addresses:
-                for name, info in self._replies.get(address, {}).items():
-                    places.setdefault(name, []).append((address, info))
+            for name in dict.fromkeys(name for infos in self._replies.values() for name in infos):
+                places[name] = [(host, self._replies[host][name]) for host in self._ordered_hosts(name)]
             layouts, answered = dict(self._layouts), self._answered
         return {
             name: _hosted(name, found, layouts, answered)

@@ -68,10 +68,10 @@ class TestSeveralServers:
         first, second = servers = started(make_modules(0, 1), make_modules(1, 2))
         name_server.hosts = ["127.0.0.2", "127.0.0.1"]
         with connect(named(first)) as experts:
-            assert {name: expert.hosted.addresses for name, expert in experts.items()} == {
-                "ffn.0": (first.address,),
-                "ffn.1": tuple(server.address for server in servers),
-                "ffn.2": (second.address,),
+            assert {name: {*expert.hosted.addresses} for name, expert in experts.items()} == {
+                "ffn.0": {first.address},
+                "ffn.1": {server.address for server in servers},
+                "ffn.2": {second.address},
             }
             for expert in experts.values():
                 assert expert(torch.ones(1, 4)).shape == (1, 4)

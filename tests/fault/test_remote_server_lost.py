@@ -169,13 +169,32 @@ class TestElsewhere:
         servers = [ExpertsServer(self.make()).start() for _ in range(2)]
         x = torch.ones(1, 8)
         with connect([server.address for server in servers]) as experts:
-            assert experts["ffn.0"].hosted.addresses == tuple(server.address for server in servers)
+            assert sorted(experts["ffn.0"].hosted.addresses) == sorted(server.address for server in servers)
             expected = experts["ffn.0"](x)
             servers[0].stop()
             torch.testing.assert_close(experts["ffn.0"](x), expected)
             with ExpertsServer(self.make(), listen=servers[0].address):
                 servers[1].stop()
                 torch.testing.assert_close(experts["ffn.0"](x), expected)
+
+    def test_what_is_said_of_an_expert_is_said_by_the_replica_that_is_asked(self):
+        expected = {}
+        with (
+            ExpertsServer({"e": nn.Linear(4, 4)}) as frozen,
+            ExpertsServer({"e": nn.Sequential(nn.Linear(8, 8))}, optimizer=sgd) as trained,
+        ):
+            expected[frozen.address] = (4, False, ["e.bias", "e.weight"])
+            expected[trained.address] = (8, True, ["e.0.bias", "e.0.weight"])
+            asked: set[str] = set()
+            while asked != {*expected}:  # each client chooses one
+                with connect(expected) as experts:
+                    address = experts.connection.address_of("e")
+                    width, is_trained, keys = expected[address]
+                    assert experts["e"].hosted.addresses[0] == address
+                    assert experts["e"].is_trained == is_trained
+                    assert experts["e"](torch.ones(1, width)).shape == (1, width)
+                    assert sorted(experts.state_dict()) == keys
+                    asked.add(address)
 
     def test_one_client_trains_one_replica(self):
         servers = [ExpertsServer(self.make(), optimizer=sgd).start() for _ in range(2)]
