@@ -36,7 +36,7 @@ from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.security import Certificates, Token
-from moe_autograd.wire.addresses import host_of, is_local
+from moe_autograd.wire.addresses import host_of, in_certificate, is_local
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
 from moe_autograd.wire.options import CHANNEL_OPTIONS
@@ -118,10 +118,8 @@ class Channel:
         if self._credentials is None:
             authority = ("grpc.default_authority", self.authority)
             return _Stubs(grpc.insecure_channel(self.address, (*options, authority)))
-        server_name = self._server_name
-        if server_name is None and self.authority != self.address:
-            server_name = host_of(self.authority).removesuffix(".")
-        if server_name is not None:
+        server_name = in_certificate(self._server_name or host_of(self.authority))
+        if server_name != host_of(self.address):
             options = (*options, ("grpc.ssl_target_name_override", server_name))
         return _Stubs(grpc.secure_channel(self.address, self._credentials, options))
 

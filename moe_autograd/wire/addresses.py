@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import socket
 
 
 def is_host_and_port(address: str) -> bool:
@@ -35,6 +37,21 @@ def is_name(address: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def in_certificate(host: str) -> str:
+    """Return a host as certificates have it: names in ASCII without a dot at their end, numbers short.
+
+    >>> in_certificate("bücher.example."), in_certificate("FD00:0::2"), in_certificate("::ffff:10.0.0.1")
+    ('xn--bcher-kva.example', 'fd00::2', '::ffff:10.0.0.1')
+    """
+    try:
+        number = ipaddress.ip_address(host).packed
+    except ValueError:
+        with contextlib.suppress(UnicodeError):  # which no name server knows either
+            host = host.encode("idna").decode("ascii")
+        return host.removesuffix(".")
+    return socket.inet_ntop(socket.AF_INET if len(number) == 4 else socket.AF_INET6, number)
 
 
 def is_local(address: str) -> bool:

@@ -137,6 +137,19 @@ class TestCertificatesOfSeveralServers:
             for expert in experts.values():
                 assert expert(torch.ones(1, 4)).shape == (1, 4)
 
+    @pytest.mark.parametrize(
+        ("given", "server_name"), [("bücher.test", None), ("experts.test", "bücher.test")]
+    )
+    def test_a_name_beyond_ascii_is_one_of_the_certificate(
+        self, name_server, started, tmp_path, given, server_name
+    ):
+        config = self.secured(tmp_path / "server", "xn--bcher-kva.test")
+        (server,) = started(make_modules(0), config=[config])
+        name_server.hosts_of = {given: ["127.0.0.1"]}
+        tls = TLS(tmp_path / "server" / "ca.pem", server_name=server_name)
+        with connect(f"{given}:{server.address.rpartition(':')[2]}", tls=tls) as experts:
+            assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+
     def test_one_that_has_not_is_named_and_not_left_out(self, name_server, started, tmp_path):
         configs = [self.secured(tmp_path / str(index), f"host{index}.test") for index in range(2)]
         ca_files = [tmp_path / str(index) / "ca.pem" for index in range(2)]
