@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -98,7 +99,12 @@ class Certificates:
     """
 
     def __init__(self, tls: TLS) -> None:
-        self._tls = tls
+        # the same ones, whatever folder the process is in by then
+        ca_file, cert_file, key_file = (
+            None if file is None else Path(file).absolute()
+            for file in (tls.ca_file, tls.cert_file, tls.key_file)
+        )
+        self._tls = dataclasses.replace(tls, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
         self._lock = threading.Lock()
         self._contents = tls.contents()
         self._credentials = tls.credentials()
@@ -135,7 +141,8 @@ class Token:
     """
 
     def __init__(self, given: str | Path | None) -> None:
-        self._file = given if isinstance(given, Path) else None
+        # the same one, whatever folder the process is in by then
+        self._file = given.absolute() if isinstance(given, Path) else None
         self._renewed_at = -math.inf
         self._show(read_token(given) if isinstance(given, Path) else given)
 

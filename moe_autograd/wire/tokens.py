@@ -32,7 +32,7 @@ def read_token(file: Path) -> str:
     """
     try:
         token = file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not there, no text, or a name with a null byte
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"expected a readable text file at {str(file)!r} ({reason})") from error
     if not token:

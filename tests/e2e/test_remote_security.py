@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,6 +187,38 @@ class TestRenewal:
             with pytest.raises(ServerUnavailableError, match="certificate of yours"):
                 connect(server.address, tls=TLS(files.folder / "ca.pem"))
 
+    def test_certificates_are_renewed_though_the_process_has_left_their_folder(self, files, monkeypatch):
+        security = SecurityConfig(
+            tls_cert=files.folder / "server.pem",
+            tls_key=files.folder / "server.key",
+            client_ca=files.folder / "ca.pem",
+        )
+        with serve(security) as server, Proxy(server.address, is_encrypted=True) as proxy:
+            (files.folder / "placement.toml").write_text(
+                f'addresses = ["{proxy.address}"]\n'
+                '[tls]\nca_file = "ca.pem"\ncert_file = "client.pem"\nkey_file = "client.key"\n'
+            )
+            monkeypatch.chdir(files.folder)
+            with connect("placement.toml") as experts:
+                monkeypatch.chdir("/")
+                files(files.new, *self.NAMES)
+                proxy.cut()
+                assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+
+    def test_a_token_is_renewed_though_the_process_has_left_its_folder(self, tmp_path, monkeypatch):
+        (tmp_path / "tokens").write_text(f"train {TRAIN}\n")
+        (tmp_path / "token").write_text(TRAIN)
+        monkeypatch.chdir(tmp_path)
+        with (
+            serve(SecurityConfig(tokens_file=Path("tokens"))) as server,
+            connect(server.address, token=Path("token")) as experts,
+        ):
+            monkeypatch.chdir("/")
+            (tmp_path / "token").write_text("train-token-of-tomorrow")
+            (tmp_path / "tokens").write_text("train train-token-of-tomorrow\n")
+            wait_until_refused(server.address, TRAIN)
+            assert experts["ffn.0"](torch.ones(1, 4)).shape == (1, 4)
+
     def test_a_client_says_what_is_wrong_with_files_that_stay_broken(self, files):
         security = SecurityConfig(
             tls_cert=files.folder / "server.pem",
@@ -285,6 +318,13 @@ def test_a_token_file_that_holds_none_is_refused_before_anything_connects(tmp_pa
         (tmp_path / "token").write_text(content)
     with pytest.raises(ValueError, match=expected):
         connect("127.0.0.1:1", token=tmp_path / "token")
+
+
+def test_a_token_file_whose_name_is_none_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"expected a readable text file at 'a\\x00b' \(embedded null byte\)"
+    ):
+        connect("127.0.0.1:1", token=Path("a\0b"))
 
 
 def test_files_that_are_no_certificates_are_refused_by_name_before_anything_connects(folder):
