@@ -23,6 +23,7 @@ from experts_server.configuration.names import counted
 from moe_autograd.errors import ConfigError, CorruptDataError, DeadlineExceededError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
+from moe_autograd.wire.addresses import host_of, in_certificate
 from moe_autograd.wire.certificates import channel_credentials
 from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import CHANNEL_OPTIONS
@@ -57,10 +58,13 @@ def _connected(
     """Connect; within, errors of grpc become ours."""
     metadata = () if token_file is None else (("authorization", f"Bearer {_token(token_file)}"),)
     credentials = _credentials(ca, cert, key)
+    host = in_certificate(host_of(address))
+    target = address if address.isascii() else f"{host}:{address.rpartition(':')[2]}"
     if credentials is None:
-        channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
     else:
-        channel = grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
+        named = ("grpc.ssl_target_name_override", host)
+        channel = grpc.secure_channel(target, credentials, (*CHANNEL_OPTIONS, named))
     with channel:
         try:
             yield _Line(channel, {"timeout": timeout_s, "metadata": metadata})

@@ -258,6 +258,16 @@ def test_over_tls_the_right_authority_is_served_and_plain_text_is_not(certificat
         assert shown.exit_code == 0, shown.output
 
 
+def test_commands_find_a_server_by_a_name_beyond_ascii(certificates: Path) -> None:
+    security = SecurityConfig(tls_cert=certificates / "server.pem", tls_key=certificates / "server.key")
+    secured = ServingConfig(security=security)
+    for config, options in ((None, []), (secured, ["--ca", str(certificates / "ca.pem")])):
+        with ExpertsServer({"e": FeedForwardExpert(D)}, config=config) as server:
+            name = f"ｌocalhost:{server.address.rpartition(':')[2]}"  # in ASCII, as IDNA has it: localhost
+            shown = CliRunner().invoke(main, ["info", name, "--json", *options])
+        assert shown.exit_code == 0, shown.output
+
+
 def test_with_a_client_ca_only_clients_with_its_certificate_are_served(
     certificates: Path, tmp_path: Path
 ) -> None:
