@@ -214,7 +214,9 @@ def only_computes(module: object) -> bool:
 
     Threads: any.
     """
-    if not isinstance(module, nn.Module):
+    if (
+        not isinstance(module, nn.Module) or "_modules" not in module.__dict__
+    ):  # its `__init__` was not called
         return False
     kind = type(module)
     try:

@@ -370,6 +370,20 @@ def test_nothing_that_is_known_draws_random_numbers() -> None:
     assert not [one for one in overloads if torch.Tag.nondeterministic_seeded in one.tags]
 
 
+def test_a_module_that_was_never_made_raises_as_by_itself() -> None:
+    class Unmade(nn.Module):
+        def __init__(self) -> None:
+            pass
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    x = torch.randn(3, 4)
+    for call in (lambda: Unmade()(x), lambda: parallel_apply([Unmade(), Unmade()], [x, x])):
+        with pytest.raises(AttributeError, match="'Unmade' object has no attribute"):
+            call()
+
+
 def test_a_class_that_was_read_can_go() -> None:
     kind = type("Own", (Expert,), {"forward": swiglu})
     assert only_computes(kind())
