@@ -1,9 +1,10 @@
 """Experts that compute: `parallel_apply` against the plain loop that uses all cores inside each operator.
 
-Feed-forward experts of four sizes, and experts of many small operators, float32. A step is a forward and a backward (no
-optimizer: it would take the same time on both sides). Peak memory is what the process holds at most beyond what it held
-before the first step, each kind in a process of its own, by the kernel's count (`VmHWM`): once as things are, and once
-with pages of its own for every tensor, so that none is counted that the C library keeps of freed ones.
+Feed-forward experts of four sizes, tiny ones of a user's class, and experts of many small operators, float32. A step is
+a forward and a backward (no optimizer: it would take the same time on both sides). Peak memory is what the process
+holds at most beyond what it held before the first step, each kind in a process of its own, by the kernel's count
+(`VmHWM`): once as things are, and once with pages of its own for every tensor, so that none is counted that the C
+library keeps of freed ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure import print_table, stopwatch, take_turns
@@ -47,6 +49,19 @@ def feed_forward(d_model: int, d_ff: int) -> nn.Module:
 
 def transformer(d_model: int, d_ff: int) -> nn.Module:
     return nn.TransformerEncoderLayer(d_model, 4, d_ff, dropout=0.0, batch_first=True)
+
+
+class Gated(nn.Module):
+    """A class of a user's."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(*shape, bias=False) for shape in ((d_model, d_ff), (d_model, d_ff), (d_ff, d_model))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Recurrent(nn.Module):
@@ -81,6 +96,7 @@ SIZES = {
     "small": Size(16, (64,), 128, 512, repeats=10),
     "middling": Size(8, (256,), 512, 2048),
     "large": Size(4, (1024,), 1024, 4096),
+    "tiny, own class": Size(32, (8,), 32, 64, repeats=20, make=Gated),
     "transformer": Size(8, (8, 64), 128, 512, make=transformer),
     "recurrent": Size(8, (8, 64), 256, 256, make=Recurrent),
 }
