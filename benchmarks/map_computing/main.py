@@ -10,11 +10,13 @@ library keeps of freed ones.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +143,26 @@ def steps(apply: Callable[..., list[Any]], size: Size, way: Way) -> Callable[[],
     return run
 
 
+@contextlib.contextmanager
+def resting_teams(count: int) -> Iterator[None]:
+    """Keep so many threads that have used their teams of intra-op threads once, and rest."""
+    is_over, are_made = threading.Event(), threading.Barrier(count + 1)
+
+    def rest() -> None:
+        torch.ones(1 << 20).add_(1)
+        are_made.wait()
+        is_over.wait()
+
+    threads = [threading.Thread(target=rest) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    are_made.wait()
+    yield
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+
 def peak_bytes(kind: str, name: str, way: Way, allocator: Mapping[str, str]) -> int:
     """Return the peak of a process that runs ten steps of one kind and nothing else."""
     command = [sys.executable, "-m", "benchmarks.map_computing.main", "--peak-of", kind, name]
@@ -161,7 +183,7 @@ def print_peak(kind: str, name: str, way: Way) -> None:
     print(peak_beyond_now(lambda: [run() for _ in range(10)]))
 
 
-def main(rounds: int, names: Sequence[str], way: Way) -> None:
+def print_times(rounds: int, names: Sequence[str], way: Way) -> None:
     rows = []
     for name in names:
         size = SIZES[name]
@@ -170,7 +192,9 @@ def main(rounds: int, names: Sequence[str], way: Way) -> None:
             loop, mapped = taken["loop"][part], taken["map"][part]
             rows.append((name, part, loop.median_ms, mapped.median_ms, loop.ratio_to(mapped)))
     print_table(("experts", "pass", "loop, ms", "map, ms", "times as fast"), rows)
-    print()
+
+
+def print_peaks(names: Sequence[str], way: Way) -> None:
     print_table(
         ("experts", "size", "loop, peak MB", "map", "map / loop", "own pages: loop", "map", "map / loop"),
         [
@@ -186,10 +210,18 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--adds-up", action="store_true", help="add gradients to those of the last step")
     parser.add_argument("--shares", action="store_true", help="call one expert with one batch, each time")
+    parser.add_argument(
+        "--beside-teams", action="store_true", help="beside threads whose teams rest; times alone"
+    )
     parser.add_argument("--peak-of", nargs=2, metavar=("KIND", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen = Way(arguments.adds_up, arguments.shares)
     if arguments.peak_of:
         print_peak(*arguments.peak_of, chosen)
+    elif arguments.beside_teams:
+        with resting_teams(2):
+            print_times(arguments.rounds, arguments.sizes, chosen)
     else:
-        main(arguments.rounds, arguments.sizes, chosen)
+        print_times(arguments.rounds, arguments.sizes, chosen)
+        print()
+        print_peaks(arguments.sizes, chosen)
