@@ -10,7 +10,8 @@ Rule 1. While a call runs, each tensor it saves is put into a box. When the call
 Rule 2. Before the backwards of a map fan out, what checkpoint's hooks packed for the calls that run is unpacked, in the
         same order, by the thread and in the backward that the caller started. Other hooks unpack a tensor when the
         backward of its call asks for it, as ever: what all calls saved need not be in memory at once.
-Rule 3. The hook sees a tensor later than natively. If it was changed in place meanwhile, that raises.
+Rule 3. The hook sees a tensor later than natively. If it was changed in place meanwhile, a backward that asks for it
+        raises, as it does where there are no hooks; where nobody asks for it, nothing is wrong.
 Rule 4. A tensor that is asked for before its turn (by a backward inside a forward) meets the hooks at once, except
         those of `torch.utils.checkpoint`, which count: these see it in its turn, and it comes back as it is.
 Rule 5. A result that was saved leads back to the node that holds its box, and nobody would find the two. So a box whose
@@ -34,7 +35,7 @@ from torch import Tensor
 class Box:
     """One saved tensor, on its way to the caller's hooks and back."""
 
-    __slots__ = ("__weakref__", "_ahead", "_hooks", "_is_packed", "_packed", "_version")
+    __slots__ = ("__weakref__", "_ahead", "_change", "_hooks", "_is_packed", "_packed", "_version")
 
     def __init__(self, tensor: Tensor, hooks: OrderedHooks) -> None:
         self._hooks = hooks
@@ -42,19 +43,23 @@ class Box:
         self._packed: Any = tensor
         self._version = tensor._version
         self._ahead: Tensor | None = None
+        self._change = ""  # what to say of it to a backward that asks for the tensor (Rule 3)
 
     def pack(self) -> None:
-        """Hand the tensor to the caller's hook (Rules 1 and 3)."""
+        """Hand the tensor to the caller's hook (Rule 1)."""
         if self._is_packed:
             return
+        self._look_for_change()
+        self._packed = self._hooks.pack(self._packed)
+        self._is_packed = True
+
+    def _look_for_change(self) -> None:
         if self._packed._version != self._version:
-            raise RuntimeError(
+            self._change = (
                 f"a tensor saved for the backward has been modified by an inplace operation before its saved-tensor "
                 f"hook could see it: {tuple(self._packed.shape)} is at version {self._packed._version}; expected "
                 f"version {self._version}. Change a copy, or leave the hooks out for this call."
             )
-        self._packed = self._hooks.pack(self._packed)
-        self._is_packed = True
 
     def cut_off(self) -> None:
         """Keep the tensor without its history, since its turn will never come (Rule 5)."""
@@ -68,10 +73,16 @@ class Box:
 
     def unpack(self) -> Tensor:
         """Return the tensor, and keep what `unpack_ahead` got no longer."""
-        if not self._is_packed and self._hooks.is_counting:  # Rule 4
+        is_early = not self._is_packed and self._hooks.is_counting  # Rule 4
+        if is_early:
+            self._look_for_change()
+        else:
+            self.pack()
+        if self._change:
+            raise RuntimeError(self._change)
+        if is_early:
             tensor: Tensor = self._packed
             return tensor
-        self.pack()
         ahead, self._ahead = self._ahead, None
         return self._hooks.unpack(self._packed) if ahead is None else ahead
 

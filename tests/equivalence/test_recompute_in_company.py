@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     checkpoint,
 )
@@ -106,6 +109,45 @@ def test_checkpoint_around_the_map() -> None:
         y.sum().backward()
         runs.append([y, x.grad, *gradients(modules)])
     assert_same(*runs)
+
+
+def without_what_it_changed(x: Tensor) -> Tensor:
+    changed = x.exp()
+    scale = changed.sum().detach()
+    changed.zero_()
+    return x.sin() * scale
+
+
+def with_what_it_changed(x: Tensor) -> Tensor:
+    return x.exp().mul_(2)  # `exp` needs its result
+
+
+AROUND: list[tuple[Callable[[], AbstractContextManager[object]], bool]] = [
+    (save_on_cpu, False),
+    (nullcontext, True),
+]
+
+
+@pytest.mark.parametrize(("hooks", "is_checkpointed"), AROUND, ids=["save_on_cpu", "checkpoint"])
+def test_what_a_call_saved_and_then_changed_raises_in_a_backward_that_asks_for_it(
+    hooks: Callable[[], AbstractContextManager[object]], is_checkpointed: bool
+) -> None:
+    """Hooks see it when the call has ended, too late; where it is left out of the graph, nobody asks."""
+
+    def through(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        layer = lambda x: torch.stack(parallel_apply([function] * 4, [(x,)] * 4)).sum()  # noqa: E731
+        with hooks():
+            y = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
+        assert isinstance(y, Tensor)
+        return y
+
+    x = torch.ones(3, 4, requires_grad=True)
+    y = through(without_what_it_changed, x)
+    natively = torch.stack([without_what_it_changed(x) for _ in range(4)]).sum()
+    assert_same(torch.autograd.grad(y, x), torch.autograd.grad(natively, x))
+    y = through(with_what_it_changed, x)
+    with pytest.raises(RuntimeError, match="before its saved-tensor hook could see it"):
+        y.backward()
 
 
 def test_modes_neither_see_nor_make_up_how_random_numbers_are_put_aside() -> None:
