@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_autograd.autograd.parallel import parallel_apply
 from tests.support.recomputing import WORKERS, Checkpointed, assert_same, experts_of, ffn, gradients
@@ -149,3 +150,18 @@ def test_nested_three_deep(workers: int) -> None:
         torch.stack(outputs).sum().backward()
         runs.append([*outputs, x.grad, *gradients(modules)])
     assert_same(*runs)
+
+
+@pytest.mark.parametrize(("call", "num_runs"), [(parallel_apply, 2), (None, 1)], ids=["map", "checkpoint"])
+def test_the_backward_of_a_second_derivative_runs_forwards_as_often_as_the_page_says(
+    call: Any, num_runs: int
+) -> None:
+    """Running statistics tell. `torch.utils.checkpoint` is here for what the page says of it."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    y = call([module], [(x,)], recompute=True)[0] if call else checkpoint(module, x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    before = module[1].num_batches_tracked.item()
+    assert before == 2
+    grad.square().sum().backward()
+    assert module[1].num_batches_tracked.item() - before == num_runs
