@@ -19,9 +19,9 @@ import inspect
 import math
 import sys
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -170,13 +170,13 @@ class Reading(NamedTuple):
     """What a forward names, where it only computes.
 
     Args:
-        forward: the function.
+        forward: the function; held, it would keep its class alive, by way of the globals of its file.
         called: attributes of `self` that it calls.
         taken: those whose value it takes.
         of_globals: globals, and what they were.
     """
 
-    forward: Any
+    forward: weakref.ref[types.FunctionType]
     called: frozenset[str]
     taken: frozenset[str]
     of_globals: Mapping[str, object]
@@ -184,9 +184,10 @@ class Reading(NamedTuple):
     def is_true_of(self, module: nn.Module) -> bool:
         """Whether the class still has that forward, its file those globals, and the instance what it takes."""
         kind: Any = type(module)
-        if kind.forward is not self.forward:
+        forward = self.forward()
+        if forward is None or kind.forward is not forward:
             return False
-        namespace = self.forward.__globals__
+        namespace = forward.__globals__
         for name, value in self.of_globals.items():
             if namespace.get(name) is not value:
                 return False
@@ -206,7 +207,7 @@ class Reading(NamedTuple):
         return True
 
 
-_readings: WeakKeyDictionary[type, Reading | None] = WeakKeyDictionary()
+_readings: weakref.WeakKeyDictionary[type, Reading | None] = weakref.WeakKeyDictionary()
 
 
 def only_computes(module: object) -> bool:
@@ -232,7 +233,7 @@ def _is_function(value: object) -> bool:
 
 def _read(kind: type[nn.Module]) -> Reading | None:
     """Read the forward of a class; return `None` if it may do more than arithmetic."""
-    forward = kind.forward
+    forward = getattr(kind, "forward", None)  # that of a scripted module is none
     if not isinstance(forward, types.FunctionType) or not _is_called_as_usual(kind):
         return None
     code = forward.__code__
@@ -270,7 +271,9 @@ class _Reader:
         """Return what it names, or `None` if there is something else in it."""
         if not all(self._is_arithmetic(place, step) for place, step in enumerate(self._steps)):
             return None
-        return Reading(self._forward, frozenset(self._called), frozenset(self._taken), self._of_globals)
+        return Reading(
+            weakref.ref(self._forward), frozenset(self._called), frozenset(self._taken), self._of_globals
+        )
 
     def _is_arithmetic(self, place: int, step: dis.Instruction) -> bool:
         if step.opname in _LOADS:

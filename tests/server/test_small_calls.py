@@ -27,7 +27,10 @@ D = 8
 
 
 class Own(nn.Linear):
-    """May do anything in its forward: its class is no known one."""
+    """May do anything in its forward, as far as that can be read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 def hooked() -> nn.Module:
@@ -51,7 +54,18 @@ def has_worked(server: ExpertsServer) -> bool:
     return any(worker.since for worker in server._server.pool._workers)
 
 
-@pytest.mark.parametrize("module", [nn.Linear(D, D), FeedForwardExpert(D, 16)], ids=["linear", "ffn"])
+class Doubled(nn.Linear):
+    """A class of a user's, whose forward can be read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.tanh(x @ self.weight.T)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(D, D), FeedForwardExpert(D, 16), Doubled(D, D)],
+    ids=["linear", "ffn", "a class of one's own"],
+)
 def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.Module) -> None:
     with ExpertsServer({"e": module}, optimizer=sgd) as server:
         y, x_grad = forward_and_backward(server, 3)

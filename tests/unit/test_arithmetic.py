@@ -384,10 +384,16 @@ def test_a_module_that_was_never_made_raises_as_by_itself() -> None:
             call()
 
 
-def test_a_class_that_was_read_can_go() -> None:
-    kind = type("Own", (Expert,), {"forward": swiglu})
-    assert only_computes(kind())
-    left = weakref.ref(kind)
-    del kind
+def test_a_class_that_was_read_can_go_with_its_file() -> None:
+    source = """
+class Own(nn.Module):
+    def forward(self, x):
+        return torch.sin(x)
+"""
+    file: dict[str, Any] = {"__name__": "generated", "nn": nn, "torch": torch}
+    exec(source, file)
+    assert only_computes(file["Own"]())
+    left = weakref.ref(file["Own"])
+    del file
     gc.collect()
     assert left() is None
