@@ -19,9 +19,9 @@ import inspect
 import math
 import sys
 import types
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -169,14 +169,16 @@ _NOT_PLAIN = (
 class Reading(NamedTuple):
     """What a forward names, where it only computes.
 
+    It holds no function, which would hold its file's globals, and these the class: a class that was read can go.
+
     Args:
-        forward: the function; held, it would keep its class alive, by way of the globals of its file.
+        code: of the forward. What reloads a file that was edited may put another into the same function.
         called: attributes of `self` that it calls.
         taken: those whose value it takes.
         of_globals: globals, and what they were.
     """
 
-    forward: weakref.ref[types.FunctionType]
+    code: types.CodeType
     called: frozenset[str]
     taken: frozenset[str]
     of_globals: Mapping[str, object]
@@ -184,8 +186,8 @@ class Reading(NamedTuple):
     def is_true_of(self, module: nn.Module) -> bool:
         """Whether the class still has that forward, its file those globals, and the instance what it takes."""
         kind: Any = type(module)
-        forward = self.forward()
-        if forward is None or kind.forward is not forward:
+        forward = _forward_of(kind)
+        if forward is None or forward.__code__ is not self.code:
             return False
         namespace = forward.__globals__
         for name, value in self.of_globals.items():
@@ -207,7 +209,7 @@ class Reading(NamedTuple):
         return True
 
 
-_readings: weakref.WeakKeyDictionary[type, Reading | None] = weakref.WeakKeyDictionary()
+_readings: WeakKeyDictionary[type, Reading | None] = WeakKeyDictionary()
 
 
 def only_computes(module: object) -> bool:
@@ -231,10 +233,16 @@ def _is_function(value: object) -> bool:
     return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in FUNCTIONS
 
 
+def _forward_of(kind: type[nn.Module]) -> types.FunctionType | None:
+    """Return the function; `None` if it is something else, such as what TorchScript has there, which a class lacks."""
+    forward = getattr(kind, "forward", None)
+    return forward if type(forward) is types.FunctionType else None
+
+
 def _read(kind: type[nn.Module]) -> Reading | None:
     """Read the forward of a class; return `None` if it may do more than arithmetic."""
-    forward = getattr(kind, "forward", None)  # that of a scripted module is none
-    if not isinstance(forward, types.FunctionType) or not _is_called_as_usual(kind):
+    forward = _forward_of(kind)
+    if forward is None or not _is_called_as_usual(kind):
         return None
     code = forward.__code__
     if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & _NOT_PLAIN:
@@ -271,9 +279,8 @@ class _Reader:
         """Return what it names, or `None` if there is something else in it."""
         if not all(self._is_arithmetic(place, step) for place, step in enumerate(self._steps)):
             return None
-        return Reading(
-            weakref.ref(self._forward), frozenset(self._called), frozenset(self._taken), self._of_globals
-        )
+        code = self._forward.__code__
+        return Reading(code, frozenset(self._called), frozenset(self._taken), self._of_globals)
 
     def _is_arithmetic(self, place: int, step: dis.Instruction) -> bool:
         if step.opname in _LOADS:

@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -310,11 +311,12 @@ def test_a_class_that_is_called_or_asked_in_another_way_is_not_known(name: str) 
             module, "shift", torch.nn.parameter.Buffer(torch.ones(4).as_subclass(Special))
         ),
         lambda module: setattr(type(module), "forward", waits),
+        lambda module: setattr(type(module).forward, "__code__", waits.__code__),  # as IPython's autoreload
         lambda module: setattr(type(module), "w1", property(lambda self: wait)),
     ],
 )
 def test_what_is_changed_later_is_seen(change: Callable[[Any], object]) -> None:
-    module = expert_with(gated)
+    module = expert_with(types.FunctionType(gated.__code__, globals()))
     assert only_computes(module)
     change(module)
     assert not only_computes(module)
@@ -397,3 +399,11 @@ class Own(nn.Module):
     del file
     gc.collect()
     assert left() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_modules_are_called_as_ever() -> None:
+    modules = [torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(2)]
+    xs = [torch.randn(3, 4) for _ in modules]
+    expected = [module(x) for module, x in zip(modules, xs, strict=True)]
+    assert all(map(torch.equal, parallel_apply(modules, xs), expected))
