@@ -187,7 +187,7 @@ class Reading(NamedTuple):
         """Whether the class still has that forward, its file those globals, and the instance what it takes."""
         kind: Any = type(module)
         forward = _forward_of(kind)
-        if forward is None or forward.__code__ is not self.code:
+        if forward is None or forward.__code__ is not self.code or not _is_called_as_usual(kind):
             return False
         namespace = forward.__globals__
         for name, value in self.of_globals.items():
@@ -242,7 +242,7 @@ def _forward_of(kind: type[nn.Module]) -> types.FunctionType | None:
 def _read(kind: type[nn.Module]) -> Reading | None:
     """Read the forward of a class; return `None` if it may do more than arithmetic."""
     forward = _forward_of(kind)
-    if forward is None or not _is_called_as_usual(kind):
+    if forward is None:
         return None
     code = forward.__code__
     if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & _NOT_PLAIN:
@@ -253,8 +253,14 @@ def _read(kind: type[nn.Module]) -> Reading | None:
 
 
 def _is_called_as_usual(kind: type[nn.Module]) -> bool:
-    names = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
-    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+    """Written out: it is asked before each call."""
+    return (
+        kind.__call__ is nn.Module.__call__
+        and kind._call_impl is nn.Module._call_impl
+        and kind._wrapped_call_impl is nn.Module._wrapped_call_impl
+        and kind.__getattr__ is nn.Module.__getattr__
+        and kind.__getattribute__ is nn.Module.__getattribute__
+    )
 
 
 def _may_change(constant: object) -> bool:

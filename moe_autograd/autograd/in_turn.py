@@ -12,7 +12,8 @@ So a map is made as the loop that it means, if each of its calls is small or lar
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its input: one of
    `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that returns `True`, or one without,
    whose `forward` can be read to do no more (`arithmetic`);
-2. nothing of a user's runs within it: no hooks, no `forward` put into the instance, no tensors of other classes.
+2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
+   classes.
 
 What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
 torch's own classes are computed without it: of tiny experts a loop spends an eighth of its forward there. Where
@@ -113,7 +114,7 @@ def _called(module: Any, x: Tensor) -> Any:
 def _computed(module: Any, x: Tensor) -> Any:
     """Return what `module` returns, of which `_work_of` knows that nobody watches it."""
     kind, own = type(module), module.__dict__
-    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in own or "_call_impl" in own:
+    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in own:
         return module(x)
     if kind is nn.Sequential:
         for part in module._modules.values():
@@ -158,7 +159,7 @@ def _work_of(module: Any, x: Any) -> int | None:
         if type(part) not in ONLY_COMPUTE and not _only_computes(part):
             return None
         own = part.__dict__
-        if "forward" in own or own.get("inplace"):
+        if "forward" in own or "_call_impl" in own or own.get("inplace"):
             return None
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
             return None

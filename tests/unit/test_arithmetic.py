@@ -313,6 +313,8 @@ def test_a_class_that_is_called_or_asked_in_another_way_is_not_known(name: str) 
         lambda module: setattr(type(module), "forward", waits),
         lambda module: setattr(type(module).forward, "__code__", waits.__code__),  # as IPython's autoreload
         lambda module: setattr(type(module), "w1", property(lambda self: wait)),
+        lambda module: setattr(type(module), "__call__", waits),
+        lambda module: setattr(type(module), "__getattr__", lambda self, name: wait),
     ],
 )
 def test_what_is_changed_later_is_seen(change: Callable[[Any], object]) -> None:
@@ -344,6 +346,13 @@ def test_a_class_may_say_by_itself_that_it_does_more() -> None:
 def test_a_part_that_may_wait_counts() -> None:
     module = expert_with(swiglu)
     module.w3 = expert_with(waits)  # type: ignore[assignment]
+    assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
+
+
+@pytest.mark.parametrize("module", [expert_with(swiglu), nn.Linear(4, 4)], ids=["own", "torch's"])
+def test_what_stands_for_the_call_of_one_module_may_do_more(module: Any) -> None:
+    assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is not None
+    module._call_impl = wait
     assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
 
 
