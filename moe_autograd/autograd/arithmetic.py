@@ -9,7 +9,8 @@ nor be waited for may be called in turn (`in_turn`). So a forward is read, once 
 3. of globals it names only torch's modules and functions of theirs that compute (`FUNCTIONS`);
 4. of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`).
 
-What is not known here is more than arithmetic: another function, and an instruction of a Python that is not known.
+What is not known here is more than arithmetic: another function, such as one that somebody has put in the place of
+torch's, and an instruction of a Python that is not known.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -87,11 +88,19 @@ _OF_FUNCTIONAL = (
     ),
     *("normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh"),
 )
+
+
+def _is_torchs_own(function: Any) -> bool:
+    """Whether nobody has replaced it before our import: torch's are written in C++, or in a file of torch."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "torch.")
+    return name.startswith("torch.")
+
+
 # none draws random numbers, and none waits
 FUNCTIONS: frozenset[Any] = frozenset(
     [
-        *[getattr(torch, name) for name in _OF_TORCH],
-        *[getattr(F, name) for name in _OF_FUNCTIONAL],
+        *filter(_is_torchs_own, [getattr(torch, name) for name in _OF_TORCH]),
+        *filter(_is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
         *(math.exp, math.log, math.sqrt),
     ]
 )
@@ -176,15 +185,17 @@ class Reading(NamedTuple):
         called: attributes of `self` that it calls.
         taken: those whose value it takes.
         of_globals: globals, and what they were.
+        of_torch: attributes of torch's modules and of its tensors: whose, the name, and what they were.
     """
 
     code: types.CodeType
     called: frozenset[str]
     taken: frozenset[str]
     of_globals: Mapping[str, object]
+    of_torch: Collection[tuple[object, str, object]]
 
     def is_true_of(self, module: nn.Module) -> bool:
-        """Whether the class still has that forward, its file those globals, and the instance what it takes."""
+        """Whether the class still has that forward, its file and torch what it names, and the instance what it takes."""
         kind: Any = type(module)
         forward = _forward_of(kind)
         if forward is None or forward.__code__ is not self.code or not _is_called_as_usual(kind):
@@ -192,6 +203,9 @@ class Reading(NamedTuple):
         namespace = forward.__globals__
         for name, value in self.of_globals.items():
             if namespace.get(name) is not value:
+                return False
+        for owner, name, value in self.of_torch:
+            if getattr(owner, name, None) is not value:
                 return False
         own = module.__dict__
         parts, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
@@ -279,6 +293,7 @@ class _Reader:
         self._steps = [*dis.get_instructions(forward)]
         self._called, self._taken = set[str](), set[str]()
         self._of_globals: dict[str, object] = {}
+        self._of_torch: dict[tuple[object, str], object] = {}
         self._understood = set[int]()  # places of attributes of `self` and of modules
 
     def reading(self) -> Reading | None:
@@ -286,7 +301,8 @@ class _Reader:
         if not all(self._is_arithmetic(place, step) for place, step in enumerate(self._steps)):
             return None
         code = self._forward.__code__
-        return Reading(code, frozenset(self._called), frozenset(self._taken), self._of_globals)
+        of_torch = [(owner, name, value) for (owner, name), value in self._of_torch.items()]
+        return Reading(code, frozenset(self._called), frozenset(self._taken), self._of_globals, of_torch)
 
     def _is_arithmetic(self, place: int, step: dis.Instruction) -> bool:
         if step.opname in _LOADS:
@@ -297,7 +313,7 @@ class _Reader:
         if step.opname == "LOAD_GLOBAL":
             return self._names_function(place)
         if step.opname in _ATTRIBUTES:
-            return place in self._understood or step.argval in METHODS
+            return place in self._understood or self._names_method(step.argval)
         if step.opname == "BINARY_OP":
             return not step.argrepr.endswith("=")  # in place
         return step.opname in _OTHERS
@@ -317,8 +333,14 @@ class _Reader:
             place += 1
             if (step := self._attribute_at(place)) is None:
                 return False
-            value = getattr(value, step.argval, None)
+            owner, value = value, getattr(value, step.argval, None)
+            self._of_torch[owner, step.argval] = value
         return _is_function(value) or (value is not None and type(value) in _PLAIN)
+
+    def _names_method(self, name: str) -> bool:
+        """Note what a tensor has under that name, and see that it is known and torch's own."""
+        value = self._of_torch[Tensor, name] = getattr(Tensor, name, None)
+        return name in METHODS and (not isinstance(value, types.FunctionType) or _is_torchs_own(value))
 
     def _attribute_at(self, place: int) -> dis.Instruction | None:
         """Return the instruction there, if it looks up an attribute of what the one before it has put on the stack."""

@@ -20,6 +20,7 @@ from torch.nn.functional import silu
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn
 from moe_autograd.autograd.arithmetic import FUNCTIONS, METHODS, only_computes
+from tests.support.subprocesses import run_ranks
 
 PATIENCE_S = 60.0
 
@@ -336,6 +337,41 @@ def test_a_global_that_is_changed_later_is_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(globals(), "silu", wait)
     assert not only_computes(module)
     assert not only_computes(other)
+
+
+def test_what_is_put_in_the_place_of_torchs_functions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, other = expert_with(swiglu), expert_with(rms_norm)
+    assert only_computes(module)
+    assert only_computes(other)
+    monkeypatch.setattr(F, "silu", wait)
+    monkeypatch.setattr(Tensor, "mean", wait)
+    assert not only_computes(module)
+    assert not only_computes(other)
+    assert not only_computes(expert_with(rms_norm))  # read only now
+
+
+def test_so_is_what_stood_there_before_our_import() -> None:
+    run_ranks(
+        """
+        import torch
+        import torch.nn.functional as F
+
+        def wait(x):
+            return x
+
+        F.silu = wait
+        from moe_autograd.autograd.arithmetic import FUNCTIONS, only_computes
+
+        class Expert(torch.nn.Module):
+            def forward(self, x):
+                return F.silu(x)
+
+        assert F.gelu in FUNCTIONS
+        assert F.mish in FUNCTIONS
+        assert not only_computes(Expert())
+        """,
+        num_ranks=1,
+    )
 
 
 def test_a_class_may_say_by_itself_that_it_does_more() -> None:
