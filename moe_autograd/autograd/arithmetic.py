@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 import math
 import sys
 import types
@@ -90,20 +91,30 @@ _OF_FUNCTIONAL = (
 )
 
 
+_IN_PLACE = frozenset(["inplace", "out"])  # arguments
+
+
 def _is_torchs_own(function: Any) -> bool:
     """Whether nobody has replaced it before our import: torch's are written in C++, or in a file of torch."""
     name: str = getattr(function, "__globals__", {}).get("__name__", "torch.")
     return name.startswith("torch.")
 
 
-# none draws random numbers, and none waits
-FUNCTIONS: frozenset[Any] = frozenset(
-    [
+def _most_arguments(function: Any) -> float:
+    """Return how many arguments may go by place: one more may be that by which it changes what it is given."""
+    names = inspect.signature(function).parameters if isinstance(function, types.FunctionType) else ()
+    return next((place for place, name in enumerate(names) if name in _IN_PLACE), math.inf)
+
+
+# None draws random numbers, and none waits. To each how many arguments it may be given by place.
+FUNCTIONS: Mapping[Any, float] = {
+    function: _most_arguments(function)
+    for function in [
         *filter(_is_torchs_own, [getattr(torch, name) for name in _OF_TORCH]),
         *filter(_is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
         *(math.exp, math.log, math.sqrt),
     ]
-)
+}
 METHODS = frozenset(
     [
         *_OF_TORCH,
@@ -127,7 +138,6 @@ METHODS = frozenset(
 )
 _MODULES = (torch, nn, F, math)
 _PLAIN = frozenset([bool, int, float, type(None), torch.dtype])
-_IN_PLACE = frozenset(["inplace", "out"])  # arguments
 
 # What instructions of CPython 3.11 to 3.14 do: put variables on the stack, store them, look up attributes of what lies
 # on top, or something with what lies there.
@@ -165,6 +175,8 @@ _OTHERS = frozenset(
         *("SWAP", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
+_CALLS = ("PRECALL", "CALL", "CALL_KW")
+_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _NOT_PLAIN = (
     inspect.CO_VARARGS
     | inspect.CO_VARKEYWORDS
@@ -182,20 +194,20 @@ class Reading(NamedTuple):
 
     Args:
         code: of the forward. What reloads a file that was edited may put another into the same function.
-        called: attributes of `self` that it calls.
+        called: attributes of `self` that it calls, with how many arguments by place at most.
         taken: those whose value it takes.
         of_globals: globals, and what they were.
         of_torch: attributes of torch's modules and of its tensors: whose, the name, and what they were.
     """
 
     code: types.CodeType
-    called: frozenset[str]
+    called: Mapping[str, float]
     taken: frozenset[str]
     of_globals: Mapping[str, object]
     of_torch: Collection[tuple[object, str, object]]
 
     def is_true_of(self, module: nn.Module) -> bool:
-        """Whether the class still has that forward, its file and torch what it names, and the instance what it takes."""
+        """Whether the class still has that forward, its file and torch what it names, the instance what it takes."""
         kind: Any = type(module)
         forward = _forward_of(kind)
         if forward is None or forward.__code__ is not self.code or not _is_called_as_usual(kind):
@@ -209,8 +221,8 @@ class Reading(NamedTuple):
                 return False
         own = module.__dict__
         parts, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
-        for name in self.called:
-            is_known = _is_function(own[name]) if name in own else name in parts
+        for name, num_arguments in self.called.items():
+            is_known = _is_function(own[name], num_arguments) if name in own else name in parts
             if not is_known or hasattr(kind, name):
                 return False
         for name in self.taken:
@@ -243,8 +255,11 @@ def only_computes(module: object) -> bool:
     return reading is not None and reading.is_true_of(module)
 
 
-def _is_function(value: object) -> bool:
-    return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in FUNCTIONS
+def _is_function(value: object, num_arguments: float) -> bool:
+    """Whether it is one that only computes, called with so many arguments by place."""
+    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return False
+    return num_arguments <= FUNCTIONS.get(value, -1)
 
 
 def _forward_of(kind: type[nn.Module]) -> types.FunctionType | None:
@@ -291,7 +306,7 @@ class _Reader:
         self._forward = forward
         self._this = forward.__code__.co_varnames[0]
         self._steps = [*dis.get_instructions(forward)]
-        self._called, self._taken = set[str](), set[str]()
+        self._called, self._taken = dict[str, float](), set[str]()
         self._of_globals: dict[str, object] = {}
         self._of_torch: dict[tuple[object, str], object] = {}
         self._understood = set[int]()  # places of attributes of `self` and of modules
@@ -302,7 +317,7 @@ class _Reader:
             return None
         code = self._forward.__code__
         of_torch = [(owner, name, value) for (owner, name), value in self._of_torch.items()]
-        return Reading(code, frozenset(self._called), frozenset(self._taken), self._of_globals, of_torch)
+        return Reading(code, self._called, frozenset(self._taken), self._of_globals, of_torch)
 
     def _is_arithmetic(self, place: int, step: dis.Instruction) -> bool:
         if step.opname in _LOADS:
@@ -322,7 +337,11 @@ class _Reader:
         """Note which attribute of `self` is looked up next."""
         if (step := self._attribute_at(place)) is None:
             return False
-        (self._called if _is_method(step) else self._taken).add(step.argval)
+        if _is_method(step):
+            called, name = self._called, step.argval
+            called[name] = max(called.get(name, 0), self._num_arguments(place))
+        else:
+            self._taken.add(step.argval)
         return True
 
     def _names_function(self, place: int) -> bool:
@@ -335,12 +354,32 @@ class _Reader:
                 return False
             owner, value = value, getattr(value, step.argval, None)
             self._of_torch[owner, step.argval] = value
-        return _is_function(value) or (value is not None and type(value) in _PLAIN)
+        if value is not None and type(value) in _PLAIN:
+            return True
+        return _is_function(value, self._num_arguments(place))
 
     def _names_method(self, name: str) -> bool:
         """Note what a tensor has under that name, and see that it is known and torch's own."""
         value = self._of_torch[Tensor, name] = getattr(Tensor, name, None)
         return name in METHODS and (not isinstance(value, types.FunctionType) or _is_torchs_own(value))
+
+    def _num_arguments(self, place: int) -> float:
+        """Return how many arguments are given by place to what is put on the stack there; infinity: not known."""
+        height = 0  # of what lies above it
+        for before, step in itertools.pairwise(self._steps[place:]):
+            if step.is_jump_target or step.opcode in _JUMPS:
+                break
+            if step.opname in _CALLS and before.opname != "PRECALL":  # which is the call, too
+                names: Any = ()
+                if step.opname == "CALL_KW" or before.opname == "KW_NAMES":
+                    names = self._forward.__code__.co_consts[before.arg or 0]
+                if height == (step.arg or 0) + (step.opname == "CALL_KW"):  # the names lie there, too
+                    return (step.arg or 0) - len(names)
+            if step.opname != "PUSH_NULL" or before is not self._steps[place]:
+                height += dis.stack_effect(step.opcode, step.arg)
+            if height < 0:
+                break
+        return math.inf
 
     def _attribute_at(self, place: int) -> dis.Instruction | None:
         """Return the instruction there, if it looks up an attribute of what the one before it has put on the stack."""

@@ -83,7 +83,15 @@ def two_results(self: Any, x: Tensor) -> Any:
     return x.sin(), (x[..., :2], torch.cat([x, x]).reshape(-1))
 
 
-ARITHMETIC = [swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results]
+def with_arguments(self: Any, x: Tensor) -> Tensor:
+    y = F.elu(F.leaky_relu(self.w1(x.add(x, alpha=2)), 0.1), alpha=math.sqrt(2.0))
+    return F.normalize(self.activation(silu(y)), 2.0, dim=-1, eps=self.eps)
+
+
+ARITHMETIC = [
+    *(swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results),
+    with_arguments,
+]
 
 
 def expert_with(forward: Callable[..., Any]) -> Expert:
@@ -205,6 +213,31 @@ def changes_by_an_argument(self: Any, x: Tensor) -> Tensor:
     return F.relu(x, inplace=True)
 
 
+def changes_by_an_argument_without_a_name(self: Any, x: Tensor) -> Tensor:
+    return F.silu(x, True)
+
+
+def changes_what_comes_of_more(self: Any, x: Tensor) -> Tensor:
+    return F.elu(self.w1(x.add(x, alpha=2)), 1.0, self.count)  # type: ignore[arg-type]
+
+
+def changes_by_a_function_it_is_given(self: Any, x: Tensor) -> Any:
+    return self.activation(self.activation(x), True)
+
+
+def changes_by_a_variable(self: Any, x: Tensor) -> Any:
+    activation = F.relu
+    return activation(x, True)
+
+
+def changes_by_one_of_two(self: Any, x: Tensor) -> Any:
+    return (F.relu if self.count else F.silu)(x, True)
+
+
+def changes_itself(self: Any, x: Tensor) -> Tensor:
+    return F.normalize(x, 2.0, 1, 1e-12, self.shift)
+
+
 def changes_an_element(self: Any, x: Tensor) -> Tensor:
     x[0] = 1
     return x
@@ -275,6 +308,8 @@ MORE = [
     ),
     *(may_be_itself, may_be_torch, gives_itself, loops, loops_until, comprehends, has_a_function),
     *(changes_in_place, changes_by_a_method, changes_by_an_argument, changes_an_element, sets_an_attribute),
+    *(changes_by_an_argument_without_a_name, changes_what_comes_of_more, changes_by_a_function_it_is_given),
+    *(changes_by_a_variable, changes_by_one_of_two, changes_itself),
     *(draws, draws_too, imports, catches, enters, takes_more, takes_any, generates, is_awaited, is_wrapped),
     *(torch.no_grad()(swiglu), functools.partialmethod(swiglu)),
 ]
