@@ -164,6 +164,12 @@ _OTHERS = frozenset(
             "POP_JUMP_FORWARD_IF_NOT_NONE",
         ),
         *(
+            "POP_JUMP_IF_FALSE",
+            "POP_JUMP_IF_NONE",
+            "POP_JUMP_IF_NOT_NONE",
+            "POP_JUMP_IF_TRUE",
+        ),  # 3.12: forward
+        *(
             "POP_JUMP_FORWARD_IF_TRUE",
             "POP_TOP",
             "PRECALL",
@@ -172,7 +178,7 @@ _OTHERS = frozenset(
             "RETURN_CONST",
             "RETURN_VALUE",
         ),
-        *("SWAP", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
+        *("SWAP", "TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
 _CALLS = ("PRECALL", "CALL", "CALL_KW")

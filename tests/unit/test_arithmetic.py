@@ -169,11 +169,11 @@ def has_another_name(self: Any, x: Tensor) -> Tensor:
 
 
 def may_be_itself(self: Any, x: Tensor) -> Tensor:
-    return (self if self.count else x).split(x)
+    return (self if self.count else x).split(x) + x * 2  # else 3.12 has the look-up twice, and reads both
 
 
 def may_be_torch(self: Any, x: Tensor) -> Tensor:
-    return (self.weight if self.count else torch).relu(x)
+    return (self.weight if self.count else torch).relu(x) + x * 2
 
 
 def gives_itself(self: Any, x: Tensor) -> Tensor:
