@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -83,6 +84,29 @@ def test_a_call_with_more_work_gets_a_thread() -> None:
     assert is_made_in_turn(module, row.expand(most_rows, 64))
     assert not is_made_in_turn(module, row.expand(most_rows + 1, 64))
     assert not is_made_in_turn(nn.GELU(), torch.empty(1).expand(in_turn.most_small() + 1))
+
+
+class WithABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(64, 64))
+        self.register_buffer("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class RowsWithRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+def test_what_a_forward_that_is_read_may_multiply_with_is_work_too() -> None:
+    most_rows, row = in_turn.most_small() // 64**2, torch.randn(1, 64)
+    assert is_made_in_turn(WithABuffer(), row.expand(64, 64))
+    assert not is_made_in_turn(WithABuffer(), row.expand(most_rows + 1, 64))  # nor is it known to be large
+    assert is_made_in_turn(RowsWithRows(), row.expand(64, 64))
+    assert not is_made_in_turn(RowsWithRows(), row.expand(math.isqrt(in_turn.most_small() // 64) + 1, 64))
 
 
 @pytest.fixture

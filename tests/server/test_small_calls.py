@@ -33,6 +33,18 @@ class Own(nn.Linear):
         return super().forward(x)
 
 
+class Pooling(nn.Module):
+    """Returns less than it takes, so that the gradient of what it returns is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y.mean(1)
+
+
 def hooked() -> nn.Module:
     module = nn.Linear(D, D)
     module.register_forward_hook(lambda module, inputs, output: None)
@@ -90,6 +102,23 @@ def test_all_others_are_given_to_a_worker(module: nn.Module, num_rows: int) -> N
     with ExpertsServer({"e": module}) as server:
         forward_and_backward(server, num_rows)
         assert has_worked(server)
+
+
+def test_a_backward_is_as_large_as_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_alone = ExpertQueue.compute_alone
+    at_once: list[str] = []
+
+    def noting(queue: ExpertQueue, call: Call) -> Computed:
+        at_once.append(type(call).__name__)
+        return compute_alone(queue, call)
+
+    monkeypatch.setattr(ExpertQueue, "compute_alone", noting)
+    with ExpertsServer({"e": Pooling()}) as server, WireClient(server.address) as client:
+        for num_rows, expected in (3, ["ForwardCall", "BackwardCall"]), (20_000, []):
+            client.forward("e", tokens(2 * num_rows, D).reshape(2, num_rows, D))
+            client.backward("e", tokens(2, D))
+            assert at_once == expected
+            at_once.clear()
 
 
 def test_an_optimizer_is_run_by_a_worker() -> None:
