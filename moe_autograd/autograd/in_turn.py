@@ -13,7 +13,8 @@ So a map is made as the loop that it means, if each of its calls is small or lar
    `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that returns `True`, or one without,
    whose `forward` can be read to do no more (`arithmetic`);
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
-   classes.
+   classes;
+3. no group of the module's makes its calls (`grouping`).
 
 What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
 torch's own classes are computed without it: of tiny experts a loop spends an eighth of its forward there. Where
@@ -83,6 +84,8 @@ def call_in_turn(
             return None
         work = _work_of(module, own_args[0])
         if work is None or (work.most > most and work.least < least_large()):
+            return None
+        if hasattr(type(module), "call_group") or "call_group" in module.__dict__:
             return None
     compute = _computed if _are_called_as_usual() else _called
     returned: list[Any] = []

@@ -77,6 +77,21 @@ def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph
         assert y.grad_fn is None or type(y.grad_fn) is type(same.grad_fn)  # no node of ours
 
 
+class Grouped(nn.Linear):
+    call_group: Any = None
+
+
+def test_the_calls_of_a_group_are_made_by_it() -> None:
+    class Group:
+        def call_together(self, modules: Any, inputs: Any, kwargs: Any) -> Any:
+            return [-x for (x,) in inputs]
+
+    of_class, of_instance = Grouped(4, 4), nn.Linear(4, 4)
+    of_class.call_group = of_instance.call_group = Group()  # type: ignore[assignment]
+    x = torch.randn(3, 4)
+    assert all(torch.equal(y, -x) for y in parallel_apply([of_class, of_instance], [x, x]))
+
+
 def test_a_call_with_more_work_gets_a_thread() -> None:
     module = nn.Linear(64, 64, bias=False)
     most_rows = in_turn.most_small() // 64**2
