@@ -44,6 +44,7 @@ from experts_server.hosting.ledger import Ledger, Reply
 from experts_server.hosting.offloading import Lodger, OffloadMemory
 from experts_server.hosting.own_memory import OwnMemory, apart
 from experts_server.hosting.training import Trainer, Training
+from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.in_turn import is_small
 from moe_autograd.errors import InputsNeededError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
@@ -104,6 +105,7 @@ class HostedExpert:
         self._lodger: Lodger | None = None
         if saving.offload and memory.offload is not None:
             self._lodger = Lodger(name, module, training.optimizer if training else None, memory.offload)
+        self._may_compile = any(map(is_compiled, module.modules()))  # for seconds, at a call of another shape
         self._is_own = (self._lodger or OwnMemory(module)).holds
 
     def __repr__(self) -> str:
@@ -185,8 +187,9 @@ class HostedExpert:
             kept = self.kept.get(call.client_id, call.call_id)
             if len(call.grad_outputs) == 1:  # which may be small where inputs are large
                 given = call.inputs or (() if kept is None else kept.inputs)
-        is_at_once = self._lodger is None and not self._intake.is_in_parts and call.reply_encoding == pb.RAW
-        return len(given) == 1 and self.caller.is_on_cpu and is_at_once and is_small(self.module, given[0])
+        is_here = self.caller.is_on_cpu and self._lodger is None and not self._may_compile
+        is_at_once = is_here and not self._intake.is_in_parts and call.reply_encoding == pb.RAW
+        return len(given) == 1 and is_at_once and is_small(self.module, given[0])
 
     # ---- joining
 

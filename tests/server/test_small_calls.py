@@ -51,6 +51,12 @@ def hooked() -> nn.Module:
     return module
 
 
+def compiled() -> nn.Module:
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+    module._compiled_call_impl = module._call_impl  # type: ignore[assignment]  # as `module.compile()` leaves it
+    return module
+
+
 def forward_and_backward(server: ExpertsServer, num_rows: int) -> tuple[Tensor, Tensor]:
     x, grad = tokens(num_rows, D, seed=1), tokens(num_rows, D, seed=2)
     with WireClient(server.address) as client:
@@ -95,8 +101,9 @@ def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.M
         (Own(D, D), 3),
         (nn.Sequential(nn.Linear(D, D), nn.Dropout()), 3),
         (nn.Linear(D, D), 20_000),
+        (compiled(), 3),
     ],
-    ids=["a hook", "a class of one's own", "random numbers", "many rows"],
+    ids=["a hook", "a class of one's own", "random numbers", "many rows", "what is to be compiled"],
 )
 def test_all_others_are_given_to_a_worker(module: nn.Module, num_rows: int) -> None:
     with ExpertsServer({"e": module}) as server:
