@@ -129,7 +129,11 @@ class Crew:
             here.progress = outer
             if outer is not None:
                 outer.joining = None
-            set_team_size(self._callers_team)
+            try:
+                set_team_size(self._callers_team)
+            except KeyboardInterrupt:
+                set_team_size(self._callers_team)
+                raise
             lookout.forget(self)
             # A lookout that looks just now holds this crew; it is not to hold the calls' tensors.
             self._call, self._scope, self._ambient = _nothing, contextlib.nullcontext, None

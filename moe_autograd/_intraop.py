@@ -101,13 +101,20 @@ def get_team_size() -> TeamSize:
     num_threads = torch.get_num_threads()  # first: the thread takes its default, MKL's too
     if _set_mkl_threads is None:
         return TeamSize(num_threads, 0)
-    num_mkl_threads = _set_mkl_threads(0)
-    _set_mkl_threads(num_mkl_threads)
-    return TeamSize(num_threads, num_mkl_threads)
+    told: list[int] = []
+    try:
+        told += map(_set_mkl_threads, (0,))  # held, before Ctrl-C may come between the two calls
+    finally:
+        if told:
+            _set_mkl_threads(told[0])
+    return TeamSize(num_threads, told[0])
 
 
 def set_team_size(size: int | TeamSize) -> None:
-    """Let the operators of the calling thread, and of no other, use so many threads."""
+    """Let the operators of the calling thread, and of no other, use so many threads.
+
+    To give back what was set before, call it once more where Ctrl-C has come into it.
+    """
     if _openmp.set_num_threads is None:
         return
     num_threads, num_mkl_threads = size if isinstance(size, TeamSize) else (size, size)

@@ -15,7 +15,7 @@ The threads of one map are its crew, and how many it has is the crew's business 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from moe_autograd._crew import Crew, taken_from
@@ -53,20 +53,25 @@ def run_all(
     """
     limit = len(order) if max_concurrency is None else min(len(order), max_concurrency)
     if limit == 1:
-        with _smallest_team() if even_shares else contextlib.nullcontext():
-            return _run_in_turn(call, order, scope)
+        run = _run_in_turn_with_smallest_team if even_shares else _run_in_turn
+        return run(call, order, scope)
     return Crew(call, order, limit, scope, even_shares, habit or Habit()).run()
 
 
-@contextlib.contextmanager
-def _smallest_team() -> Iterator[None]:
-    """Let the calling thread use as many intra-op threads as a call has at least."""
+def _run_in_turn_with_smallest_team(
+    call: Callable[[int], None], order: range, scope: Callable[[], AbstractContextManager[object]]
+) -> dict[int, BaseException]:
+    """Run the calls one by one with as many intra-op threads as a call has at least."""
     team_size = get_team_size()
-    set_team_size(max(1, team_size.num_threads // num_cores()))
     try:
-        yield
+        set_team_size(max(1, team_size.num_threads // num_cores()))
+        return _run_in_turn(call, order, scope)
     finally:
-        set_team_size(team_size)
+        try:
+            set_team_size(team_size)
+        except KeyboardInterrupt:
+            set_team_size(team_size)
+            raise
 
 
 def _run_in_turn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -156,6 +157,33 @@ def test_mkl_takes_as_many_threads_as_a_calls_share_whatever_it_was_told(
         num_ranks=1,
     )
     assert printed.split() == ["(1,", "1)", "True", "True", "True"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
+def test_the_callers_team_is_given_back_whenever_ctrl_c_comes() -> None:
+    assert_prints(
+        """
+        import random, signal, time, torch
+        from moe_autograd._intraop import TeamSize, get_team_size
+        from moe_autograd._workers import run_all
+
+        torch.set_num_threads(2)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        draw, until_s, found, num_interrupted = random.Random(0), time.perf_counter() + 3, set(), 0
+        before = get_team_size()
+        while time.perf_counter() < until_s:
+            how = draw.choice([{}, dict(max_concurrency=1, even_shares=True)])
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 1e-4))
+                run_all(abs, range(3), **how)
+                time.sleep(1e-3)
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            found.add(get_team_size())
+        print(num_interrupted > 100, found == {before}, *(found - {before}))
+        """,
+        "True True",
+    )
 
 
 @pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
