@@ -26,117 +26,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-_OF_TORCH = (
-    *(
-        "abs",
-        "add",
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "cat",
-        "chunk",
-        "clamp",
-        "cos",
-        "cumsum",
-        "div",
-        "einsum",
-        "erf",
-    ),
-    *(
-        "exp",
-        "flatten",
-        "log",
-        "log_softmax",
-        "logsumexp",
-        "matmul",
-        "maximum",
-        "mean",
-        "minimum",
-        "mm",
-        "mul",
-    ),
-    *(
-        "neg",
-        "permute",
-        "pow",
-        "relu",
-        "reshape",
-        "rsqrt",
-        "sigmoid",
-        "sin",
-        "softmax",
-        "split",
-        "sqrt",
-        "square",
-    ),
-    *("squeeze", "stack", "sub", "sum", "tanh", "transpose", "unsqueeze", "where"),
-)
-_OF_FUNCTIONAL = (
-    *(
-        "elu",
-        "gelu",
-        "glu",
-        "group_norm",
-        "hardswish",
-        "layer_norm",
-        "leaky_relu",
-        "linear",
-        "log_softmax",
-        "mish",
-    ),
-    *("normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh"),
-)
+from moe_autograd.autograd.known_arithmetic import FUNCTIONS, IN_PLACE, METHODS, MODULES, is_torchs_own
 
-
-_IN_PLACE = frozenset(["inplace", "out"])  # arguments
-
-
-def _is_torchs_own(function: Any) -> bool:
-    """Whether nobody has replaced it before our import: torch's are written in C++, or in a file of torch."""
-    name: str = getattr(function, "__globals__", {}).get("__name__", "torch.")
-    return name.startswith("torch.")
-
-
-def _most_arguments(function: Any) -> float:
-    """Return how many arguments may go by place: one more may be that by which it changes what it is given."""
-    names = inspect.signature(function).parameters if isinstance(function, types.FunctionType) else ()
-    return next((place for place, name in enumerate(names) if name in _IN_PLACE), math.inf)
-
-
-# None draws random numbers, and none waits. To each how many arguments it may be given by place.
-FUNCTIONS: Mapping[Any, float] = {
-    function: _most_arguments(function)
-    for function in [
-        *filter(_is_torchs_own, [getattr(torch, name) for name in _OF_TORCH]),
-        *filter(_is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
-        *(math.exp, math.log, math.sqrt),
-    ]
-}
-METHODS = frozenset(
-    [
-        *_OF_TORCH,
-        *(
-            "T",
-            "contiguous",
-            "dim",
-            "dtype",
-            "expand",
-            "float",
-            "mT",
-            "ndim",
-            "shape",
-            "size",
-            "t",
-            "to",
-            "type_as",
-        ),
-        *("unbind", "unflatten", "view", "view_as"),
-    ]
-)
-_MODULES = (torch, nn, F, math)
 _PLAIN = frozenset([bool, int, float, type(None), torch.dtype])
 
 # What instructions of CPython 3.11 to 3.14 do: put variables on the stack, store them, look up attributes of what lies
@@ -300,7 +193,7 @@ def _is_called_as_usual(kind: type[nn.Module]) -> bool:
 
 def _may_change(constant: object) -> bool:
     """Whether a constant names an argument by which functions change what they are given."""
-    return isinstance(constant, tuple) and not _IN_PLACE.isdisjoint(
+    return isinstance(constant, tuple) and not IN_PLACE.isdisjoint(
         one for one in constant if isinstance(one, str)
     )
 
@@ -354,7 +247,7 @@ class _Reader:
         """Note the global that is named here, and see that it is, or leads to, a function or a number."""
         name = self._steps[place].argval
         value = self._of_globals[name] = self._forward.__globals__.get(name)
-        while any(value is module for module in _MODULES):
+        while any(value is module for module in MODULES):
             place += 1
             if (step := self._attribute_at(place)) is None:
                 return False
@@ -367,7 +260,7 @@ class _Reader:
     def _names_method(self, name: str) -> bool:
         """Note what a tensor has under that name, and see that it is known and torch's own."""
         value = self._of_torch[Tensor, name] = getattr(Tensor, name, None)
-        return name in METHODS and (not isinstance(value, types.FunctionType) or _is_torchs_own(value))
+        return name in METHODS and (not isinstance(value, types.FunctionType) or is_torchs_own(value))
 
     def _num_arguments(self, place: int) -> float:
         """Return how many arguments are given by place to what is put on the stack there; infinity: not known."""
