@@ -33,45 +33,19 @@ from moe_autograd.autograd.known_arithmetic import FUNCTIONS, IN_PLACE, METHODS,
 _PLAIN = frozenset([bool, int, float, type(None), torch.dtype])
 
 # What instructions of CPython 3.11 to 3.14 do: put variables on the stack, store them, look up attributes of what lies
-# on top, or something with what lies there.
+# on top, or something with what lies there. The jumps all go forward: those back, of loops, have other names.
 _LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
 _STORES = ("STORE_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _OTHERS = frozenset(
     [
-        *(
-            "BINARY_OP",
-            "BINARY_SLICE",
-            "BINARY_SUBSCR",
-            "BUILD_LIST",
-            "BUILD_SLICE",
-            "BUILD_TUPLE",
-            "CALL",
-            "CALL_KW",
-        ),
-        *("COMPARE_OP", "COPY", "IS_OP", "JUMP_FORWARD", "KW_NAMES", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"),
-        *(
-            "NOT_TAKEN",
-            "POP_JUMP_FORWARD_IF_FALSE",
-            "POP_JUMP_FORWARD_IF_NONE",
-            "POP_JUMP_FORWARD_IF_NOT_NONE",
-        ),
-        *(
-            "POP_JUMP_IF_FALSE",
-            "POP_JUMP_IF_NONE",
-            "POP_JUMP_IF_NOT_NONE",
-            "POP_JUMP_IF_TRUE",
-        ),  # 3.12: forward
-        *(
-            "POP_JUMP_FORWARD_IF_TRUE",
-            "POP_TOP",
-            "PRECALL",
-            "PUSH_NULL",
-            "RESUME",
-            "RETURN_CONST",
-            "RETURN_VALUE",
-        ),
-        *("SWAP", "TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
+        *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_TUPLE"),
+        *("CALL", "CALL_KW", "COMPARE_OP", "COPY", "IS_OP", "JUMP_FORWARD", "KW_NAMES", "LOAD_CONST"),
+        *("LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_NONE"),
+        *("POP_JUMP_FORWARD_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_IF_FALSE"),
+        *("POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE", "POP_JUMP_IF_TRUE", "POP_TOP", "PRECALL"),
+        *("PUSH_NULL", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP", "TO_BOOL", "UNARY_NEGATIVE"),
+        *("UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
 _CALLS = ("PRECALL", "CALL", "CALL_KW")

@@ -13,66 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 _OF_TORCH = (
-    *(
-        "abs",
-        "add",
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "cat",
-        "chunk",
-        "clamp",
-        "cos",
-        "cumsum",
-        "div",
-        "einsum",
-        "erf",
-    ),
-    *(
-        "exp",
-        "flatten",
-        "log",
-        "log_softmax",
-        "logsumexp",
-        "matmul",
-        "maximum",
-        "mean",
-        "minimum",
-        "mm",
-        "mul",
-    ),
-    *(
-        "neg",
-        "permute",
-        "pow",
-        "relu",
-        "reshape",
-        "rsqrt",
-        "sigmoid",
-        "sin",
-        "softmax",
-        "split",
-        "sqrt",
-        "square",
-    ),
-    *("squeeze", "stack", "sub", "sum", "tanh", "transpose", "unsqueeze", "where"),
+    *("abs", "add", "addmm", "baddbmm", "bmm", "cat", "chunk", "clamp", "cos", "cumsum", "div", "einsum"),
+    *("erf", "exp", "flatten", "log", "log_softmax", "logsumexp", "matmul", "maximum", "mean", "minimum"),
+    *("mm", "mul", "neg", "permute", "pow", "relu", "reshape", "rsqrt", "sigmoid", "sin", "softmax"),
+    *("split", "sqrt", "square", "squeeze", "stack", "sub", "sum", "tanh", "transpose", "unsqueeze"),
+    *("where",),
 )
 _OF_FUNCTIONAL = (
-    *(
-        "elu",
-        "gelu",
-        "glu",
-        "group_norm",
-        "hardswish",
-        "layer_norm",
-        "leaky_relu",
-        "linear",
-        "log_softmax",
-        "mish",
-    ),
-    *("normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh"),
+    *("elu", "gelu", "glu", "group_norm", "hardswish", "layer_norm", "leaky_relu", "linear"),
+    *("log_softmax", "mish", "normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu"),
+    *("softmax", "softplus", "tanh"),
 )
-
 
 IN_PLACE = frozenset(["inplace", "out"])  # arguments
 
@@ -101,22 +52,8 @@ FUNCTIONS: Mapping[Any, float] = {
 METHODS = frozenset(
     [
         *_OF_TORCH,
-        *(
-            "T",
-            "contiguous",
-            "dim",
-            "dtype",
-            "expand",
-            "float",
-            "mT",
-            "ndim",
-            "shape",
-            "size",
-            "t",
-            "to",
-            "type_as",
-        ),
-        *("unbind", "unflatten", "view", "view_as"),
+        *("T", "contiguous", "dim", "dtype", "expand", "float", "mT", "ndim", "shape", "size", "t", "to"),
+        *("type_as", "unbind", "unflatten", "view", "view_as"),
     ]
 )
 MODULES = (torch, nn, F, math)
