@@ -79,31 +79,34 @@ class Reading(NamedTuple):
     of_globals: Mapping[str, object]
     of_torch: Collection[tuple[object, str, object]]
 
-    def is_true_of(self, module: nn.Module) -> bool:
-        """Whether the class still has that forward, its file and torch what it names, the instance what it takes."""
-        kind: Any = type(module)
+    def is_true_of(self, kind: Any) -> bool:
+        """Whether the class still has that forward, and its file and torch what it names."""
         forward = _forward_of(kind)
         if forward is None or forward.__code__ is not self.code or not _is_called_as_usual(kind):
             return False
         namespace = forward.__globals__
-        for name, value in self.of_globals.items():
-            if namespace.get(name) is not value:
-                return False
-        for owner, name, value in self.of_torch:
-            if getattr(owner, name, None) is not value:
-                return False
+        return (
+            all(namespace.get(name) is value for name, value in self.of_globals.items())
+            and all(getattr(owner, name, None) is value for owner, name, value in self.of_torch)
+            and not any(hasattr(kind, name) for name in (*self.called, *self.taken))
+        )
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether an instance has what the forward takes of it. Written out: it is asked before each call."""
         own = module.__dict__
+        if "_modules" not in own:  # its `__init__` was not called
+            return False
         parts, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
         for name, num_arguments in self.called.items():
-            is_known = _is_function(own[name], num_arguments) if name in own else name in parts
-            if not is_known or hasattr(kind, name):
+            if not (_is_function(own[name], num_arguments) if name in own else name in parts):
                 return False
         for name in self.taken:
             if name in own:
-                is_known = type(own[name]) in _PLAIN
-            else:  # at parameters `in_turn` looks
-                is_known = name in parameters or type(buffers.get(name)) is Tensor
-            if not is_known or hasattr(kind, name):
+                if type(own[name]) not in _PLAIN:
+                    return False
+            elif (
+                name not in parameters and type(buffers.get(name)) is not Tensor
+            ):  # at parameters `in_turn` looks
                 return False
         return True
 
@@ -111,21 +114,20 @@ class Reading(NamedTuple):
 _readings: WeakKeyDictionary[type, Reading | None] = WeakKeyDictionary()
 
 
-def only_computes(module: object) -> bool:
-    """Whether this is a module whose forward does nothing but arithmetic, if its parts do not either.
+def reading_of(kind: type) -> Reading | None:
+    """Return what the forward of a class names if it does nothing but arithmetic, as long as its parts do not either.
 
     Threads: any.
     """
-    if (
-        not isinstance(module, nn.Module) or "_modules" not in module.__dict__
-    ):  # its `__init__` was not called
-        return False
-    kind = type(module)
+    if not issubclass(kind, nn.Module):
+        return None
     try:
         reading = _readings[kind]
     except KeyError:
         reading = _readings[kind] = _read(kind)
-    return reading is not None and reading.is_true_of(module)
+    if reading is not None and not reading.is_true_of(kind):
+        reading = _readings[kind] = _read(kind)
+    return reading
 
 
 def _is_function(value: object, num_arguments: float) -> bool:
@@ -151,7 +153,8 @@ def _read(kind: type[nn.Module]) -> Reading | None:
         return None
     if code.co_freevars or code.co_cellvars or any(map(_may_change, code.co_consts)):
         return None
-    return _Reader(forward).reading()
+    reading = _Reader(forward).reading()
+    return reading if reading is not None and reading.is_true_of(kind) else None
 
 
 def _is_called_as_usual(kind: type[nn.Module]) -> bool:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
 
 from moe_autograd._intraop import num_cores
-from moe_autograd.autograd.arithmetic import only_computes
+from moe_autograd.autograd.arithmetic import Reading, reading_of
 from moe_autograd.autograd.runs import name_of_call
 
 MOST_SMALL = 1 << 20
@@ -78,11 +78,11 @@ def call_in_turn(
     """
     if any(_HOOKS_OF_ALL):
         return None
-    most = most_small()
+    most, readings = most_small(), dict[type, Reading | None]()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
         if own_kwargs or len(own_args) != 1:
             return None
-        work = _work_of(module, own_args[0])
+        work = _work_of(module, own_args[0], readings)
         if work is None or (work.most > most and work.least < least_large()):
             return None
         if hasattr(type(module), "call_group") or "call_group" in module.__dict__:
@@ -129,7 +129,7 @@ def _computed(module: Any, x: Tensor) -> Any:
 
 def is_small(module: Callable[..., Any], x: Any) -> bool:
     """Whether a call, with one intra-op thread, takes less time than a thread costs, and cannot wait."""
-    work = None if any(_HOOKS_OF_ALL) else _work_of(module, x)
+    work = None if any(_HOOKS_OF_ALL) else _work_of(module, x, {})
     return work is not None and work.most <= MOST_SMALL
 
 
@@ -157,10 +157,11 @@ class _Work(NamedTuple):
     most: int
 
 
-def _work_of(module: Any, x: Any) -> _Work | None:
+def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work | None:
     """Return the work of a call that only computes (rules 1 and 2); `None` if it may do more than that.
 
     Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
+    Each class is looked at once for all calls: `readings` keeps what was found.
     """
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
         return None
@@ -168,14 +169,20 @@ def _work_of(module: Any, x: Any) -> _Work | None:
     is_read = False
     parts = [module]
     for part in parts:  # which grows
-        if type(part) not in ONLY_COMPUTE:
-            says_so = type(part).__dict__.get("only_computes")
-            if not (only_computes(part) if says_so is None else says_so(part)):
-                return None
+        kind = type(part)
+        if kind not in ONLY_COMPUTE:
+            says_so = kind.__dict__.get("only_computes")
             if says_so is None:
+                if kind not in readings:
+                    readings[kind] = reading_of(kind)
+                reading = readings[kind]
+                if reading is None or not reading.fits(part):
+                    return None
                 is_read = True
                 if buffers := part._buffers:
                     num_in_buffers += sum([one.numel() for one in buffers.values() if one is not None])
+            elif not says_so(part):
+                return None
         own = part.__dict__
         if "forward" in own or "_call_impl" in own or own.get("inplace"):
             return None
