@@ -7,8 +7,9 @@ What holds in torch 2.13 with OpenMP on the CPU:
 2. OpenMP's own `omp_set_num_threads` changes the calling thread's team and nothing else, once the thread has taken
    its default; oneDNN follows it. MKL, which multiplies float32 matrices, does only as long as nobody has told it a
    number: `torch.set_num_threads` does (the caller's thread, and later each new one as it takes its default), and so
-   does the variable MKL_NUM_THREADS. Two threads with a team of one then multiply with two threads each: eight
-   transformer layers took 1.3 times as long as the plain loop, for 0.8. So MKL is told as well. One call of either
+   does the variable MKL_NUM_THREADS. Two threads with a team of one then multiply with two threads each: after
+   `torch.set_num_threads(2)` a step of eight transformer layers took 95 to 109 ms, and takes 52 to 58 without that.
+   So MKL is told as well. One call of either
    costs about 0.1 us.
 3. A team is made when the first parallel operator needs it and stays with its thread: 64 workers with a full team
    each keep 64 idle OpenMP threads per extra member, 130 MB and more. A team of one makes none.
