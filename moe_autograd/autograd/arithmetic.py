@@ -106,7 +106,7 @@ class Reading(NamedTuple):
                     return False
             elif (
                 name not in parameters and type(buffers.get(name)) is not Tensor
-            ):  # at parameters `in_turn` looks
+            ):  # `in_turn` sees to parameters
                 return False
         return True
 
@@ -158,14 +158,8 @@ def _read(kind: type[nn.Module]) -> Reading | None:
 
 
 def _is_called_as_usual(kind: type[nn.Module]) -> bool:
-    """Written out: it is asked before each call."""
-    return (
-        kind.__call__ is nn.Module.__call__
-        and kind._call_impl is nn.Module._call_impl
-        and kind._wrapped_call_impl is nn.Module._wrapped_call_impl
-        and kind.__getattr__ is nn.Module.__getattr__
-        and kind.__getattribute__ is nn.Module.__getattribute__
-    )
+    names = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
 
 
 def _may_change(constant: object) -> bool:
