@@ -66,6 +66,23 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Layered(nn.Module):
+    """A class of a user's with a loop, a method and a dropout."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)])
+        self.dropout = nn.Dropout(0.1)
+
+    def activate(self, x: Tensor) -> Tensor:
+        return self.dropout(F.gelu(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.activate(layer(x))
+        return x
+
+
 class Recurrent(nn.Module):
     """One operator for each token of a sequence, after the one before."""
 
@@ -99,6 +116,7 @@ SIZES = {
     "middling": Size(8, (256,), 512, 2048),
     "large": Size(4, (1024,), 1024, 4096),
     "tiny, own class": Size(32, (8,), 32, 64, repeats=20, make=Gated),
+    "tiny, layers": Size(32, (8,), 32, 64, repeats=20, make=Layered),
     "transformer": Size(8, (8, 64), 128, 512, make=transformer),
     "recurrent": Size(8, (8, 64), 256, 256, make=Recurrent),
 }

@@ -11,7 +11,8 @@ So a map is made as the loop that it means, if each of its calls is small or lar
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its input: one of
    `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that returns `True`, or one without,
-   whose `forward` can be read to do no more (`arithmetic`);
+   whose `forward` can be read to do no more (`arithmetic`). Calls that draw for a dropout have random numbers of their
+   own, as on threads;
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
    classes;
 3. no group of the module's makes its calls (`grouping`).
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
 
 from moe_autograd._intraop import num_cores
+from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.arithmetic import Reading, reading_of
 from moe_autograd.autograd.runs import name_of_call
 
@@ -50,10 +53,11 @@ MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking th
 
 ONLY_COMPUTE = frozenset(
     [
-        *(nn.Flatten, nn.Identity, nn.Linear, nn.Sequential),
+        *(nn.Flatten, nn.Identity, nn.Linear, nn.ModuleList, nn.Sequential, nn.Unflatten),
         *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
-        *(nn.ELU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.LogSoftmax, nn.Mish, nn.ReLU),
-        *(nn.Sigmoid, nn.SiLU, nn.Softmax, nn.Softplus, nn.Tanh),
+        *(nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU),
+        *(nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid),
+        *(nn.SiLU, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh, nn.Dropout),
     ]
 )
 
@@ -78,7 +82,7 @@ def call_in_turn(
     """
     if any(_HOOKS_OF_ALL):
         return None
-    most, readings = most_small(), dict[type, Reading | None]()
+    most, readings, draws = most_small(), dict[type, Reading | None](), False
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
         if own_kwargs or len(own_args) != 1:
             return None
@@ -87,11 +91,15 @@ def call_in_turn(
             return None
         if hasattr(type(module), "call_group") or "call_group" in module.__dict__:
             return None
+        draws = draws or work.draws
     compute = _computed if _are_called_as_usual() else _called
     returned: list[Any] = []
     try:
-        for module, own_args in zip(modules, args, strict=True):
-            returned.append(compute(module, own_args[0]))
+        with own_streams(CallSeeds()) if draws else nullcontext():
+            for index, (module, own_args) in enumerate(zip(modules, args, strict=True)):
+                if draws:
+                    running.index = index
+                returned.append(compute(module, own_args[0]))
     except BaseException as error:
         index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
         name = name_of_call(index, modules[index], names)
@@ -128,9 +136,9 @@ def _computed(module: Any, x: Tensor) -> Any:
 
 
 def is_small(module: Callable[..., Any], x: Any) -> bool:
-    """Whether a call, with one intra-op thread, takes less time than a thread costs, and cannot wait."""
+    """Whether a call, with one intra-op thread, takes less time than a thread costs, and can neither wait nor draw."""
     work = None if any(_HOOKS_OF_ALL) else _work_of(module, x, {})
-    return work is not None and work.most <= MOST_SMALL
+    return work is not None and work.most <= MOST_SMALL and not work.draws
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -151,10 +159,11 @@ def least_large() -> float:
 
 
 class _Work(NamedTuple):
-    """How much work a call is, at least and at most."""
+    """How much work a call is, at least and at most, and whether it may draw random numbers."""
 
     least: int
     most: int
+    draws: bool
 
 
 def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work | None:
@@ -166,7 +175,7 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
         return None
     num_parameters = num_in_buffers = 0
-    is_read = False
+    is_read = draws = False
     parts = [module]
     for part in parts:  # which grows
         kind = type(part)
@@ -178,11 +187,13 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
                 reading = readings[kind]
                 if reading is None or not reading.fits(part):
                     return None
-                is_read = True
+                is_read, draws = True, draws or reading.draws
                 if buffers := part._buffers:
                     num_in_buffers += sum([one.numel() for one in buffers.values() if one is not None])
             elif not says_so(part):
                 return None
+        elif kind is nn.Dropout:
+            draws = draws or part.training
         own = part.__dict__
         if "forward" in own or "_call_impl" in own or own.get("inplace"):
             return None
@@ -206,4 +217,4 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
     num_rows = num_elements // max(1, width)
     least = num_rows * max(num_parameters, width)
     most = num_rows * max(num_parameters + num_in_buffers, num_elements) if is_read else least
-    return _Work(least, most)
+    return _Work(least, most, draws)

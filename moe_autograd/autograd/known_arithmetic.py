@@ -1,4 +1,4 @@
-"""Functions of torch and methods of its tensors that do nothing but arithmetic: none waits or draws random numbers."""
+"""Functions of torch and methods of its tensors that do nothing but arithmetic: none waits; `DRAWING` ones may draw."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _OF_TORCH = (
     *("where",),
 )
 _OF_FUNCTIONAL = (
-    *("elu", "gelu", "glu", "group_norm", "hardswish", "layer_norm", "leaky_relu", "linear"),
-    *("log_softmax", "mish", "normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu"),
-    *("softmax", "softplus", "tanh"),
+    *("celu", "elu", "gelu", "glu", "group_norm", "hardsigmoid", "hardswish", "hardtanh", "layer_norm"),
+    *("leaky_relu", "linear", "log_softmax", "logsigmoid", "mish", "normalize", "relu", "relu6"),
+    *("rms_norm", "selu", "sigmoid", "silu", "softmax", "softplus", "softsign", "tanh"),
 )
 
 IN_PLACE = frozenset(["inplace", "out"])  # arguments
@@ -45,10 +45,11 @@ FUNCTIONS: Mapping[Any, float] = {
     function: _most_arguments(function)
     for function in [
         *filter(is_torchs_own, [getattr(torch, name) for name in _OF_TORCH]),
-        *filter(is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
+        *filter(is_torchs_own, [F.dropout, *[getattr(F, name) for name in _OF_FUNCTIONAL]]),
         *(math.exp, math.log, math.sqrt),
     ]
 }
+DRAWING = frozenset([F.dropout])  # random numbers, unless told not to
 METHODS = frozenset(
     [
         *_OF_TORCH,

@@ -1,0 +1,97 @@
+"""The instructions of a function, told alike for CPython 3.11 to 3.14.
+
+They differ in small things: some Pythons load or store two variables by one instruction, look up by one of its own what
+is called next, or announce a call before it.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
+_STORES = ("STORE_FAST", "STORE_FAST_STORE_FAST")
+_FORWARD = ("JUMP_FORWARD", "POP_JUMP_FORWARD_IF_", "POP_JUMP_IF_")
+
+
+class Step(NamedTuple):
+    """One thing that a function does.
+
+    Args:
+        name: `LOAD` and `STORE` of a variable, `ATTRIBUTE`, `METHOD` (an attribute that is called next), `CALL`,
+            `IN_PLACE` and `FORWARD` (a jump); of all else that of the instruction.
+        value: what it names; of a call how many arguments go by place, and how high the stack is above what is called.
+        effect: how much higher the stack is after it.
+        offset: where the instruction is
+        is_target: whether a jump leads to it.
+    """
+
+    name: str
+    value: Any
+    effect: int
+    offset: int
+    is_target: bool
+
+
+def steps_of(function: types.FunctionType) -> Iterator[Step]:
+    """Return what a function does, in order."""
+    before: dis.Instruction | None = None
+    for one in dis.get_instructions(function):
+        if one.opname != "PRECALL":
+            names = _names_before_call(function, one, before)
+            for place, (name, value, effect) in enumerate(_told_alike(one, names)):
+                yield Step(name, value, effect, one.offset, one.is_jump_target and place == 0)
+            before = one
+
+
+def _names_before_call(
+    function: types.FunctionType, call: dis.Instruction, before: dis.Instruction | None
+) -> tuple[str, ...]:
+    """Return the names of arguments that a call is given by name."""
+    if before is None or not (call.opname == "CALL_KW" or before.opname == "KW_NAMES"):
+        return ()
+    names: tuple[str, ...] = function.__code__.co_consts[before.arg or 0]
+    return names
+
+
+def _told_alike(one: dis.Instruction, names: tuple[str, ...]) -> list[tuple[str, Any, int]]:
+    """Return name, value and effect of what an instruction does; `names` are those of arguments, if it is a call.
+
+    What is called counts as one on the stack: some Pythons have the other half of it above, and some below.
+    """
+    arg = one.arg or 0
+    match one.opname:
+        case name if name in _LOADS:
+            return [("LOAD", variable, 1) for variable in _variables(one)]
+        case name if name in _STORES:
+            return [("STORE", variable, -1) for variable in _variables(one)]
+        case "STORE_FAST_LOAD_FAST":
+            stored, loaded = _variables(one)
+            return [("STORE", stored, -1), ("LOAD", loaded, 1)]
+        case "LOAD_GLOBAL":
+            return [("LOAD_GLOBAL", one.argval, 1)]
+        case "LOAD_METHOD":
+            return [("METHOD", one.argval, 0)]
+        case "LOAD_ATTR":
+            is_method = sys.version_info >= (3, 12) and bool(arg & 1)
+            return [("METHOD" if is_method else "ATTRIBUTE", one.argval, 0)]
+        case "PUSH_NULL":
+            return [("PUSH_NULL", None, 0)]
+        case "CALL":
+            return [("CALL", (arg - len(names), arg), -arg)]
+        case "CALL_KW":  # the names lie on the stack, too
+            return [("CALL", (arg - len(names), arg + 1), -arg - 1)]
+    effect = dis.stack_effect(one.opcode, one.arg)
+    if one.opname == "BINARY_OP" and one.argrepr.endswith("="):
+        return [("IN_PLACE", one.argval, effect)]
+    if one.opname.startswith(_FORWARD):
+        return [("FORWARD", one.argval, effect)]
+    return [(one.opname, one.argval, effect)]
+
+
+def _variables(one: dis.Instruction) -> tuple[str, ...]:
+    """Return the variables of an instruction; some have two."""
+    return one.argval if isinstance(one.argval, tuple) else (one.argval,)

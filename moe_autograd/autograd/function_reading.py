@@ -1,0 +1,275 @@
+"""What a method of a module names, where it does nothing but arithmetic, as its bytecode tells.
+
+Rule 1. It has no functions of its own, changes nothing in place, and has no loops but those over parts of `self`:
+        `for layer in self.layers`, with or without `enumerate` or `zip`, and none within another.
+Rule 2. Of `self` it calls and takes attributes, and it calls the parts that it loops over. What these are is for the
+        instance to say (`arithmetic`).
+Rule 3. Of globals it names torch's modules and functions of theirs that compute (`FUNCTIONS`), and numbers.
+Rule 4. Of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`).
+
+What is not known here is more than arithmetic: another function, such as one that somebody has put in the place of
+torch's, and an instruction of a Python that is not known.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import itertools
+import math
+import re
+import types
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.autograd.bytecode import Step, steps_of
+from moe_autograd.autograd.known_arithmetic import (
+    DRAWING,
+    FUNCTIONS,
+    IN_PLACE,
+    METHODS,
+    MODULES,
+    is_torchs_own,
+)
+
+PLAIN = frozenset([bool, int, float, type(None), torch.dtype])
+LISTS = frozenset([nn.ModuleList, nn.Sequential])  # whose parts may be looped over
+
+# What needs no look at what it names.
+_HARMLESS = frozenset(
+    [
+        *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_TUPLE"),
+        *("CALL", "COMPARE_OP", "COPY", "END_FOR", "FORWARD", "IS_OP", "KW_NAMES", "LOAD_CONST"),
+        *("LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER", "POP_TOP", "PUSH_NULL", "RESUME"),
+        *("RETURN_CONST", "RETURN_VALUE", "SWAP", "TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT"),
+        "UNPACK_SEQUENCE",
+    ]
+)
+_LEAVES_ORDER = (
+    "COPY",
+    "FORWARD",
+    "FOR_ITER",
+    "JUMP_BACKWARD",
+    "SWAP",
+)  # what takes from below, or goes elsewhere
+_LOOP = re.compile(  # how one begins
+    r"\b(LOAD_GLOBAL (LOAD ATTRIBUTE )+((LOAD_CONST|KW_NAMES) )*CALL |LOAD ATTRIBUTE )"
+    r"GET_ITER FOR_ITER (UNPACK_SEQUENCE )?(STORE )+"
+)
+_OF_LOOPS = ("ATTRIBUTE", "LOAD", "LOAD_GLOBAL", "STORE", "UNPACK_SEQUENCE")
+_NOT_PLAIN = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+    | inspect.CO_ITERABLE_COROUTINE
+)
+
+
+class FunctionReading(NamedTuple):
+    """What a method names that only computes.
+
+    It holds no function, which would hold its file's globals, and these the class: a class that was read can go.
+
+    Args:
+        code: of the method. What reloads a file that was edited may put another into the same function.
+        called: attributes of `self` that it calls, with how many arguments by place at most.
+        taken: those whose value it takes.
+        looped: those whose parts it calls in a loop.
+        of_globals: globals, and what they were.
+        of_others: attributes of torch's modules and classes, and of Python's own: whose, the name, and what they were.
+        draws: whether it names a function that may draw random numbers.
+    """
+
+    code: types.CodeType
+    called: Mapping[str, float]
+    taken: frozenset[str]
+    looped: frozenset[str]
+    of_globals: Mapping[str, object]
+    of_others: Collection[tuple[object, str, object]]
+    draws: bool
+
+    def is_true_of(self, function: types.FunctionType) -> bool:
+        """Whether it still has that code, and its file, torch and Python what it names."""
+        if function.__code__ is not self.code:
+            return False
+        namespace = function.__globals__
+        return all(namespace.get(name) is value for name, value in self.of_globals.items()) and all(
+            getattr(owner, name, None) is value for owner, name, value in self.of_others
+        )
+
+
+def read_function(function: types.FunctionType) -> FunctionReading | None:
+    """Return what a method names; `None` if it may do more than arithmetic."""
+    code = function.__code__
+    if not code.co_argcount or code.co_kwonlyargcount or code.co_flags & _NOT_PLAIN:
+        return None
+    if code.co_freevars or code.co_cellvars or any(map(_may_change, code.co_consts)):
+        return None
+    return _Reader(function).reading()
+
+
+def _may_change(constant: object) -> bool:
+    """Whether a constant names an argument by which functions change what they are given."""
+    return isinstance(constant, tuple) and not IN_PLACE.isdisjoint(
+        one for one in constant if isinstance(one, str)
+    )
+
+
+def is_function(value: object, num_arguments: float) -> bool:
+    """Whether it is one that only computes, called with so many arguments by place."""
+    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return False
+    return num_arguments <= FUNCTIONS.get(value, -1)
+
+
+class _Reader:
+    """Reads one method."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+        self._this = function.__code__.co_varnames[0]
+        self._steps = [*steps_of(function)]
+        self._called, self._taken, self._looped = dict[str, float](), set[str](), set[str]()
+        self._of_globals: dict[str, object] = {}
+        self._of_others: dict[tuple[object, str], object] = {}
+        self._draws = False
+        self._understood = set[
+            int
+        ]()  # places of attributes of `self` and of modules, and of what begins loops
+        self._parts = set[str]()  # variables for parts
+        self._loops: list[Step] = []  # where each takes its next part
+
+    def reading(self) -> FunctionReading | None:
+        """Return what it names, or `None` if there is something else in it."""
+        self._find_loops()
+        if any(loop.value > later.offset for loop, later in itertools.pairwise(self._loops)):
+            return None  # one within another
+        if not all(self._is_arithmetic(place, step) for place, step in enumerate(self._steps)):
+            return None
+        return FunctionReading(
+            self._function.__code__,
+            self._called,
+            frozenset(self._taken),
+            frozenset(self._looped),
+            self._of_globals,
+            [(owner, name, value) for (owner, name), value in self._of_others.items()],
+            self._draws,
+        )
+
+    def _is_arithmetic(self, place: int, step: Step) -> bool:
+        if place in self._understood:
+            return True
+        match step.name:
+            case "LOAD":
+                return self._is_used_as_what_it_is(place, step.value)
+            case "STORE":
+                return step.value != self._this and step.value not in self._parts
+            case "LOAD_GLOBAL":
+                return self._names_function(place)
+            case "ATTRIBUTE" | "METHOD":
+                return self._names_method(step.value)
+            case "JUMP_BACKWARD":
+                return any(step.value == loop.offset for loop in self._loops)
+        return step.name in _HARMLESS
+
+    def _is_used_as_what_it_is(self, place: int, variable: str) -> bool:
+        """Whether a variable on the stack is asked for an attribute if it is `self`, and called if it is a part."""
+        if variable == self._this:
+            return self._names_attribute(place + 1)
+        return variable not in self._parts or self._num_arguments(place) < math.inf
+
+    def _names_attribute(self, place: int) -> bool:
+        """Note which attribute of `self` is looked up next."""
+        if (step := self._attribute_at(place)) is None:
+            return False
+        if step.name == "METHOD":
+            self._note_called(step.value, place)
+        else:
+            self._taken.add(step.value)
+        return True
+
+    def _note_called(self, name: str, place: int) -> None:
+        self._called[name] = max(self._called.get(name, 0), self._num_arguments(place))
+
+    def _names_function(self, place: int) -> bool:
+        """Note the global that is named here, and see that it is, or leads to, a function or a number."""
+        name = self._steps[place].value
+        value = self._of_globals[name] = self._function.__globals__.get(name)
+        while any(value is module for module in MODULES):
+            place += 1
+            if (step := self._attribute_at(place)) is None:
+                return False
+            value = self._what_is(value, step.value)
+        if value is not None and type(value) in PLAIN:
+            return True
+        self._draws = self._draws or any(value is one for one in DRAWING)
+        return is_function(value, self._num_arguments(place))
+
+    def _names_method(self, name: str) -> bool:
+        """Note what a tensor has under that name, and see that it is known and torch's own."""
+        value = self._what_is(Tensor, name)
+        return name in METHODS and (not isinstance(value, types.FunctionType) or is_torchs_own(value))
+
+    def _what_is(self, owner: object, name: str) -> object:
+        """Return an attribute, of which note is taken."""
+        value = self._of_others[owner, name] = getattr(owner, name, None)
+        return value
+
+    def _num_arguments(self, place: int) -> float:
+        """Return how many arguments are given by place to what is put on the stack there; infinity: not known."""
+        height = 0  # of what lies above it
+        for step in self._steps[place + 1 :]:
+            if step.name == "CALL" and height == step.value[1] and not step.is_target:
+                return float(step.value[0])
+            is_beside = height > 0 or step.effect > 0 or step.name in ("KW_NAMES", "PUSH_NULL")
+            if not is_beside or step.is_target or step.name in _LEAVES_ORDER:
+                break  # something else may be done with it
+            height += step.effect
+        return math.inf
+
+    def _attribute_at(self, place: int) -> Step | None:
+        """Return the step there, if it looks up an attribute of what the one before it has put on the stack."""
+        step = self._steps[place]
+        if step.name not in ("ATTRIBUTE", "METHOD") or step.is_target:
+            return None
+        self._understood.add(place)
+        return step
+
+    # ---- loops
+
+    def _find_loops(self) -> None:
+        """Find the loops over parts of `self`; those over anything else are not understood."""
+        sentence = "".join([f"{step.name} " for step in self._steps])
+        for found in _LOOP.finditer(sentence):
+            begin, end = (sentence.count(" ", 0, at) for at in found.span())
+            if self._begins_loop(self._steps[begin:end]):
+                self._understood.update(range(begin, end))
+
+    def _begins_loop(self, steps: Sequence[Step]) -> bool:
+        """Whether a loop that begins so is over parts of `self`, each in a variable of its own; note which."""
+        named = {name: [step.value for step in steps if step.name == name] for name in _OF_LOOPS}
+        lists, variables, unpacked = named["ATTRIBUTE"], named["STORE"], named["UNPACK_SEQUENCE"]
+        wrapper = next(iter(named["LOAD_GLOBAL"]), None)
+        given = {None: [], "enumerate": [2], "zip": [len(lists)]}  # how many at a time
+        if {*named["LOAD"]} != {self._this} or self._this in variables or unpacked != given.get(wrapper):
+            return False
+        if any(step.is_target for step in steps[1:] if step.name != "FOR_ITER"):
+            return False
+        if wrapper is not None:
+            self._of_globals[wrapper] = self._function.__globals__.get(wrapper)
+            if self._of_globals[wrapper] is not None or self._what_is(builtins, wrapper) not in (
+                enumerate,
+                zip,
+            ):
+                return False
+        if not all(is_torchs_own(self._what_is(kind, "__iter__")) for kind in LISTS):
+            return False
+        self._looped.update(lists)
+        self._parts.update(variables[wrapper == "enumerate" :])
+        self._loops += [step for step in steps if step.name == "FOR_ITER"]
+        return True

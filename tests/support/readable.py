@@ -1,0 +1,107 @@
+"""Experts with forwards that a map may read (`autograd.arithmetic`)."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from moe_autograd.autograd.arithmetic import reading_of
+
+
+def only_computes(module: object) -> bool:
+    """Whether it is read as a module whose forward only computes, if its parts do not either."""
+    reading = reading_of(type(module))
+    return reading is not None and isinstance(module, nn.Module) and reading.fits(module)
+
+
+class Expert(nn.Module):
+    """Has what the forwards below name."""
+
+    scale_of_all = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 8)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = None
+        self.eps, self.count = 1e-6, 2
+        self.register_buffer("shift", torch.randn(4))
+        self.activation = F.silu
+        self.barrier = threading.Barrier(1)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))])
+        self.norms = nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4))
+        self.in_a_list = [self.w1]
+        self.dropout = nn.Dropout(0.5)
+
+    @property
+    def of_class(self) -> Tensor:
+        return self.weight
+
+    def gate(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.activate(y) * x
+
+    def activate(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+    def through_layers(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def wait(self, x: Tensor) -> Tensor:
+        self.barrier.wait()
+        return x
+
+    def gate_and_wait(self, x: Tensor) -> Tensor:
+        return self.gate(x, self.wait(x))
+
+    def again(self, x: Tensor) -> Tensor:
+        return self.again(x)
+
+    def change(self, x: Tensor, activation: Any = F.relu) -> Any:
+        return activation(x, True)
+
+    @staticmethod
+    def of_nobody(x: Tensor) -> Tensor:
+        return x
+
+
+def wait(x: Tensor) -> Tensor:
+    return x
+
+
+def expert_with(forward: Callable[..., Any]) -> Expert:
+    """Return an instance of a class of its own with this forward."""
+    return type("Own", (Expert,), {"forward": forward})()
+
+
+def swiglu(self: Any, x: Tensor) -> Tensor:
+    return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def rms_norm(self: Any, x: Tensor) -> Tensor:
+    dtype = x.dtype
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+    return self.weight[0] * y.to(dtype)
+
+
+def gated(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.w1(x).chunk(2, dim=-1)
+    return self.activation(gate) * up / math.sqrt(x.shape[-1]) - self.shift
+
+
+def imported_by_name(self: Any, x: Tensor) -> Tensor:
+    return silu(x @ self.weight.T)
+
+
+def waits(self: Any, x: Tensor) -> Tensor:
+    self.barrier.wait()
+    return x

@@ -1,0 +1,435 @@
+"""What is read of a module's forward, instruction by instruction. Whoever waits is never taken for arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import silu
+
+from moe_autograd import parallel_apply
+from moe_autograd.autograd import in_turn
+from tests.support.readable import (
+    Expert,
+    expert_with,
+    gated,
+    imported_by_name,
+    only_computes,
+    rms_norm,
+    swiglu,
+    wait,
+    waits,
+)
+
+
+def residual(self: Any, x: Tensor) -> Tensor:
+    return x + self.w2(torch.nn.functional.gelu(self.w1(x)))
+
+
+def with_a_branch(self: Any, x: Tensor) -> Tensor:
+    y = F.linear(x, self.weight)
+    if self.bias is not None:
+        y = y + self.bias
+    return y if self.count > 1 else -y
+
+
+def two_results(self: Any, x: Tensor) -> Any:
+    return x.sin(), (x[..., :2], torch.cat([x, x]).reshape(-1))
+
+
+def with_arguments(self: Any, x: Tensor) -> Tensor:
+    y = F.elu(F.leaky_relu(self.w1(x.add(x, alpha=2)), 0.1), alpha=math.sqrt(2.0))
+    return F.normalize(self.activation(silu(y)), 2.0, dim=-1, eps=self.eps)
+
+
+def loops_over_parts(self: Any, x: Tensor) -> Tensor:
+    h = x
+    for layer in self.layers:
+        h = torch.relu(layer(x + F.silu(layer(h))))
+    return h
+
+
+def loops_over_two_lists(self: Any, x: Tensor) -> Tensor:
+    for layer, norm in zip(self.layers, self.norms, strict=True):
+        x = x + layer(norm(x))
+        if self.count > 2:
+            continue
+        x = x * 2
+    return x
+
+
+def counts_parts(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        x = layer(x)
+        if i == self.count:
+            break
+    for norm in self.norms:
+        x = norm(x).sin()
+    return x
+
+
+def calls_methods(self: Any, x: Tensor) -> Tensor:
+    return self.gate(self.activate(x), y=self.through_layers(x))
+
+
+def loops_and_calls_methods(self: Any, x: Tensor) -> Tensor:
+    for norm in self.norms:
+        x = self.gate(x, norm(x))
+    return x
+
+
+ARITHMETIC = [
+    *(swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results),
+    *(with_arguments, loops_over_parts, loops_over_two_lists, counts_parts, calls_methods),
+    loops_and_calls_methods,
+]
+
+
+@pytest.mark.parametrize("forward", ARITHMETIC)
+def test_a_forward_that_only_computes_is_called_in_turn_and_means_the_loop(forward: Any) -> None:
+    kind = type("Own", (Expert,), {"forward": forward})
+    modules = [kind() for _ in range(3)]
+    xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
+    assert all(map(only_computes, modules))
+    assert in_turn.call_in_turn(modules, [(x,) for x in xs], [{}] * 3) is not None
+    mapped = parallel_apply(modules, [(x,) for x in xs])
+    for one, module, x in zip(mapped, modules, xs, strict=True):
+        flat, same = torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(module(x))
+        assert all(map(torch.equal, flat, same))
+        assert type(flat[0].grad_fn) is type(same[0].grad_fn)  # no node of ours
+
+
+UNKNOWN = [wait]
+
+
+def calls_what_waits(self: Any, x: Tensor) -> Tensor:
+    return wait(x)
+
+
+def calls_what_is_in_a_list(self: Any, x: Tensor) -> Tensor:
+    return UNKNOWN[0](x)
+
+
+def calls_its_argument(self: Any, x: Any) -> Any:
+    return x.wait()
+
+
+def calls_a_method_that_waits(self: Any, x: Tensor) -> Tensor:
+    return self.wait(x)
+
+
+def calls_a_method_that_calls_one(self: Any, x: Tensor) -> Tensor:
+    return self.gate_and_wait(x)
+
+
+def calls_a_method_that_calls_itself(self: Any, x: Tensor) -> Tensor:
+    return self.again(x)
+
+
+def calls_itself(self: Any, x: Tensor) -> Any:
+    return self.forward(x)
+
+
+def calls_a_method_with_a_default(self: Any, x: Tensor) -> Any:
+    return self.change(x)
+
+
+def calls_a_static_method(self: Any, x: Tensor) -> Any:
+    return self.of_nobody(x)
+
+
+def calls_a_method_of_modules(self: Any, x: Tensor) -> Any:
+    self.requires_grad_()
+    return x
+
+
+def takes_a_method(self: Any, x: Tensor) -> Any:
+    return x, self.activate
+
+
+def takes_a_property(self: Any, x: Tensor) -> Tensor:
+    return x @ self.of_class
+
+
+def takes_what_the_class_has(self: Any, x: Tensor) -> Tensor:
+    return x * self.scale_of_all
+
+
+def takes_a_part(self: Any, x: Tensor) -> Tensor:
+    part = self.w1
+    return part.split(x)
+
+
+def asks_a_part(self: Any, x: Tensor) -> Tensor:
+    return self.w1.split(x)
+
+
+def takes_a_function(self: Any, x: Tensor) -> Tensor:
+    activation = self.activation
+    return activation(x)
+
+
+def has_another_name(self: Any, x: Tensor) -> Tensor:
+    other = self
+    return other.split(x)
+
+
+def may_be_itself(self: Any, x: Tensor) -> Tensor:
+    return (self if self.count else x).split(x) + x * 2  # else 3.12 has the look-up twice, and reads both
+
+
+def may_be_torch(self: Any, x: Tensor) -> Tensor:
+    return (self.weight if self.count else torch).relu(x) + x * 2
+
+
+def gives_itself(self: Any, x: Tensor) -> Tensor:
+    return torch.add(x, self)
+
+
+def loops(self: Any, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x.sin()
+    return x
+
+
+def loops_until(self: Any, x: Tensor) -> Tensor:
+    while x.sum() > 0:
+        x = x - 1
+    return x
+
+
+def loops_over_its_input(self: Any, x: Tensor) -> Any:
+    y = x
+    for one in x:
+        y = y + one
+    return y
+
+
+def loops_over_a_list(self: Any, x: Tensor) -> Any:
+    for layer in self.in_a_list:
+        x = layer(x)
+    return x
+
+
+def loops_over_one_part(self: Any, x: Tensor) -> Any:
+    for layer in self.w1:
+        x = layer(x)
+    return x
+
+
+def loops_over_what_a_method_gives(self: Any, x: Tensor) -> Any:
+    for layer in self.children():
+        x = layer(x)
+    return x
+
+
+def loops_over_one_of_two(self: Any, x: Tensor) -> Any:
+    for layer in self.layers if self.count else self.in_a_list:
+        x = layer(x)
+    return x
+
+
+def loops_within_a_loop(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        for norm in self.norms:
+            x = layer(norm(x))
+    return x
+
+
+def loops_within_a_methods_loop(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = self.through_layers(layer(x))
+    return x
+
+
+def asks_what_it_loops_over(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = layer.split(x)
+    return x
+
+
+def returns_what_it_loops_over(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:  # noqa: B007
+        x = x + 1
+    return x, layer
+
+
+def gives_what_it_loops_over(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = torch.add(x, layer)
+    return x
+
+
+def keeps_what_it_loops_over(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        kept = layer
+        x = kept.split(x)
+    return x
+
+
+def names_what_it_loops_over(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = (kept := layer)(x)
+        x = kept.split(x)
+    return x
+
+
+def names_a_function(self: Any, x: Tensor) -> Any:
+    return (relu := F.relu)(x) + relu(x, True)
+
+
+def loops_over_pairs(self: Any, x: Tensor) -> Any:
+    for pair in enumerate(self.layers):
+        x = pair[1].split(x)
+    return x
+
+
+def counts_what_it_calls(self: Any, x: Tensor) -> Any:
+    for layer, _ in enumerate(self.layers):
+        x = layer(x)  # type: ignore[operator]
+    return x + _
+
+
+def loops_with_another_name(self: Any, x: Tensor) -> Any:
+    for self in self.layers:  # noqa: B020
+        x = self.split(x)
+    return x
+
+
+def comprehends_parts(self: Any, x: Tensor) -> Any:
+    return [layer(x) for layer in self.layers]
+
+
+def comprehends(self: Any, x: Tensor) -> Any:
+    return [one.sin() for one in x]
+
+
+def has_a_function(self: Any, x: Tensor) -> Tensor:
+    return (lambda y: y)(x)
+
+
+def changes_in_place(self: Any, x: Tensor) -> Tensor:
+    x += 1
+    return x
+
+
+def changes_by_a_method(self: Any, x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+def changes_by_an_argument(self: Any, x: Tensor) -> Tensor:
+    return F.relu(x, inplace=True)
+
+
+def changes_by_an_argument_without_a_name(self: Any, x: Tensor) -> Tensor:
+    return F.silu(x, True)
+
+
+def changes_what_comes_of_more(self: Any, x: Tensor) -> Tensor:
+    return F.elu(self.w1(x.add(x, alpha=2)), 1.0, self.count)  # type: ignore[arg-type]
+
+
+def changes_by_a_function_it_is_given(self: Any, x: Tensor) -> Any:
+    return self.activation(self.activation(x), True)
+
+
+def changes_by_a_variable(self: Any, x: Tensor) -> Any:
+    activation = F.relu
+    return activation(x, True)
+
+
+def changes_by_one_of_two(self: Any, x: Tensor) -> Any:
+    return (F.relu if self.count else F.silu)(x, True)
+
+
+def changes_itself(self: Any, x: Tensor) -> Tensor:
+    return F.normalize(x, 2.0, 1, 1e-12, self.shift)
+
+
+def changes_an_element(self: Any, x: Tensor) -> Tensor:
+    x[0] = 1
+    return x
+
+
+def sets_an_attribute(self: Any, x: Tensor) -> Tensor:
+    self.seen = x
+    return x
+
+
+def draws(self: Any, x: Tensor) -> Tensor:
+    return x + torch.randn(4)
+
+
+def imports(self: Any, x: Tensor) -> Tensor:
+    import time
+
+    time.sleep(0)
+    return x
+
+
+def catches(self: Any, x: Tensor) -> Tensor:
+    try:
+        return x.sin()
+    except RuntimeError:
+        return x
+
+
+def enters(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.sin()
+
+
+def takes_more(self: Any, x: Tensor, y: Any = None) -> Tensor:
+    return x
+
+
+def takes_any(self: Any, *xs: Tensor) -> Tensor:
+    return xs[0]
+
+
+def generates(self: Any, x: Tensor) -> Any:
+    yield x
+
+
+async def is_awaited(self: Any, x: Tensor) -> Tensor:
+    return x
+
+
+@functools.wraps(swiglu)
+def is_wrapped(self: Any, x: Tensor) -> Any:
+    return swiglu(self, x)
+
+
+MORE = [
+    *(waits, calls_what_waits, calls_what_is_in_a_list, calls_its_argument, calls_a_method_that_waits),
+    *(calls_a_method_that_calls_one, calls_a_method_that_calls_itself, calls_itself, calls_a_static_method),
+    *(calls_a_method_with_a_default, calls_a_method_of_modules, takes_a_method, comprehends_parts),
+    *(loops_over_its_input, loops_over_a_list, loops_over_one_part, loops_over_what_a_method_gives),
+    *(loops_over_one_of_two, loops_within_a_loop, loops_within_a_methods_loop, asks_what_it_loops_over),
+    *(returns_what_it_loops_over, gives_what_it_loops_over, keeps_what_it_loops_over, loops_over_pairs),
+    *(counts_what_it_calls, names_what_it_loops_over, names_a_function, loops_with_another_name),
+    *(
+        takes_a_property,
+        takes_what_the_class_has,
+        takes_a_part,
+        asks_a_part,
+        takes_a_function,
+        has_another_name,
+    ),
+    *(may_be_itself, may_be_torch, gives_itself, loops, loops_until, comprehends, has_a_function),
+    *(changes_in_place, changes_by_a_method, changes_by_an_argument, changes_an_element, sets_an_attribute),
+    *(changes_by_an_argument_without_a_name, changes_what_comes_of_more, changes_by_a_function_it_is_given),
+    *(changes_by_a_variable, changes_by_one_of_two, changes_itself),
+    *(draws, imports, catches, enters, takes_more, takes_any, generates, is_awaited, is_wrapped),
+    *(torch.no_grad()(swiglu), functools.partialmethod(swiglu)),
+]
+
+
+@pytest.mark.parametrize("forward", MORE, ids=lambda one: getattr(one, "__name__", type(one).__name__))
+def test_a_forward_that_may_do_more_is_not_taken_for_arithmetic(forward: Any) -> None:
+    assert not only_computes(expert_with(forward))
