@@ -41,11 +41,11 @@ LISTS = frozenset([nn.ModuleList, nn.Sequential])  # whose parts may be looped o
 # What needs no look at what it names.
 _HARMLESS = frozenset(
     [
-        *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_TUPLE"),
-        *("CALL", "COMPARE_OP", "COPY", "END_FOR", "FORWARD", "IS_OP", "KW_NAMES", "LOAD_CONST"),
-        *("LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER", "POP_TOP", "PUSH_NULL", "RESUME"),
-        *("RETURN_CONST", "RETURN_VALUE", "SWAP", "TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT"),
-        "UNPACK_SEQUENCE",
+        *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_STRING"),
+        *("BUILD_TUPLE", "CALL", "COMPARE_OP", "COPY", "END_FOR", "FORMAT_SIMPLE", "FORMAT_VALUE"),
+        *("FORWARD", "IS_OP", "KW_NAMES", "LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"),
+        *("NOT_TAKEN", "POP_ITER", "POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST"),
+        *("RETURN_VALUE", "SWAP", "TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
 _LEAVES_ORDER = (
@@ -138,9 +138,8 @@ class _Reader:
         self._of_globals: dict[str, object] = {}
         self._of_others: dict[tuple[object, str], object] = {}
         self._draws = False
-        self._understood = set[
-            int
-        ]()  # places of attributes of `self` and of modules, and of what begins loops
+        # places of attributes of `self` and of modules, and of what begins loops
+        self._understood = set[int]()
         self._parts = set[str]()  # variables for parts
         self._loops: list[Step] = []  # where each takes its next part
 
@@ -187,14 +186,12 @@ class _Reader:
         """Note which attribute of `self` is looked up next."""
         if (step := self._attribute_at(place)) is None:
             return False
+        name = step.value
         if step.name == "METHOD":
-            self._note_called(step.value, place)
+            self._called[name] = max(self._called.get(name, 0), self._num_arguments(place))
         else:
-            self._taken.add(step.value)
+            self._taken.add(name)
         return True
-
-    def _note_called(self, name: str, place: int) -> None:
-        self._called[name] = max(self._called.get(name, 0), self._num_arguments(place))
 
     def _names_function(self, place: int) -> bool:
         """Note the global that is named here, and see that it is, or leads to, a function or a number."""

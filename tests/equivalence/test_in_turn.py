@@ -190,7 +190,7 @@ def with_forward_of_its_own() -> nn.Module:
         lambda: nn.Sequential(nn.Identity(), Waits(threading.Barrier(1))),
         lambda: WaitsToo(4),
         lambda: FeedForwardExpert(4, activation=lambda x: x),
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout()),
         lambda: nn.BatchNorm1d(4),
         lambda: nn.ReLU(inplace=True),
         lambda: with_hook("register_forward_hook"),

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from moe_autograd import parallel_apply
+from moe_autograd.autograd import in_turn
 from moe_autograd.autograd.arithmetic import reading_of
 
 
@@ -73,6 +75,20 @@ class Expert(nn.Module):
         return x
 
 
+def assert_means_the_loop(forward: Any) -> None:
+    """Assert that calls of it are made in turn, in the caller's graph, and give what a loop gives."""
+    kind = type("Own", (Expert,), {"forward": forward})
+    modules = [kind() for _ in range(3)]
+    xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
+    assert all(map(only_computes, modules))
+    assert in_turn.call_in_turn(modules, [(x,) for x in xs], [{}] * 3) is not None
+    mapped = parallel_apply(modules, [(x,) for x in xs])
+    for one, module, x in zip(mapped, modules, xs, strict=True):
+        flat, same = torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(module(x))
+        assert all(map(torch.equal, flat, same))
+        assert type(flat[0].grad_fn) is type(same[0].grad_fn)  # no node of ours
+
+
 def wait(x: Tensor) -> Tensor:
     return x
 
@@ -105,3 +121,8 @@ def imported_by_name(self: Any, x: Tensor) -> Tensor:
 def waits(self: Any, x: Tensor) -> Tensor:
     self.barrier.wait()
     return x
+
+
+def asserts(self: Any, x: Tensor) -> Tensor:  # pytest has assertions of its own in its tests' files
+    assert x.dim() == self.count, f"expected {self.count} dimensions, got {x.shape}"
+    return -x
