@@ -55,6 +55,15 @@ class OptimizerConfig(_Frozen):
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: ScheduleConfig | None = None
 
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name == "none":
+            raise ValueError(
+                "expected an optimizer's name beside its settings (for none: optimizer = 'none' alone)"
+            )
+        return name
+
 
 TABLE, NONE = "<table>", "<none>"  # in the place of a mistake; no name that a user could give
 

@@ -9,7 +9,7 @@ import pytest
 
 from experts_server import ExpertsServer
 from experts_server.configuration.addresses import split_address
-from experts_server.configuration.config import ServerConfig, ServingConfig
+from experts_server.configuration.config import OptimizerConfig, ServerConfig, ServingConfig
 from experts_server.configuration.names import check_name, expand_pattern
 from experts_server.configuration.settings import load_config
 from moe_autograd.errors import ConfigError
@@ -205,6 +205,22 @@ def test_the_environment_can_say_all_that_a_file_can_in_any_order() -> None:
         assert (optimizer.name, optimizer.lr) == ("sgd", 0.25)
         assert optimizer.args == {"momentum": 0.5, "nesterov": True}
         assert config.security.insecure
+
+
+def test_settings_of_no_optimizer_are_refused() -> None:
+    """An expert that was not to be trained would be, by the default optimizer."""
+    environment = {"EXPERTS_SERVER_OPTIMIZER": "none"}
+    told = (
+        r"key 'optimizer.name': expected an optimizer's name beside its settings \(for none: .*\), got 'none'"
+    )
+    for flags, more in (({"lr": 0.1}, {}), (None, {"EXPERTS_SERVER_OPTIMIZER__LR": "0.1"})):
+        with pytest.raises(ConfigError, match=told):
+            load_config(flags={**MINIMAL, "optimizer": flags}, environment={**environment, **more})
+    named = load_config(flags={**MINIMAL, "optimizer": {"name": "sgd", "lr": 0.1}}, environment=environment)
+    assert named.optimizer == OptimizerConfig(name="sgd", lr=0.1)
+    experts = {"ffn.[0:2]": {**FFN, "optimizer": "none"}, "ffn.1": {"optimizer": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match=r"key 'experts.ffn.1.optimizer.name'"):
+        load_config(flags={"experts": experts}, environment={})
 
 
 def test_a_variable_without_a_key_is_named() -> None:
