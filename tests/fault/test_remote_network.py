@@ -82,13 +82,13 @@ def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
 
 @pytest.mark.parametrize("what", ["forward", "backward", "state_dict", "load_state_dict"])
 def test_a_deadline_is_kept_in_the_middle_of_a_transfer(monkeypatch, what):
-    """A message of 1 MiB is on its way for 5 s here; without pings, which would end the connection before that."""
+    """A message of 1 MiB is on its way for 10 s here; without pings, which would end the connection before that."""
     without_pings = tuple(option for option in channel.CHANNEL_OPTIONS if "keepalive" not in option[0])
     monkeypatch.setattr(channel, "CHANNEL_OPTIONS", without_pings)
     with (
         ExpertsServer({"wide": nn.Linear(1024, 1024)}) as server,
         Proxy(server.address) as proxy,
-        connect(proxy.address, timeout_s=1.0) as experts,
+        connect(proxy.address, timeout_s=3.0) as experts,
     ):
         x = torch.randn(1024, 1024, requires_grad=True)
         y, state = experts["wide"](x), experts.state_dict()
@@ -98,11 +98,11 @@ def test_a_deadline_is_kept_in_the_middle_of_a_transfer(monkeypatch, what):
             "state_dict": experts.state_dict,
             "load_state_dict": lambda: experts.load_state_dict(state),
         }
-        proxy.bytes_per_s = 2e5
+        proxy.bytes_per_s = 1e5
         began_s = time.monotonic()
-        with pytest.raises(DeadlineExceededError, match=r"after 1\.\d s \(deadline 1\.0 s\)"):
+        with pytest.raises(DeadlineExceededError, match=r"after 3\.\d s \(deadline 3\.0 s\)"):
             operations[what]()
-        assert time.monotonic() - began_s < 3.0
+        assert time.monotonic() - began_s < 6.0
 
 
 def keep_a_deadline_where_packets_vanish(what: str) -> None:
