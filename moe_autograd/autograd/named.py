@@ -239,6 +239,8 @@ def _is_method(step: dis.Instruction) -> bool:
     """Whether an instruction looks up what is called next, as a method of something."""
     if step.opname == "LOAD_ATTR":
         return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
+    if step.opname == "LOAD_SUPER_ATTR":  # from 3.12 on: of `super()`
+        return bool((step.arg or 0) & 1)
     return step.opname == "LOAD_METHOD"
 
 

@@ -294,6 +294,25 @@ def test_a_change_for_one_call_is_for_that_call(
     assert_same_without_error(program, **options)
 
 
+class Teaches(nn.Sequential):
+    def evaluated(self, x: Tensor) -> Any:
+        super().eval()
+        try:
+            return self(x)
+        finally:
+            super().train()
+
+
+def test_so_is_one_that_a_module_makes_of_itself_by_methods_of_its_base() -> None:
+    def program(apply: MapFunction) -> Any:
+        waits, xs = Waits(apply), leaves(4)
+        (template,) = seeded(lambda: Teaches(nn.Linear(4, 4), waits, Switched()), 1)
+        calls = [template, cast(Teaches, template).evaluated] * 2
+        return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
+
+    assert_same_without_error(program)
+
+
 def test_templates_of_their_own_are_called_side_by_side() -> None:
     barrier, xs = threading.Barrier(4), leaves()
 
