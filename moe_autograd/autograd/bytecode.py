@@ -12,7 +12,10 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
+_LOADS = (
+    *("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"),
+    "LOAD_FAST_CHECK",  # from 3.12 on: of a variable that may not be there yet
+)
 _STORES = ("STORE_FAST", "STORE_FAST_STORE_FAST")
 _FORWARD = ("JUMP_FORWARD", "POP_JUMP_FORWARD_IF_", "POP_JUMP_IF_")
 

@@ -46,13 +46,25 @@ def with_arguments(self: Any, x: Tensor) -> Tensor:
     return F.normalize(self.activation(silu(y)), 2.0, dim=-1, eps=self.eps)
 
 
+def in_one_expression(self: Any, x: Tensor) -> Tensor:
+    return (y := self.w1(x)) * self.w3(x) + F.silu(y)  # 3.13 stores `y` and puts `self` on the stack in one
+
+
+def with_what_may_not_be_there(self: Any, x: Tensor) -> Tensor:
+    if self.count > 1:
+        y = self.activation(x)
+    if self.count > 1:
+        x = x + y  # 3.12 looks whether it is
+    return x
+
+
 def calls_methods(self: Any, x: Tensor) -> Tensor:
     return self.gate(self.activate(x), y=self.through_layers(x))
 
 
 ARITHMETIC = [
     *(swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results, with_arguments),
-    *(calls_methods, asserts),
+    *(calls_methods, asserts, in_one_expression, with_what_may_not_be_there),
 ]
 
 
@@ -150,6 +162,14 @@ def gives_itself(self: Any, x: Tensor) -> Tensor:
 
 def names_a_function(self: Any, x: Tensor) -> Any:
     return (relu := F.relu)(x) + relu(x, True)
+
+
+def gives_itself_behind_another(self: Any, x: Tensor) -> Tensor:
+    return torch.add((y := x), self) + y
+
+
+def becomes_another(self: Any, x: Tensor) -> Tensor:
+    return (self := x) + x * self.w1(x)  # type: ignore[operator]
 
 
 def has_a_function(self: Any, x: Tensor) -> Tensor:
@@ -253,6 +273,7 @@ MORE = [
     *(calls_a_method_that_calls_one, calls_a_method_that_calls_itself, calls_itself),
     *(calls_a_static_method, calls_a_method_with_a_default, calls_a_method_of_modules, takes_a_method),
     *(names_a_function, takes_a_property, takes_what_the_class_has, takes_a_part, asks_a_part),
+    *(gives_itself_behind_another, becomes_another),
     *(takes_a_function, has_another_name, may_be_itself, may_be_torch, gives_itself, has_a_function),
     *(changes_in_place, changes_by_a_method, changes_by_an_argument, changes_an_element),
     *(sets_an_attribute, changes_by_an_argument_without_a_name, changes_what_comes_of_more),
