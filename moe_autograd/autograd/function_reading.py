@@ -42,7 +42,8 @@ LISTS = frozenset([nn.ModuleList, nn.Sequential])  # whose parts may be looped o
 _HARMLESS = frozenset(
     [
         *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_STRING"),
-        *("BUILD_TUPLE", "CALL", "COMPARE_OP", "COPY", "END_FOR", "FORMAT_SIMPLE", "FORMAT_VALUE"),
+        *("BUILD_TUPLE", "CALL", "COMPARE_OP", "CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE"),
+        *("FORMAT_VALUE", "FORMAT_WITH_SPEC"),
         *("FORWARD", "IS_OP", "KW_NAMES", "LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"),
         *("NOT_TAKEN", "POP_ITER", "POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST"),
         *("RETURN_VALUE", "SWAP", "TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),

@@ -124,5 +124,5 @@ def waits(self: Any, x: Tensor) -> Tensor:
 
 
 def asserts(self: Any, x: Tensor) -> Tensor:  # pytest has assertions of its own in its tests' files
-    assert x.dim() == self.count, f"expected {self.count} dimensions, got {x.shape}"
+    assert x.dim() == self.count, f"expected {self.count} dimensions, got {x.shape!r}, {self.eps:.1e}"
     return -x
