@@ -148,7 +148,7 @@ def raise_first(errors: list[Any], of_what: str) -> None:
     """Raise the first of the errors, if there is one, with a note on how many others there are; empty the list."""
     if errors:
         if len(errors) > 1:
-            errors[0].add_note(f"{len(errors) - 1} other {of_what} failed too.")
+            errors[0].add_note(f"{len(errors) - 1} more of the {of_what} failed.")
         try:
             raise errors[0]
         finally:

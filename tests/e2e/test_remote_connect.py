@@ -186,7 +186,7 @@ class TestBadCalls:
         inputs = [(torch.full((1, 4), value),) for value in (0.0, float("nan"), 0.0, 0.0)]
         with pytest.raises(InvalidCallError, match=r"expert 'ffn\.2' at") as raised:
             experts.connection.call_together([experts[name] for name in names], inputs, [{}] * 4)
-        assert raised.value.__notes__ == ["1 other calls of this pass failed too."]
+        assert raised.value.__notes__ == ["1 more of the calls of this pass failed."]
 
     def test_a_tensor_above_the_servers_limit_is_refused(self, experts):
         with pytest.raises(InvalidCallError, match="expected at most"):

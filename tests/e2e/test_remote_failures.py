@@ -92,7 +92,7 @@ def test_without_a_list_the_first_failure_is_raised(experts, modules):
     outputs = experts.connection.call_together(list(experts.values()), xs, [{}] * NUM_EXPERTS)
     with pytest.raises(ExpertFailedError, match=r"expert 'ffn\.0' at .*backward") as raised:
         sum(y.sum() for y in outputs).backward()
-    assert raised.value.__notes__ == [f"{NUM_EXPERTS - 1} other calls of this pass failed too."]
+    assert raised.value.__notes__ == [f"{NUM_EXPERTS - 1} more of the calls of this pass failed."]
 
 
 def test_the_survivors_are_trained(experts, modules):
