@@ -179,6 +179,10 @@ def import_weights(address: str, expert: str, file: str, **connection: Any) -> N
             f"import: expected a safetensors file, got {file!r} ({error}). Take what `experts-server export` wrote; of "
             "what torch.save wrote, safetensors.torch.save_file(torch.load(FILE), NEW_FILE) makes one."
         ) from error
+    except KeyError as error:  # safetensors knows more dtypes than it gives to torch
+        raise ConfigError(
+            f"import: expected tensors of dtypes that travel, got {error} in {file!r}. Convert them first."
+        ) from error
     writer = ParcelWriter()
     writer.add(pb.StateUpdate(client_id=secrets.token_bytes(16), sequence=1, num_entries=len(state)))
     for key, tensor in state.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,12 @@ def test_an_import_of_a_dtype_that_does_not_travel_says_so(tmp_path: Path) -> No
     ended = CliRunner().invoke(main, ["import", "127.0.0.1:9", "e", str(file)])
     assert (ended.exit_code, type(ended.exception)) == (1, SystemExit)
     assert f"import: 'weight' of '{file}': tensor: expected a dense tensor of float64" in ended.output
+
+
+def test_an_import_of_a_dtype_that_safetensors_does_not_give_to_torch_says_so(tmp_path: Path) -> None:
+    header = json.dumps({"weight": {"dtype": "F8_E8M0", "shape": [3], "data_offsets": [0, 3]}}).encode()
+    file = tmp_path / "e.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    ended = CliRunner().invoke(main, ["import", "127.0.0.1:9", "e", str(file)])
+    assert (ended.exit_code, type(ended.exception)) == (1, SystemExit)
+    assert f"import: expected tensors of dtypes that travel, got 'F8_E8M0' in '{file}'" in ended.output
