@@ -32,7 +32,7 @@ from experts_server.queues.registry import Registry
 from experts_server.serving.doorway import Context, Doorway
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
-from moe_autograd.wire.tensors import plain, raw_bytes
+from moe_autograd.wire.tensors import bytes_if_filled, plain, raw_bytes
 
 SERVICE = "inference.GRPCInferenceService"
 DATATYPES = {
@@ -258,11 +258,15 @@ class OpenInference:
             raise InvalidCallError(
                 f"input {header.name!r}: expected up to {MAX_DIMENSIONS} sizes, got {shape}."
             )
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes != len(raw) or num_bytes > self._max_tensor_bytes:
+        if bytes_if_filled(shape, dtype) > self._max_tensor_bytes:
             raise InvalidCallError(
-                f"input {header.name!r}: expected {num_bytes} bytes for {shape} of {header.datatype} (at most "
-                f"{self._max_tensor_bytes}), got {len(raw)}."
+                f"input {header.name!r}: expected at most {self._max_tensor_bytes} bytes, got {shape} of "
+                f"{header.datatype}. Send fewer rows at once."
+            )
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes != len(raw):
+            raise InvalidCallError(
+                f"input {header.name!r}: expected {num_bytes} bytes for {shape} of {header.datatype}, got {len(raw)}."
             )
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")

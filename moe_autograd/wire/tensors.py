@@ -16,6 +16,7 @@ import functools
 import math
 import mmap
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -192,10 +193,10 @@ def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
     if len(shape) > MAX_RANK:
         raise InvalidCallError(f"tensor: expected at most {MAX_RANK} dimensions, got {len(shape)}.")
     numel = math.prod(shape)
-    if max(numel, *shape, 0) * dtype.itemsize > max_tensor_bytes:
+    if (num_filled := bytes_if_filled(shape, dtype)) > max_tensor_bytes:
         raise InvalidCallError(
-            f"tensor: expected at most {max_tensor_bytes} bytes, got shape {shape} of {dtype} "
-            f"({numel * dtype.itemsize} bytes). Send fewer rows at once, or raise the receiver's max_tensor_bytes."
+            f"tensor: expected at most {max_tensor_bytes} bytes, got shape {shape} of {dtype} ({num_filled} bytes"
+            f"{'' if numel else ', were 0 a 1'}). Send fewer rows at once, or raise the receiver's max_tensor_bytes."
         )
     if encoding != pb.RAW and not compression.is_applicable(dtype, encoding):
         raise InvalidCallError(
@@ -208,6 +209,11 @@ def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
             f"(encoding={pb.Encoding.Name(encoding)}). The sender's header contradicts itself."
         )
     return TensorForm(dtype, shape, encoding, num_bytes)
+
+
+def bytes_if_filled(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return how large a tensor is, a size of 0 taken for a 1: PyTorch multiplies those of what is empty as well."""
+    return math.prod(size or 1 for size in shape) * dtype.itemsize
 
 
 class Memory(ctypes.Array):  # type: ignore[type-arg]  # ctypes is generic in stubs only

@@ -32,6 +32,7 @@ class TestMalformed:
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[25 * 10**9], num_bytes=10**11), "at most 4096 bytes"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[2**63, 2**63], num_bytes=4), "at most 4096 bytes"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[2**63, 0], num_bytes=0), "at most 4096 bytes"),
+            (pb.TensorHeader(dtype=pb.FLOAT32, shape=[0, *[1024] * 7], num_bytes=0), "were 0 a 1"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[3], num_bytes=11), "expected 12 bytes"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[3], num_bytes=2**63), "expected 12 bytes"),
             (pb.TensorHeader(dtype=pb.FLOAT32, shape=[1] * 65, num_bytes=4), "at most 64 dimensions"),
