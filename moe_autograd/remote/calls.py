@@ -264,9 +264,11 @@ def _caused(error: RemoteError, cause: BaseException) -> RemoteError:
 
 
 def _result_of(parcel: Parcel, index_of: dict[int, int]) -> tuple[int, pb.CallResult | ResultHead]:
-    if not isinstance(parcel.head, RESULT) or parcel.head.call not in index_of:
-        raise CorruptDataError(f"result: expected that of a call we made, got {parcel.head!r}.")
-    return index_of[parcel.head.call], parcel.head
+    head = parcel.head
+    if not isinstance(head, RESULT) or head.call not in index_of:
+        got = f"that of call {head.call}" if isinstance(head, RESULT) else type(head).__name__
+        raise CorruptDataError(f"result: expected that of a call we made, got {got}. The server is broken.")
+    return index_of[head.call], head
 
 
 def _error_in(parcel: Parcel, result: pb.CallResult | ResultHead, expert: str, place: str) -> RemoteError:

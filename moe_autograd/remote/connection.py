@@ -29,7 +29,7 @@ from moe_autograd.remote.delivery import Delivery, Settings
 from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
 from moe_autograd.remote.finding import Finding
-from moe_autograd.remote.inputs import mismatch_of_grads, on_devices_of, refusal_of
+from moe_autograd.remote.inputs import mismatch_of_grads, mismatch_of_outputs, on_devices_of, refusal_of
 from moe_autograd.remote.jobs import Job, note_failures, say_more
 from moe_autograd.remote.leaving import LeftForwards
 from moe_autograd.remote.numbering import Numbering
@@ -196,6 +196,12 @@ class Connection:
         try:
             with self._delivery.operations.begin() as operation:
                 self._delivery.deliver("Forward", jobs, operation, failures)
+            for job in jobs:
+                place, outcome = f"expert {job.request.expert!r} at {job.address}, forward", job.outcome
+                if outcome.error is None and (
+                    error := mismatch_of_outputs(place, outcome.tensors, is_sequence=outcome.is_sequence)
+                ):
+                    job.outcome = Outcome(error=error)
             note_failures(jobs, "forward", failures)
             is_whole = True
         finally:
@@ -307,7 +313,7 @@ class Connection:
 
             def once(channel: Channel, own: list[str], operation: Operation) -> None:
                 reply = send_states(channel, {name: states[name] for name in own}, update, operation)
-                check_updates("SetState", channel, reply, operation)
+                check_updates("SetState", channel, own, reply, operation)
 
             with self._delivery.operations.begin() as operation:
                 moved = partial(self._finding.moved, to_all=True)

@@ -79,10 +79,14 @@ class _Arrivals:
             self._num_left -= 1
             self._states[self._name][head.key] = tensor
         else:
-            expected = (
-                f"{self._num_left} more entries of expert {self._name!r}" if self._num_left else "no more"
-            )
-            raise CorruptDataError(f"expected {expected}, got {head!r} with {len(parcel.tensors)} tensors.")
+            named = f" {head.key!r} of expert {head.expert!r}" if isinstance(head, pb.StateEntry) else ""
+            got = f"{type(head).__name__}{named} with {len(parcel.tensors)} tensors"
+            raise CorruptDataError(f"expected {self._expected()}, got {got}. The server is broken.")
+
+    def _expected(self) -> str:
+        if self._num_left:
+            return f"{self._num_left} more entries of expert {self._name!r}"
+        return f"the state of expert {self._to_come[-1]!r}" if self._to_come else "no more"
 
     def _is_next(self, head: pb.StateEntry) -> bool:
         return self._num_left > 0 and head.expert == self._name and head.key not in self._states[self._name]

@@ -162,12 +162,7 @@ class Updates:
         )
         attempt_s = self._delivery.settings.retry.update_attempt_s
         reply = ask(channel, rpc, request, pb.UpdateReply, operation, attempt_s)
-        if (answered := [update.expert for update in reply.updates]) != list(own):
-            raise CorruptDataError(
-                f"server at {channel.address}, {phase_of(rpc)}: expected answers for {list(own)}, "
-                f"got {answered}. The server is broken, or of another version."
-            )
-        check_updates(rpc, channel, reply, operation)
+        check_updates(rpc, channel, own, reply, operation)
         if rpc == "ZeroGrad":
             with self._lock:
                 for name in own:
@@ -225,8 +220,15 @@ def _has_news(own: Mapping[str, _Gathered]) -> bool:
     return not all(gathered.is_stale for gathered in own.values())
 
 
-def check_updates(rpc: str, channel: Channel, reply: pb.UpdateReply, operation: Operation) -> None:
-    """Raise the first failure of an update."""
+def check_updates(
+    rpc: str, channel: Channel, names: Iterable[str], reply: pb.UpdateReply, operation: Operation
+) -> None:
+    """Raise the first failure of an update of these experts, or what says that it is not of them."""
+    if (answered := [update.expert for update in reply.updates]) != (expected := list(names)):
+        raise CorruptDataError(
+            f"server at {channel.address}, {phase_of(rpc)}: expected answers for {expected}, "
+            f"got {answered}. The server is broken, or of another version."
+        )
     errors = []
     for update in reply.updates:
         if update.status.code != pb.OK:

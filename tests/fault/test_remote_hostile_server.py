@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote import RemoteExpert, RetryPolicy, connect
 from moe_autograd.wire import experts_pb2 as pb
@@ -27,10 +29,10 @@ X = torch.ones(2, 4)
 WEIGHT, BIAS = ("weight", torch.ones(4, 3)), ("bias", torch.ones(4))
 
 
-def results(*parcels: tuple[int, list[torch.Tensor | None]]) -> list[bytes]:
+def results(*parcels: tuple[int, list[torch.Tensor | None]], is_sequence: bool = False) -> list[bytes]:
     writer = ParcelWriter()
     for call, tensors in parcels:
-        writer.add(pb.CallResult(call=call), tensors)
+        writer.add(pb.CallResult(call=call, is_sequence=is_sequence), tensors)
     return list(iter(writer.next_message, None))
 
 
@@ -55,6 +57,7 @@ class Liar:
         self.forward: Answer = lambda call: results((call, [X]))
         self.backward: Answer = lambda call: results((call, [X]))
         self.state = state(WEIGHT, BIAS)
+        self.reply = seal(pb.UpdateReply(updates=[pb.ExpertUpdate(expert="ffn.0")]))
         self.may_end = threading.Event()  # its streams, after what they say
         self.may_end.set()
         self.streams: list[grpc.ServicerContext] = []
@@ -64,6 +67,7 @@ class Liar:
             {
                 "Info": grpc.unary_unary_rpc_method_handler(self._info),
                 "GetState": grpc.unary_stream_rpc_method_handler(lambda request, _: map(bytes, self.state)),
+                "SetState": grpc.stream_unary_rpc_method_handler(lambda messages, _: self.reply),
                 "Forward": grpc.stream_stream_rpc_method_handler(
                     lambda messages, context: self._answer(messages, context, self.forward)
                 ),
@@ -206,6 +210,29 @@ def test_an_answer_that_is_none_is_an_error(liar, expert, phase):
 
 
 @pytest.mark.parametrize(
+    ("outputs", "is_sequence"),
+    [([], False), ([None], False), ([X, X], False), ([None], True), ([X, None], True)],
+    ids=["nothing", "None", "two", "a sequence of None", "a sequence with None"],
+)
+@pytest.mark.parametrize("wants_grad", [True, False])
+def test_outputs_that_no_expert_returns_are_refused(liar, expert, outputs, is_sequence, wants_grad):
+    liar.forward = lambda call: results((call, outputs), is_sequence=is_sequence)
+    with pytest.raises(
+        CorruptDataError, match=r"expert 'ffn\.0' at 127\.0\.0\.1:\d+, forward: expected .*, got \["
+    ):
+        expert(X.clone().requires_grad_(wants_grad))
+
+
+def test_outputs_that_no_expert_returns_are_a_failure_that_a_layer_may_drop(liar, expert):
+    liar.forward = lambda call: results((call, [X, X]))
+    layer = MixtureOfExperts(TopKRouter(4, 1, top_k=1), [expert], on_failure="drop", allow_zero_outputs=True)
+    y, routing = layer(X, return_routing=True)
+    assert torch.equal(y, torch.zeros_like(X))
+    (failure,) = routing.failures
+    assert "CorruptDataError" in failure.reason
+
+
+@pytest.mark.parametrize(
     "grads",
     [[torch.ones(2, 5)], [X.double()], [X, X], [], [torch.ones(4, 2)]],
     ids=["shape", "dtype", "one more", "one less", "turned"],
@@ -272,3 +299,29 @@ def test_weights_that_are_not_whole_are_refused(liar, expert, lie):
     liar.state = lie
     with pytest.raises(CorruptDataError, match=rf"server at {liar.address}, state_dict, after"):
         expert.state_dict()
+
+
+def test_what_is_said_of_other_weights_is_in_one_line_and_says_what_was_expected(liar, expert):
+    entry = ParcelWriter()
+    entry.add(pb.StateEntry(expert="ffn.0", key="weight"), [WEIGHT[1]])
+    liar.state = list(iter(entry.next_message, None))
+    said = r"expected the state of expert 'ffn\.0', got StateEntry 'weight' of expert 'ffn\.0' with 1 tensors"
+    with pytest.raises(CorruptDataError, match=rf"^.*: {said}\. The server is broken\.\Z"):
+        expert.state_dict()
+
+
+def test_a_result_of_another_call_is_named_by_its_number(liar, expert):
+    liar.forward = lambda call: results((call + 7, [X]))
+    with pytest.raises(CorruptDataError, match=r"expected that of a call we made, got that of call 7\. The"):
+        expert(X)
+
+
+@pytest.mark.parametrize("names", [[], ["ffn.1"], ["ffn.0", "ffn.0"]])
+def test_weights_of_which_it_says_nothing_count_as_not_set(liar, expert, names):
+    weights = dict([WEIGHT, BIAS])
+    expert.load_state_dict(weights)
+    liar.reply = seal(pb.UpdateReply(updates=[pb.ExpertUpdate(expert=name) for name in names]))
+    with pytest.raises(
+        CorruptDataError, match=rf"expected answers for \['ffn\.0'\], got {re.escape(str(names))}"
+    ):
+        expert.load_state_dict(weights)
