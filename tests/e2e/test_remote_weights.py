@@ -157,6 +157,29 @@ def test_a_model_says_which_keys_an_expert_does_not_have(experts, modules):
     assert torch.equal(modules["ffn.1"].weight, torch.ones(4, 4))
 
 
+class Counting(nn.Linear):
+    """Has a state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_what_is_no_tensor_of_a_state_stays_where_it_is():
+    module = Counting(4, 4)
+    module.count = 3
+    with ExpertsServer({"e": module}) as server, connect(server.address) as experts:
+        state = {key: tensor + 1 for key, tensor in experts.state_dict().items()}
+        assert state.keys() == {"e.weight", "e.bias"}
+        experts.load_state_dict(state)
+    torch.testing.assert_close({"e.weight": module.weight, "e.bias": module.bias}, state, rtol=0, atol=0)
+    assert module.count == 3
+
+
 def test_gradients_after_loading_are_those_of_the_new_weights(experts, modules):
     x = torch.randn(2, 4, requires_grad=True)
     experts.load_state_dict({"ffn.1.weight": torch.eye(4), "ffn.1.bias": torch.zeros(4)})
