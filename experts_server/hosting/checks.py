@@ -41,9 +41,10 @@ def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall)
         mismatch = spec.mismatch(expert, inputs)
         if mismatch is not None:
             raise mismatch
-    if isinstance(call, ForwardCall) and any(
+    wanted = call.input_requires_grad if isinstance(call, ForwardCall) else call.wants_input_grads
+    if any(
         needs and not (x.is_floating_point() or x.is_complex())
-        for x, needs in zip(inputs, call.input_requires_grad, strict=False)
+        for x, needs in zip(inputs, wanted, strict=False)
     ):
         raise InvalidCallError(
             f"expert {expert!r}: expected floating inputs where gradients are wanted, got "

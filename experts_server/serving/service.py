@@ -225,7 +225,10 @@ class Service:
                     head = parcel.head
                     continue
                 if head is None or not isinstance(parcel.head, pb.StateEntry) or len(parcel.tensors) != 1:
-                    raise InvalidCallError("state: expected one StateUpdate and then StateEntry parcels.")
+                    raise InvalidCallError(
+                        "state: expected one StateUpdate, and then StateEntry parcels of one tensor each, got "
+                        f"{type(parcel.head).__name__} with {len(parcel.tensors)}. The client is broken."
+                    )
                 num_entries += 1
                 self._take_entry(parcel.head, parcel.tensors[0], states)
         reader.finish()

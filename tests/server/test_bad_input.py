@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.parcels import messages_of
-from tests.support.servers import WireClient, tokens
+from tests.support.servers import START_S, WireClient, tokens
 
 D = 16
+_UPDATE = pb.StateUpdate(client_id=b"x", sequence=1, num_entries=1)
+_ENTRY = pb.StateEntry(expert="ffn.0", key="up.bias")
 
 
 class Grumpy(nn.Module):
@@ -198,6 +201,38 @@ def test_a_state_of_which_entries_are_missing_is_refused(client: WireClient) -> 
     with pytest.raises(grpc.RpcError) as refused:
         client.set_state(client.get_state("ffn.0"), num_entries=99)
     assert "expected 99 entries, got 4" in refused.value.details()
+
+
+@pytest.mark.parametrize(
+    ("heads", "got"),
+    [
+        ([_ENTRY], "StateEntry with 1"),
+        ([_UPDATE, _UPDATE], "StateUpdate with 1"),
+        ([_UPDATE, pb.ForwardCall(expert="ffn.0")], "ForwardCall with 1"),
+    ],
+    ids=["no update", "two updates", "a call"],
+)
+def test_what_is_no_state_is_refused_and_named(client: WireClient, heads: list[Any], got: str) -> None:
+    writer = ParcelWriter()
+    for head in heads:
+        writer.add(head, [tokens(64)])
+    with pytest.raises(grpc.RpcError) as refused:
+        client.channel.stream_unary(methods.path("SetState"))(messages_of(writer), timeout=START_S)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert f"StateEntry parcels of one tensor each, got {got}. The client" in refused.value.details()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_gradients_of_whole_numbers_are_refused(client: WireClient, phase: str) -> None:
+    ids = torch.tensor([1, 2])
+    if phase == "forward":
+        answer = client.forward("words", ids, input_requires_grad=[True])
+    else:
+        answer = client.backward("words", tokens(2, D), call_id=404, inputs=[ids], wants_input_grads=[True])
+    assert (answer.code, "expected floating inputs where gradients are wanted" in answer.text) == (
+        "INVALID_CALL",
+        True,
+    ), answer.text
 
 
 # ---- damage
