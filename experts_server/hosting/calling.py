@@ -168,8 +168,6 @@ class ModuleCaller:
         return ExpertFailedError(f"expert {self.name!r}, {phase}: its module raised {told(error)}")
 
     def _explain(self, inputs: tuple[Tensor, ...], error: BaseException) -> RemoteError:
-        if isinstance(error, RemoteError):
-            return error
         failure = self.failure("forward", error)
         likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs)
         return failure if likely is None else InvalidCallError(f"{likely} Its module raised {told(error)}")

@@ -108,6 +108,8 @@ def check_can_travel(tensor: torch.Tensor) -> None:
             f"tensor: expected a dense tensor of {known}, got {tensor.dtype} with {layout} on {tensor.device}. "
             "Convert it first."
         )
+    if torch._C._has_storage(tensor) and not tensor.data_ptr():
+        _check_is_empty(tensor)
 
 
 def _is_dispatched_in_python(tensor: torch.Tensor) -> bool:
@@ -324,6 +326,11 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def _zeros_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of what has no memory: zeros, as forward-mode differentiation gives where nothing flows."""
-    if tensor.nbytes and not tensor._is_zerotensor():  # what is empty has none to lose
-        raise TypeError(f"tensor: expected memory, got {tuple(tensor.shape)} without: its storage was freed.")
+    _check_is_empty(tensor)
     return memoryview(bytes(tensor.nbytes))
+
+
+def _check_is_empty(tensor: torch.Tensor) -> None:
+    """Raise `TypeError` where what has no memory has values to lose."""
+    if tensor.nbytes and not tensor._is_zerotensor():
+        raise TypeError(f"tensor: expected memory, got {tuple(tensor.shape)} without: its storage was freed.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -220,6 +221,88 @@ def test_what_is_no_state_is_refused_and_named(client: WireClient, heads: list[A
         client.channel.stream_unary(methods.path("SetState"))(messages_of(writer), timeout=START_S)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert f"StateEntry parcels of one tensor each, got {got}. The client" in refused.value.details()
+
+
+class Freed(nn.Module):
+    """Returns a tensor without its memory, as a sharded module may that has let go of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.untyped_storage().resize_(0)
+        return y
+
+
+class Asking(nn.Module):
+    """Asks another server, which is not there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ServerUnavailableError("expert 'elsewhere': expected a server, got none.")
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (
+            Freed(),
+            "an output of its module: tensor: expected memory, got (3, 16) without: its storage was freed.",
+        ),
+        (
+            Asking(),
+            "its module raised ServerUnavailableError: expert 'elsewhere': expected a server, got none.",
+        ),
+    ],
+    ids=["freed", "another server"],
+)
+def test_what_is_wrong_with_one_expert_is_its_own_failure_and_not_that_of_its_server(
+    module: nn.Module, text: str
+) -> None:
+    with (
+        ExpertsServer({"bad": module, "good": nn.Linear(D, D)}) as server,
+        WireClient(server.address) as client,
+    ):
+        calls = [client.forward_call(name, tokens(3, D), call_id=i) for i, name in enumerate(["bad", "good"])]
+        bad, good = client.stream("Forward", calls)
+    assert (bad.code, text in bad.text, good.code) == ("EXPERT_FAILED", True, "OK"), bad.text
+
+
+def test_a_state_far_larger_than_the_experts_own_is_refused_while_it_comes(client: WireClient) -> None:
+    state = client.get_state("ffn.0")["ffn.0"]
+    state["up.bias"] = torch.zeros(1 << 20)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.set_state({"ffn.0": state})
+    assert "expected about 4 entries of 1065600 bytes at most, got" in refused.value.details()
+
+
+def test_a_state_with_none_in_the_place_of_a_tensor_is_refused(client: WireClient) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.set_state({"ffn.0": {"up.bias": cast(Tensor, None)}})
+    assert "state of expert 'ffn.0': expected a tensor, got None" in refused.value.details()
+
+
+@pytest.mark.parametrize(
+    ("rpc", "request_", "text"),
+    [
+        (
+            "Step",
+            pb.UpdateRequest(
+                client_id=b"x", sequence=1, experts=["ffn.0"], gathered=[pb.GatheredBackwards()] * 2
+            ),
+            "step: expected a count of backwards for each of 1 experts or for none, got 2",
+        ),
+        (
+            "Forget",
+            pb.ForgetRequest(client_id=b"x", experts=["ffn.0", "custom"], call_ids=[1]),
+            "forget: expected a call of each of 2 experts, got 1",
+        ),
+    ],
+    ids=["step", "forget"],
+)
+def test_lists_of_different_lengths_are_refused(
+    client: WireClient, rpc: str, request_: Any, text: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        client.unary(rpc, seal(request_))
+    assert (refused.value.code(), text in refused.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -106,6 +106,13 @@ def test_an_inference_is_the_forward_of_the_expert(server: ExpertsServer) -> Non
             "INVALID_ARGUMENT",
             "bytes, got (0,",
         ),
+        (
+            "ffn.0",
+            tokens(2, D),
+            {"shape": [64], "datatype": "BOOL"},
+            "INVALID_ARGUMENT",
+            "expected bools of 0 and 1",
+        ),
         ("ffn.0", tokens(2, D) / 0, {}, "INVALID_ARGUMENT", "expected finite values"),
     ],
 )
