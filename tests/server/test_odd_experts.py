@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,7 +11,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experts_server import ExpertsServer
 from moe_autograd import FeedForwardExpert, SwiGLUExpert
@@ -93,11 +96,36 @@ def enter(mode: Any) -> None:
     mode.__enter__()
 
 
+class ZerosInPlace(TorchFunctionMode):
+    """Makes zeros of what is added."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0 if func is Tensor.add else result
+
+
+class ZerosOfProducts(TorchDispatchMode):
+    """Makes zeros of what is multiplied."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func is torch.ops.aten.addmm.default else result
+
+
+def autocast_twice() -> None:
+    for _ in range(2):
+        enter(torch.autocast("cpu", torch.bfloat16))
+
+
 # What some scripts do in their first lines; torch remembers it for the thread.
 LEFT_ON: dict[str, Callable[[], Any]] = {
     "no gradients": lambda: torch.set_grad_enabled(False),
     "inference": lambda: enter(torch.inference_mode()),
     "autocast": lambda: enter(torch.autocast("cpu", torch.bfloat16)),
+    "autocast twice": autocast_twice,
+    "autocast to another dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "function mode": lambda: enter(ZerosInPlace()),
+    "dispatch mode": lambda: enter(ZerosOfProducts()),
     "device": lambda: torch.set_default_device("meta"),
     "hooks": lambda: enter(torch.autograd.graph.saved_tensors_hooks(torch.zeros_like, lambda saved: saved)),
 }
@@ -137,6 +165,30 @@ def test_what_one_leaves_on_changes_no_other(what: str) -> None:
             (grad,) = client.backward("good", torch.ones(4, width), call_id=call_id).tensors
             assert grad is not None, "its forward had no graph"
             torch.testing.assert_close(grad, experts["good"].weight.sum(0).expand(4, width))
+
+
+class Cast(nn.Linear):
+    """Has an autocast of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("what", ["autocast", "autocast twice", "autocast to another dtype"])
+def test_what_one_leaves_on_changes_no_autocast_of_another(what: str) -> None:
+    width = 1024
+    experts = {"odd": LeavesOn(width, what), "cast": Cast(width, width)}
+    x, cast = tokens(4, width), experts["cast"]
+    sgd = functools.partial(torch.optim.SGD, lr=1.0)
+    with ExpertsServer(experts, optimizer=sgd) as server, WireClient(server.address) as client:
+        for call_id in range(3):
+            assert client.forward("odd", x, call_id=call_id).code == "OK"
+            (y,) = client.forward("cast", x, call_id=call_id).tensors
+            weights = [one.detach().bfloat16() for one in (cast.weight, cast.bias)]
+            torch.testing.assert_close(y, nn.functional.linear(x.bfloat16(), *weights))
+            assert client.backward("cast", torch.ones_like(y), call_id=call_id).code == "OK"
+            client.step("cast")
 
 
 @pytest.mark.parametrize("what", LEFT_ON)
