@@ -183,6 +183,11 @@ def import_weights(address: str, expert: str, file: str, **connection: Any) -> N
         raise ConfigError(
             f"import: expected tensors of dtypes that travel, got {error} in {file!r}. Convert them first."
         ) from error
+    if not state:
+        raise ConfigError(
+            f"import: expected tensors in {file!r}, got none. Take what `experts-server export` wrote of an expert "
+            "that has weights."
+        )
     writer = ParcelWriter()
     writer.add(pb.StateUpdate(client_id=secrets.token_bytes(16), sequence=1, num_entries=len(state)))
     for key, tensor in state.items():
@@ -193,9 +198,13 @@ def import_weights(address: str, expert: str, file: str, **connection: Any) -> N
     with _connected(address, **connection) as line:
         call = line.channel.stream_unary(methods.path("SetState"), None, None)
         reply = unseal(pb.UpdateReply, cast(bytes, call(iter(writer.next_message, None), **line.terms)))
-    for update in reply.updates:
-        if update.status.code != pb.OK:
-            raise error_of(update.status, f"expert {update.expert!r} at {address}")
+    place = f"expert {expert!r} at {address}"
+    if (answered := [update.expert for update in reply.updates]) != [expert]:
+        raise CorruptDataError(
+            f"{place}, import: expected an answer for it, got those for {answered}. Check that it is an experts-server."
+        )
+    if (status := reply.updates[0].status).code != pb.OK:
+        raise error_of(status, place)
 
 
 def as_plain(address: str, reply: pb.InfoReply) -> dict[str, Any]:

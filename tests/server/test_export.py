@@ -12,24 +12,40 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from experts_server import ExpertsServer
 from experts_server.command.cli import main
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
+from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.parcels import messages_of
 
 
 def exported(answer: list[bytes], folder: Path) -> Any:
     """Run the export command against a server that answers so."""
-    handlers = {"GetState": grpc.unary_stream_rpc_method_handler(lambda request, context: iter(answer))}
+    handler = grpc.unary_stream_rpc_method_handler(lambda request, context: iter(answer))
+    return run_beside("GetState", handler, "export", str(folder / "e.safetensors"))
+
+
+def imported(*updates: pb.ExpertUpdate, folder: Path) -> Any:
+    """Run the import command against a server that answers so."""
+    save_file({"weight": torch.ones(3)}, folder / "e.safetensors")
+    reply = seal(pb.UpdateReply(updates=updates))
+    handler = grpc.stream_unary_rpc_method_handler(lambda messages, context: reply)
+    return run_beside("SetState", handler, "import", str(folder / "e.safetensors"))
+
+
+def run_beside(rpc: str, handler: grpc.RpcMethodHandler, command: str, file: str) -> Any:
+    """Run a command against a server that has one RPC."""
+    handlers = {rpc: handler}
     server = grpc.server(futures.ThreadPoolExecutor(1))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(methods.SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        return CliRunner().invoke(main, ["export", f"127.0.0.1:{port}", "e", str(folder / "e.safetensors")])
+        return CliRunner().invoke(main, [command, f"127.0.0.1:{port}", "e", file])
     finally:
         server.stop(None).wait()
 
@@ -53,11 +69,12 @@ GOOD = pb.StateEntry(expert="e", key="weight"), [torch.ones(3)]
             "state entries of one tensor each, got CallResult",
         ),
         (entries((pb.StateEntry(expert="e", key="weight"), [])), "got StateEntry with 0"),
+        (entries(GOOD, GOOD), "expected 2 entries, got 1. Try again."),
         (entries((pb.StateEntry(expert="e", key="weight"), [None])), "got StateEntry with 1"),
         ([entries(GOOD)[0][:-1] + b"\x00"], "checksum"),
         ([b"noise"], "expected"),
     ],
-    ids=["another parcel", "no tensor", "None", "flipped byte", "noise"],
+    ids=["another parcel", "no tensor", "twice", "None", "flipped byte", "noise"],
 )
 def test_an_export_of_what_is_no_state_says_so_and_writes_no_file(
     tmp_path: Path, answer: list[bytes], text: str
@@ -111,3 +128,43 @@ def test_an_import_of_a_dtype_that_safetensors_does_not_give_to_torch_says_so(tm
     ended = CliRunner().invoke(main, ["import", "127.0.0.1:9", "e", str(file)])
     assert (ended.exit_code, type(ended.exception)) == (1, SystemExit)
     assert f"import: expected tensors of dtypes that travel, got 'F8_E8M0' in '{file}'" in ended.output
+
+
+def test_an_import_of_a_file_without_tensors_says_so(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "e.safetensors")
+    with ExpertsServer({"e": nn.Linear(3, 3)}) as server:
+        ended = CliRunner().invoke(main, ["import", server.address, "e", str(tmp_path / "e.safetensors")])
+    assert (ended.exit_code, "import: expected tensors in" in ended.output) == (1, True), ended.output
+
+
+def test_an_export_to_what_is_no_file_leaves_it_what_it_is() -> None:
+    with ExpertsServer({"e": nn.Linear(3, 3)}) as server:
+        ended = CliRunner().invoke(main, ["export", server.address, "e", "/dev/null"])
+    assert (ended.exit_code, ended.output, Path("/dev/null").is_char_device()) == (0, "", True)
+
+
+@pytest.mark.parametrize(
+    ("updates", "text"),
+    [
+        ([], "expected an answer for it, got those for []"),
+        ([pb.ExpertUpdate(expert="f")], "expected an answer for it, got those for ['f']"),
+        (
+            [pb.ExpertUpdate(expert="e", status=pb.Status(code=pb.EXPERT_FAILED, message="it is odd"))],
+            "it is odd",
+        ),
+    ],
+    ids=["none", "another expert", "a failure"],
+)
+def test_an_import_that_is_not_confirmed_has_failed(
+    tmp_path: Path, updates: list[pb.ExpertUpdate], text: str
+) -> None:
+    ended = imported(*updates, folder=tmp_path)
+    assert (ended.exit_code, type(ended.exception), text in ended.output) == (1, SystemExit, True), (
+        ended.output
+    )
+    assert "expert 'e' at 127.0.0.1:" in ended.output
+
+
+def test_an_import_that_is_confirmed_has_gone_well(tmp_path: Path) -> None:
+    ended = imported(pb.ExpertUpdate(expert="e", num_updates=7), folder=tmp_path)
+    assert (ended.exit_code, ended.output) == (0, "")
