@@ -258,7 +258,7 @@ def _changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> d
     }
     for key, value in changed.items():
         if not _is_plain(value):
-            raise _cannot_hold(f"{place} {key!r}", value)
+            raise _cannot_hold(f"{place} {key!r}", value, "a value that JSON gives back")
     return changed
 
 

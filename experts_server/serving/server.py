@@ -207,11 +207,11 @@ class ExpertServer:
 
     async def _end_serving(self, grace_s: float | None) -> None:
         assert self._grpc is not None
+        assert self._upkeep is not None, "it was ready"
         await self._grpc.stop(grace_s)
         self._is_stopping.set()
         self.saver.leave_to_last()
-        if self._upkeep is not None:
-            await asyncio.wait([self._upkeep])
+        await asyncio.wait([self._upkeep])
 
     def _close(self) -> None:
         if self.metrics is not None:

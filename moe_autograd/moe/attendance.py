@@ -60,7 +60,7 @@ class Attendance:
         self._start_wait("forward", range(len(self._experts)))
         how = as_recompute(recompute)
         groups: dict[int, _Group] = {}
-        calls: list[Callable[..., Any]] = []
+        calls: list[Any] = []
         for position, expert in enumerate(self._experts):
             group = group_of(expert)
             if group is None:
@@ -194,9 +194,6 @@ class _Member:
     def stands_for(self) -> Any:
         """The module of an offloaded expert; see there."""
         return getattr(self.expert, "stands_for", None)
-
-    def __call__(self, *tokens: Tensor) -> Any:
-        return self.call_group.call_together([self], [tokens], [{}])[0]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -257,6 +258,27 @@ class Quantizing(torch.optim.SGD):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["kept"] = TwoTensor(parameter.grad.clone(), parameter.grad.clone())
         super().step()
+
+
+class Slowing(torch.optim.SGD):
+    """Changes its rate, which is a tensor, as it likes."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["lr"] = self.param_groups[0]["lr"] / 2
+
+
+def test_a_setting_that_has_changed_and_is_no_plain_value_is_refused_by_name(tmp_path: Path) -> None:
+    slowing = functools.partial(Slowing, lr=torch.tensor(0.1))
+    config = {"checkpoint_dir": str(tmp_path)}
+    server = ExpertsServer({"e": nn.Linear(D, D)}, optimizer=slowing, config=config).start()
+    with WireClient(server.address) as client:
+        client.forward("e", tokens(2, D))
+        client.backward("e", torch.ones(2, D))
+        client.step()
+    said = r"expert 'e', optimizer, group 'lr': expected a value that JSON gives back, got Tensor\."
+    with pytest.raises(CheckpointError, match=said):
+        server.stop()
 
 
 def test_optimizer_state_that_no_checkpoint_can_hold_is_refused_by_name(tmp_path: Path) -> None:

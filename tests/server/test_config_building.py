@@ -62,6 +62,10 @@ class Script(torch.nn.Module):
         ),
         ({"class": "ffn", "args": {"d_model": -3}}, "key 'args': expected arguments that it takes"),
         (
+            {"class": "builtins:type", "args": {"x": 1}},
+            "key 'args': expected arguments that it takes, got {'x': 1}",
+        ),
+        (
             {"class": "ffn", "args": {"d_model": 4, "activation": "relu"}},
             "(TypeError: FeedForwardExpert: expected activation to be a function of a tensor, got 'relu'.",
         ),

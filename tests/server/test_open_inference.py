@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import BatchingConfig, SecurityConfig, ServingConfig
@@ -174,6 +174,21 @@ def test_contents_that_are_not_raw_and_bytes_that_are_no_request_are_refused(ser
     with WireClient(server.address) as client, pytest.raises(grpc.RpcError) as refused:
         client.channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"\xff\xff", timeout=START_S)
     assert refused.value.code() == grpc.StatusCode.DATA_LOSS
+
+
+class Complex(nn.Module):
+    """Returns what the protocol has no name for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x)
+
+
+def test_an_output_that_the_protocol_has_no_name_for_is_refused() -> None:
+    with ExpertsServer({"e": Complex()}) as server, pytest.raises(grpc.RpcError) as refused:
+        infer(server, "e", tokens(2, D))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "model 'e': expected outputs of BOOL, UINT8" in refused.value.details()
+    assert "got torch.complex64." in refused.value.details()
 
 
 @pytest.mark.parametrize("rpc", RPCS)

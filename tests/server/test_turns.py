@@ -140,6 +140,16 @@ def test_with_a_waiting_time_calls_that_come_one_after_the_other_are_joined() ->
             client.channel.close()
 
 
+def test_a_call_that_has_waited_in_vain_for_others_is_computed_alone() -> None:
+    gated = Gated()
+    gated.let_go()
+    config = {"batching": BatchingConfig(max_batch_tokens=5, max_wait_ms=50)}
+    with serving({"e": gated}, **config) as server, WireClient(server.address) as client:
+        for _ in range(2):
+            assert client.forward("e", tokens(2, D)).code == "OK"
+    assert gated.rows == [2, 2]
+
+
 def test_a_backward_after_a_joined_forward_gives_each_client_its_own_gradients() -> None:
     gated = Gated()
     gated.let_go()
