@@ -122,6 +122,18 @@ class TestMalformed:
         assert "bools of 0 and 1" in str(refused.error)
         assert good.tensors[0].tolist() == [0.0]
 
+    def test_so_is_one_whose_bools_come_in_parts(self):
+        header = pb.TensorHeader(dtype=pb.BOOL, shape=[4], num_bytes=4)
+        begun = packet(announce(0, header), parts=(pb.Part(num_bytes=2),), payload=b"\x00\x02")
+        ended = pb.Part(offset=2, num_bytes=2), pb.Part(parcel=1, num_bytes=4)
+        reader = ParcelReader()
+        assert reader.feed(begun) == []
+        refused, good = reader.feed(packet(announce(1, floats(1)), parts=ended, payload=bytes(20)))
+        assert (refused.number, refused.head, refused.tensors) == (0, entry(), ())
+        assert "bools of 0 and 1" in str(refused.error)
+        assert good.tensors[0].tolist() == [0.0]
+        assert repr(reader) == "ParcelReader(0 parcels unfinished, 0 bytes)"
+
     @pytest.mark.parametrize(
         ("parts", "payload"),
         [
