@@ -111,6 +111,21 @@ def test_the_same_number_of_another_client_is_another_update(client: WireClient)
         assert client.num_updates() == {"e": 2}
 
 
+def test_beyond_the_most_clients_the_one_that_was_not_heard_of_for_longest_is_forgotten_with_its_answers() -> (
+    None
+):
+    replies = Budget(1 << 20, "replies")
+    ledger = Ledger(2, replies)
+    for client_id in (b"a", b"b"):
+        ledger.record(client_id, 1, 7, (torch.ones(4),))
+    in_use = replies.in_use
+    assert ledger.find(b"a", 1, 0) is not None
+    ledger.record(b"c", 1, 7, (torch.ones(4),))
+    assert replies.in_use == in_use, "the answers of b have gone"
+    assert ledger.find(b"a", 1, 0) is not None
+    assert ledger.find(b"b", 1, 0) is None
+
+
 def test_a_client_that_never_settles_fills_no_memory_and_still_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
