@@ -197,11 +197,12 @@ class Connection:
             with self._delivery.operations.begin() as operation:
                 self._delivery.deliver("Forward", jobs, operation, failures)
             for job in jobs:
-                place, outcome = f"expert {job.request.expert!r} at {job.address}, forward", job.outcome
+                outcome = job.outcome
                 if outcome.error is None and (
-                    error := mismatch_of_outputs(place, outcome.tensors, is_sequence=outcome.is_sequence)
+                    wrong := mismatch_of_outputs(outcome.tensors, is_sequence=outcome.is_sequence)
                 ):
-                    job.outcome = Outcome(error=error)
+                    place = f"expert {job.request.expert!r} at {job.address}, forward"
+                    job.outcome = Outcome(error=CorruptDataError(f"{place}: {wrong}"))
             note_failures(jobs, "forward", failures)
             is_whole = True
         finally:

@@ -102,17 +102,15 @@ def refusal_of(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> InvalidCallE
     return None
 
 
-def mismatch_of_outputs(place: str, outputs: Tensors, *, is_sequence: bool) -> CorruptDataError | None:
+def mismatch_of_outputs(outputs: Tensors, *, is_sequence: bool) -> str:
     """Return what is wrong with what a server says an expert returned: one tensor, or a sequence of tensors."""
     if len(outputs) == 1 and outputs[0] is not None:  # mostly
-        return None
+        return ""
     if is_sequence and all(y is not None for y in outputs):
-        return None
+        return ""
     got = [None if y is None else tuple(y.shape) for y in outputs]
     expected = "tensors alone" if is_sequence else "one tensor"
-    return CorruptDataError(
-        f"{place}: expected {expected}, got {got}. The server is broken, or of another version."
-    )
+    return f"expected {expected}, got {got}. The server is broken, or of another version."
 
 
 def mismatch_of_grads(
