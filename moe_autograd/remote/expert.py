@@ -237,7 +237,8 @@ def call_experts(
     """Call all experts at once, differentiably; return what each returned."""
     for expert, args in zip(experts, inputs, strict=True):
         check_tensors(expert.name, args)
-    check_transforms(experts[0].name, (x for args in inputs for x in args))
+    if experts:  # a user's own group may ask for none
+        check_transforms(experts[0].name, (x for args in inputs for x in args))
     if torch._C._is_any_autocast_enabled():
         inputs = [
             under_autocast(connection.hosted[expert.name], args)
