@@ -55,7 +55,8 @@ _LEAVES_ORDER = (
     "FOR_ITER",
     "JUMP_BACKWARD",
     "SWAP",
-)  # what takes from below, or goes elsewhere
+    "UNPACK_SEQUENCE",
+)  # what takes from below, leaves more than one, or goes elsewhere
 _LOOP = re.compile(  # how one begins
     r"\b(LOAD_GLOBAL (LOAD ATTRIBUTE )+((LOAD_CONST|KW_NAMES) )*CALL |LOAD ATTRIBUTE )"
     r"GET_ITER FOR_ITER (UNPACK_SEQUENCE )?(STORE )+"
@@ -224,10 +225,10 @@ class _Reader:
         for step in self._steps[place + 1 :]:
             if step.name == "CALL" and height == step.value[1] and not step.is_target:
                 return float(step.value[0])
-            is_beside = height > 0 or step.effect > 0 or step.name in ("KW_NAMES", "PUSH_NULL")
+            height += step.effect
+            is_beside = height > 0 or step.name in ("KW_NAMES", "PUSH_NULL")  # what it leaves lies above
             if not is_beside or step.is_target or step.name in _LEAVES_ORDER:
                 break  # something else may be done with it
-            height += step.effect
         return math.inf
 
     def _attribute_at(self, place: int) -> Step | None:
@@ -253,8 +254,10 @@ class _Reader:
         named = {name: [step.value for step in steps if step.name == name] for name in _OF_LOOPS}
         lists, variables, unpacked = named["ATTRIBUTE"], named["STORE"], named["UNPACK_SEQUENCE"]
         wrapper = next(iter(named["LOAD_GLOBAL"]), None)
-        given = {None: [], "enumerate": [2], "zip": [len(lists)]}  # how many at a time
-        if {*named["LOAD"]} != {self._this} or self._this in variables or unpacked != given.get(wrapper):
+        given = {None: 1, "enumerate": 2, "zip": len(lists)}.get(wrapper)  # how many at a time
+        if {*named["LOAD"]} != {self._this} or self._this in variables:
+            return False
+        if unpacked != [given] * (wrapper is not None) or len(variables) != given:  # else a part is unpacked
             return False
         if any(step.is_target for step in steps[1:] if step.name != "FOR_ITER"):
             return False

@@ -210,6 +210,11 @@ def changes_by_one_of_two(self: Any, x: Tensor) -> Any:
     return (F.relu if self.count else F.silu)(x, True)
 
 
+def changes_by_a_function_in_a_tuple(self: Any, x: Tensor) -> Any:
+    f = torch.sin
+    return self.call_first((F.relu, x), x) + f(x)  # the one argument is not the first function's
+
+
 def changes_itself(self: Any, x: Tensor) -> Tensor:
     return F.normalize(x, 2.0, 1, 1e-12, self.shift)
 
@@ -278,7 +283,18 @@ MORE = [
     *(changes_in_place, changes_by_a_method, changes_by_an_argument, changes_an_element),
     *(sets_an_attribute, changes_by_an_argument_without_a_name, changes_what_comes_of_more),
     *(changes_by_a_function_it_is_given, changes_by_a_variable, changes_by_one_of_two, changes_itself),
-    *(draws, imports, catches, enters, takes_more, takes_any, generates, is_awaited, is_wrapped),
+    *(
+        changes_by_a_function_in_a_tuple,
+        draws,
+        imports,
+        catches,
+        enters,
+        takes_more,
+        takes_any,
+        generates,
+        is_awaited,
+        is_wrapped,
+    ),
     *(torch.no_grad()(swiglu), functools.partialmethod(swiglu)),
 ]
 

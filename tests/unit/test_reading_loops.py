@@ -143,6 +143,25 @@ def loops_over_pairs(self: Any, x: Tensor) -> Any:
     return x
 
 
+def unpacks_parts(self: Any, x: Tensor) -> Any:
+    for _, (first, second) in enumerate(self.layers):
+        x = second.split(first(x))
+    return x
+
+
+def unpacks_parts_of_two_lists(self: Any, x: Tensor) -> Any:
+    for (first, second), norm in zip(self.layers, self.norms, strict=True):
+        x = second.split(first(norm(x)))
+    return x
+
+
+def puts_it_into_a_tuple(self: Any, x: Tensor) -> Any:
+    f = torch.sin
+    for layer in self.layers:
+        x = self.call_first((layer, x), x) + f(x)
+    return x
+
+
 def counts_what_it_calls(self: Any, x: Tensor) -> Any:
     for layer, _ in enumerate(self.layers):
         x = layer(x)  # type: ignore[operator]
@@ -171,7 +190,8 @@ MORE = [
     *(loops_over_what_a_method_gives, loops_over_one_of_two, loops_within_a_loop),
     *(loops_within_a_methods_loop, asks_what_it_loops_over, returns_what_it_loops_over),
     *(gives_what_it_loops_over, keeps_what_it_loops_over, loops_over_pairs, counts_what_it_calls),
-    *(names_what_it_loops_over, loops_with_another_name, comprehends_parts),
+    *(names_what_it_loops_over, loops_with_another_name, comprehends_parts, unpacks_parts),
+    *(unpacks_parts_of_two_lists, puts_it_into_a_tuple),
 ]
 
 
