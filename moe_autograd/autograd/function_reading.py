@@ -20,7 +20,7 @@ import math
 import re
 import types
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,11 +122,11 @@ def _may_change(constant: object) -> bool:
     )
 
 
-def is_function(value: object, num_arguments: float) -> bool:
-    """Whether it is one that only computes, called with so many arguments by place."""
+def is_function(value: object, num_arguments: float, known: Mapping[Any, float] = FUNCTIONS) -> bool:
+    """Whether it is one of those that are known, called with so many arguments by place."""
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
-    return num_arguments <= FUNCTIONS.get(value, -1)
+    return num_arguments <= known.get(value, -1)
 
 
 class _Reader:
@@ -206,8 +206,11 @@ class _Reader:
             value = self._what_is(value, step.value)
         if value is not None and type(value) in PLAIN:
             return True
-        self._draws = self._draws or any(value is one for one in DRAWING)
-        return is_function(value, self._num_arguments(place))
+        num_arguments = self._num_arguments(place)
+        if is_function(value, num_arguments, DRAWING):
+            self._draws = True
+            return True
+        return is_function(value, num_arguments)
 
     def _names_method(self, name: str) -> bool:
         """Note what a tensor has under that name, and see that it is known and torch's own."""

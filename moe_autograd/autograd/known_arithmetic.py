@@ -1,4 +1,4 @@
-"""Functions of torch and methods of its tensors that do nothing but arithmetic: none waits; `DRAWING` ones may draw."""
+"""Functions of torch and methods of its tensors that do nothing but arithmetic, or (`DRAWING`) draw numbers for it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ FUNCTIONS: Mapping[Any, float] = {
     function: _most_arguments(function)
     for function in [
         *filter(is_torchs_own, [getattr(torch, name) for name in _OF_TORCH]),
-        *filter(is_torchs_own, [F.dropout, *[getattr(F, name) for name in _OF_FUNCTIONAL]]),
+        *filter(is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
         *(math.exp, math.log, math.sqrt),
     ]
 }
-DRAWING = frozenset([F.dropout])  # random numbers, unless told not to
+DRAWING: Mapping[Any, float] = {one: _most_arguments(one) for one in [F.dropout] if is_torchs_own(one)}
 METHODS = frozenset(
     [
         *_OF_TORCH,
