@@ -26,7 +26,8 @@ class Step(NamedTuple):
     Args:
         name: `LOAD` and `STORE` of a variable, `ATTRIBUTE`, `METHOD` (an attribute that is called next), `CALL`,
             `IN_PLACE` and `FORWARD` (a jump); of all else that of the instruction.
-        value: what it names; of a call how many arguments go by place, and how high the stack is above what is called.
+        value: what it names; of a call how many arguments go by place, and how high the stack is above what is called;
+            of an operator its symbol.
         effect: how much higher the stack is after it.
         offset: where the instruction is
         is_target: whether a jump leads to it.
@@ -39,24 +40,24 @@ class Step(NamedTuple):
     is_target: bool
 
 
-def steps_of(function: types.FunctionType) -> Iterator[Step]:
+def steps_of(code: types.CodeType) -> Iterator[Step]:
     """Return what a function does, in order."""
     before: dis.Instruction | None = None
-    for one in dis.get_instructions(function):
+    for one in dis.get_instructions(code):
         if one.opname != "PRECALL":
-            names = _names_before_call(function, one, before)
+            names = _names_before_call(code, one, before)
             for place, (name, value, effect) in enumerate(_told_alike(one, names)):
                 yield Step(name, value, effect, one.offset, one.is_jump_target and place == 0)
             before = one
 
 
 def _names_before_call(
-    function: types.FunctionType, call: dis.Instruction, before: dis.Instruction | None
+    code: types.CodeType, call: dis.Instruction, before: dis.Instruction | None
 ) -> tuple[str, ...]:
     """Return the names of arguments that a call is given by name."""
     if before is None or not (call.opname == "CALL_KW" or before.opname == "KW_NAMES"):
         return ()
-    names: tuple[str, ...] = function.__code__.co_consts[before.arg or 0]
+    names: tuple[str, ...] = code.co_consts[before.arg or 0]
     return names
 
 
@@ -90,6 +91,8 @@ def _told_alike(one: dis.Instruction, names: tuple[str, ...]) -> list[tuple[str,
     effect = dis.stack_effect(one.opcode, one.arg)
     if one.opname == "BINARY_OP" and one.argrepr.endswith("="):
         return [("IN_PLACE", one.argval, effect)]
+    if one.opname == "BINARY_OP":
+        return [("BINARY_OP", one.argrepr, effect)]
     if one.opname.startswith(_FORWARD):
         return [("FORWARD", one.argval, effect)]
     return [(one.opname, one.argval, effect)]

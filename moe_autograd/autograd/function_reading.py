@@ -5,7 +5,8 @@ Rule 1. It has no functions of its own, changes nothing in place, and has no loo
 Rule 2. Of `self` it calls and takes attributes, and it calls the parts that it loops over. What these are is for the
         instance to say (`arithmetic`).
 Rule 3. Of globals it names torch's modules and functions of theirs that compute (`FUNCTIONS`), and numbers.
-Rule 4. Of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`).
+Rule 4. Of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`,
+        `OPERATORS`).
 
 What is not known here is more than arithmetic: another function, such as one that somebody has put in the place of
 torch's, and an instruction of a Python that is not known.
@@ -32,6 +33,7 @@ from moe_autograd.autograd.known_arithmetic import (
     IN_PLACE,
     METHODS,
     MODULES,
+    OPERATORS,
     is_torchs_own,
 )
 
@@ -135,7 +137,7 @@ class _Reader:
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
         self._this = function.__code__.co_varnames[0]
-        self._steps = [*steps_of(function)]
+        self._steps = [*steps_of(function.__code__)]
         self._called, self._taken, self._looped = dict[str, float](), set[str](), set[str]()
         self._of_globals: dict[str, object] = {}
         self._of_others: dict[tuple[object, str], object] = {}
@@ -173,10 +175,11 @@ class _Reader:
             case "LOAD_GLOBAL":
                 return self._names_function(place)
             case "ATTRIBUTE" | "METHOD":
-                return self._names_method(step.value)
+                return step.value in METHODS and self._is_torchs_own(step.value)
             case "JUMP_BACKWARD":
                 return any(step.value == loop.offset for loop in self._loops)
-        return step.name in _HARMLESS
+        operator = step.value if step.name in ("BINARY_OP", "COMPARE_OP") else step.name
+        return step.name in _HARMLESS and all(map(self._is_torchs_own, OPERATORS.get(operator, ())))
 
     def _is_used_as_what_it_is(self, place: int, variable: str) -> bool:
         """Whether a variable on the stack is asked for an attribute if it is `self`, and called if it is a part."""
@@ -212,10 +215,9 @@ class _Reader:
             return True
         return is_function(value, num_arguments)
 
-    def _names_method(self, name: str) -> bool:
-        """Note what a tensor has under that name, and see that it is known and torch's own."""
-        value = self._what_is(Tensor, name)
-        return name in METHODS and (not isinstance(value, types.FunctionType) or is_torchs_own(value))
+    def _is_torchs_own(self, method: str) -> bool:
+        """Note what a tensor has under that name, and see that nobody has put it there."""
+        return is_torchs_own(self._what_is(Tensor, method))
 
     def _what_is(self, owner: object, name: str) -> object:
         """Return an attribute, of which note is taken."""

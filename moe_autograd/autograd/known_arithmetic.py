@@ -26,12 +26,19 @@ _OF_FUNCTIONAL = (
 )
 
 IN_PLACE = frozenset(["inplace", "out"])  # arguments
+_WRITTEN_IN_C = (
+    types.BuiltinFunctionType,
+    types.GetSetDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 
 
 def is_torchs_own(function: Any) -> bool:
     """Whether nobody has replaced it before our import: torch's are written in C++, or in a file of torch."""
-    name: str = getattr(function, "__globals__", {}).get("__name__", "torch.")
-    return name.startswith("torch.")
+    if isinstance(function, types.FunctionType):
+        return str(function.__globals__.get("__name__")).startswith("torch.")
+    return isinstance(function, _WRITTEN_IN_C)
 
 
 def _most_arguments(function: Any) -> float:
@@ -57,4 +64,21 @@ METHODS = frozenset(
         *("type_as", "unbind", "unflatten", "view", "view_as"),
     ]
 )
+_BINARY = [
+    *(("+", "add"), ("-", "sub"), ("*", "mul"), ("/", "truediv"), ("//", "floordiv"), ("%", "mod")),
+    *(("@", "matmul"), ("**", "pow"), ("&", "and"), ("|", "or"), ("^", "xor")),
+    *(("<<", "lshift"), (">>", "rshift")),
+]
+# The methods that stand for what is written without a name, by symbol or instruction.
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    **{symbol: (f"__{name}__", f"__r{name}__") for symbol, name in _BINARY},
+    **dict.fromkeys(["<", ">"], ("__lt__", "__gt__")),
+    **dict.fromkeys(["<=", ">="], ("__le__", "__ge__")),
+    **dict.fromkeys(["==", "!="], ("__eq__", "__ne__")),
+    **dict.fromkeys(["[]", "BINARY_SLICE", "BINARY_SUBSCR"], ("__getitem__",)),
+    **dict.fromkeys(["FORWARD", "TO_BOOL", "UNARY_NOT"], ("__bool__",)),
+    **dict.fromkeys(["FORMAT_SIMPLE", "FORMAT_VALUE"], ("__format__", "__repr__")),
+    "UNARY_NEGATIVE": ("__neg__",),
+    "UNPACK_SEQUENCE": ("__iter__",),
+}
 MODULES = (torch, nn, F, math)

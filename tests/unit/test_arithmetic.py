@@ -112,6 +112,43 @@ def test_what_is_put_in_the_place_of_torchs_functions_is_seen(monkeypatch: pytes
     assert not only_computes(expert_with(rms_norm))  # read only now
 
 
+class Anything:
+    """May be called, and may do anything then."""
+
+    def __call__(self, *_: Any) -> Any:
+        return None
+
+
+def unpacks(self: Any, x: Tensor) -> Tensor:
+    first, second = x
+    return first * second
+
+
+@pytest.mark.parametrize("replacement", [wait, Anything()], ids=["function", "object"])
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [
+        ("__add__", lambda self, x: x + x),
+        ("__rsub__", lambda self, x: 1 - x),
+        ("__matmul__", lambda self, x: x @ x.mT),
+        ("__getitem__", lambda self, x: x[..., None]),
+        ("__neg__", lambda self, x: -x),
+        ("__gt__", lambda self, x: (x > 0).sum()),
+        ("__bool__", lambda self, x: x if x.sum() else x.sin()),
+        ("__iter__", unpacks),
+        ("mean", lambda self, x: x.mean()),
+    ],
+)
+def test_what_is_put_in_the_place_of_torchs_operators_is_seen(
+    name: str, forward: Any, replacement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = expert_with(forward)
+    assert only_computes(module)
+    monkeypatch.setattr(Tensor, name, replacement)
+    assert not only_computes(module)
+    assert not only_computes(expert_with(forward))
+
+
 def test_so_is_what_stood_there_before_our_import() -> None:
     run_ranks(
         """

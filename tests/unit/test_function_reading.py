@@ -273,6 +273,12 @@ def is_wrapped(self: Any, x: Tensor) -> Any:
     return swiglu(self, x)
 
 
+def waits_under_another_name(self: Any, x: Tensor) -> Any:
+    return waits(self, x)
+
+
+waits_under_another_name.__func__ = swiglu  # type: ignore[attr-defined]  # which `dis` would look at
+
 MORE = [
     *(waits, calls_what_waits, calls_what_is_in_a_list, calls_its_argument, calls_a_method_that_waits),
     *(calls_a_method_that_calls_one, calls_a_method_that_calls_itself, calls_itself),
@@ -295,7 +301,7 @@ MORE = [
         is_awaited,
         is_wrapped,
     ),
-    *(torch.no_grad()(swiglu), functools.partialmethod(swiglu)),
+    *(waits_under_another_name, torch.no_grad()(swiglu), functools.partialmethod(swiglu)),
 ]
 
 
