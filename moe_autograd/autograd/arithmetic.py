@@ -13,13 +13,16 @@ nor be waited for may be called in turn (`in_turn`). So a class is read, once, a
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from moe_autograd.autograd.function_reading import LISTS, PLAIN, FunctionReading, is_function, read_function
+
+# Of parts and methods. Ten methods of which each calls the next one twice are a thousand calls.
+MOST_CALLS = 1 << 6
 
 
 class Reading(NamedTuple):
@@ -30,14 +33,18 @@ class Reading(NamedTuple):
         called: attributes of an instance that these call, with how many arguments by place at most.
         taken: those whose value they take.
         looped: those whose parts they call in a loop.
+        repeated: those that they, or methods called there, call or take within a loop.
         draws: whether one may draw random numbers.
+        reshapes: whether one may put columns into the place of rows.
     """
 
     methods: Mapping[str, FunctionReading]
     called: Mapping[str, float]
     taken: frozenset[str]
     looped: frozenset[str]
+    repeated: frozenset[str]
     draws: bool
+    reshapes: bool
 
     def is_true_of(self, kind: Any) -> bool:
         """Whether the class still has these methods, and nothing of its own under the other names."""
@@ -71,6 +78,12 @@ class Reading(NamedTuple):
                 return False
         return own.keys().isdisjoint(self.methods)
 
+    def rounds(self, module: nn.Module) -> tuple[int, int]:
+        """Return how often the loops of an instance that fits go round, and how often they use the same part again."""
+        lists = [module._modules[name] for name in self.looped]
+        num_rounds = sum([len(one._modules) for one in lists if one is not None])
+        return num_rounds, 1 if self.repeated <= module.__dict__.keys() else num_rounds
+
 
 _readings: WeakKeyDictionary[type, Reading | None] = WeakKeyDictionary()
 
@@ -95,33 +108,55 @@ def _read(kind: type[nn.Module]) -> Reading | None:
     """Read the forward of a class, and the methods that it calls; return `None` if it may do more than arithmetic."""
     forward = _method_of(kind, "forward")
     methods = dict[str, FunctionReading]()
-    if forward is None or forward.__code__.co_argcount != 2 or not _read_method(kind, "forward", methods, ()):
+    if forward is None or forward.__code__.co_argcount != 2 or not _num_calls(kind, "forward", methods, {}):
         return None
     if sum(bool(one.looped) for one in methods.values()) > 1:  # one of them may be called in the other's loop
         return None
     called = dict[str, float]()
     for one in methods.values():
         for name in one.called.keys() - methods.keys():
-            called[name] = max(called.get(name, 0), one.called[name])
+            called[name] = max(called.get(name, 0), *one.called[name])
     taken = frozenset(name for one in methods.values() for name in one.taken)
     looped = frozenset(name for one in methods.values() for name in one.looped)
-    reading = Reading(methods, called, taken, looped, any(one.draws for one in methods.values()))
+    repeated = _used(methods, {name for one in methods.values() for name in one.repeated})
+    draws = any(one.draws for one in methods.values())
+    reshapes = any(one.reshapes for one in methods.values())
+    reading = Reading(methods, called, taken, looped, repeated, draws, reshapes)
     return reading if reading.is_true_of(kind) else None
 
 
-def _read_method(
-    kind: type[nn.Module], name: str, methods: dict[str, FunctionReading], within: Sequence[str]
-) -> bool:
-    """Add a method and those that it calls, unless they are read already; return whether all only compute."""
-    if name in methods:
-        return name not in within
+def _num_calls(
+    kind: type[nn.Module], name: str, methods: dict[str, FunctionReading], known: dict[str, int]
+) -> int:
+    """Add a method and those that it calls, unless they are read already.
+
+    Return how many calls it makes, itself and by methods; 0 if one may do more than compute, or if there are too many.
+    """
+    if name in known:
+        return known[name]
+    known[name] = 0  # a method that calls itself finds this
     method = _method_of(kind, name)
     reading = None if method is None else read_function(method)
     if reading is None:
-        return False
+        return 0
     methods[name] = reading
-    own = [other for other in reading.called if hasattr(kind, other)]
-    return all(_read_method(kind, other, methods, (*within, name)) for other in own)
+    num_calls = 1
+    for other, times in reading.called.items():
+        each = _num_calls(kind, other, methods, known) if hasattr(kind, other) else 1
+        num_calls += each * len(times)
+        if not each or num_calls > MOST_CALLS:
+            return 0
+    known[name] = num_calls
+    return num_calls
+
+
+def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> frozenset[str]:
+    """Return the names that are no methods, and those that methods among them use."""
+    used = [
+        _used(methods, {*methods[name].called, *methods[name].taken}) if name in methods else {name}
+        for name in names
+    ]
+    return frozenset().union(*used)
 
 
 def _method_of(kind: type[nn.Module], name: str) -> types.FunctionType | None:

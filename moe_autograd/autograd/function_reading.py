@@ -34,6 +34,7 @@ from moe_autograd.autograd.known_arithmetic import (
     METHODS,
     MODULES,
     OPERATORS,
+    RESHAPING,
     is_torchs_own,
 )
 
@@ -81,21 +82,25 @@ class FunctionReading(NamedTuple):
 
     Args:
         code: of the method. What reloads a file that was edited may put another into the same function.
-        called: attributes of `self` that it calls, with how many arguments by place at most.
+        called: attributes of `self` that it calls, each time with how many arguments by place.
         taken: those whose value it takes.
         looped: those whose parts it calls in a loop.
+        repeated: those that it calls or takes within a loop.
         of_globals: globals, and what they were.
         of_others: attributes of torch's modules and classes, and of Python's own: whose, the name, and what they were.
         draws: whether it names a function that may draw random numbers.
+        reshapes: whether it names what may put columns into the place of rows.
     """
 
     code: types.CodeType
-    called: Mapping[str, float]
+    called: Mapping[str, Sequence[float]]
     taken: frozenset[str]
     looped: frozenset[str]
+    repeated: frozenset[str]
     of_globals: Mapping[str, object]
     of_others: Collection[tuple[object, str, object]]
     draws: bool
+    reshapes: bool
 
     def is_true_of(self, function: types.FunctionType) -> bool:
         """Whether it still has that code, and its file, torch and Python what it names."""
@@ -138,7 +143,8 @@ class _Reader:
         self._function = function
         self._this = function.__code__.co_varnames[0]
         self._steps = [*steps_of(function.__code__)]
-        self._called, self._taken, self._looped = dict[str, float](), set[str](), set[str]()
+        self._called = dict[str, list[float]]()
+        self._taken, self._looped, self._repeated = set[str](), set[str](), set[str]()
         self._of_globals: dict[str, object] = {}
         self._of_others: dict[tuple[object, str], object] = {}
         self._draws = False
@@ -154,14 +160,18 @@ class _Reader:
             return None  # one within another
         if not all(self._is_arithmetic(place, step) for place, step in enumerate(self._steps)):
             return None
+        named = [name for _, name in self._of_others]
+        named += [getattr(value, "__name__", "") for value in self._of_globals.values()]
         return FunctionReading(
             self._function.__code__,
             self._called,
             frozenset(self._taken),
             frozenset(self._looped),
+            frozenset(self._repeated),
             self._of_globals,
             [(owner, name, value) for (owner, name), value in self._of_others.items()],
             self._draws,
+            not RESHAPING.isdisjoint(named),
         )
 
     def _is_arithmetic(self, place: int, step: Step) -> bool:
@@ -192,8 +202,10 @@ class _Reader:
         if (step := self._attribute_at(place)) is None:
             return False
         name = step.value
+        if any(loop.offset < step.offset < loop.value for loop in self._loops):
+            self._repeated.add(name)
         if step.name == "METHOD":
-            self._called[name] = max(self._called.get(name, 0), self._num_arguments(place))
+            self._called.setdefault(name, []).append(self._num_arguments(place))
         else:
             self._taken.add(name)
         return True

@@ -25,7 +25,8 @@ A call that raises ends them, as in the loop: hooks for saved tensors and modes 
 `torch.utils.checkpoint`, which ends a second run by raising.
 
 Work is counted in multiply-adds of the forward; one core makes 2^20 of them in about 50 us, and their backward in 100.
-A forward that is read may also multiply rows with buffers, or with rows, as attention does.
+A forward that is read may also multiply rows with buffers, with rows, as attention does, or columns with columns; and
+it may call a part again in each round of a loop.
 """
 
 from __future__ import annotations
@@ -174,8 +175,9 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
     """
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
         return None
-    num_parameters = num_in_buffers = 0
-    is_read = draws = False
+    num_parameters = num_in_buffers = num_read = 0
+    num_times = 1
+    draws = reshapes = False
     parts = [module]
     for part in parts:  # which grows
         kind = type(part)
@@ -187,7 +189,12 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
                 reading = readings[kind]
                 if reading is None or not reading.fits(part):
                     return None
-                is_read, draws = True, draws or reading.draws
+                draws, reshapes = draws or reading.draws, reshapes or reading.reshapes
+                num_read += 1
+                if reading.looped:
+                    num_rounds, num_uses = reading.rounds(part)
+                    num_read += num_rounds
+                    num_times *= max(1, num_uses)
                 if buffers := part._buffers:
                     num_in_buffers += sum([one.numel() for one in buffers.values() if one is not None])
             elif not says_so(part):
@@ -216,5 +223,8 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
     num_elements = x.numel()
     num_rows = num_elements // max(1, width)
     least = num_rows * max(num_parameters, width)
-    most = num_rows * max(num_parameters + num_in_buffers, num_elements) if is_read else least
+    if not num_read:
+        return _Work(least, least, draws)
+    widest = max(num_elements, width**2 if reshapes else 0)
+    most = num_rows * max(num_parameters + num_in_buffers, widest * num_read) * num_times
     return _Work(least, most, draws)

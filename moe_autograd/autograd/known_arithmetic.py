@@ -81,4 +81,11 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "UNARY_NEGATIVE": ("__neg__",),
     "UNPACK_SEQUENCE": ("__iter__",),
 }
+# By which columns may come into the place of rows, and be multiplied with each other.
+RESHAPING = frozenset(
+    [
+        *("T", "__getitem__", "einsum", "expand", "flatten", "mT", "permute", "reshape", "stack", "t"),
+        *("transpose", "unflatten", "unsqueeze", "view", "view_as"),
+    ]
+)
 MODULES = (torch, nn, F, math)

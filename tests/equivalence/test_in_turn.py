@@ -124,6 +124,60 @@ def test_what_a_forward_that_is_read_may_multiply_with_is_work_too() -> None:
     assert not is_made_in_turn(RowsWithRows(), row.expand(math.isqrt(in_turn.most_small() // 64) + 1, 64))
 
 
+class ColumnsWithColumns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ni,nj->ij", x, x)
+
+
+class InALoop(nn.Module):
+    def __init__(self, num_rounds: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Tanh() for _ in range(num_rounds)])
+        self.shared = nn.Linear(64, 64, bias=False)
+        self.count = 3
+
+
+class SharesALayer(InALoop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(self.again(x))
+        return x
+
+    def again(self, x: Tensor) -> Tensor:
+        return self.shared(x)  # type: ignore[no-any-return]
+
+
+class LoopsAlone(InALoop):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(x)
+        for layer in self.layers:
+            x = layer(x) + self.count
+        return x
+
+
+class RowsWithRowsInALoop(InALoop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x @ x.mT @ x)
+        return x
+
+
+def test_columns_with_columns_are_work_too() -> None:
+    width = math.isqrt(in_turn.most_small())
+    assert is_made_in_turn(ColumnsWithColumns(), torch.empty(1, 1).expand(1, width))
+    assert not is_made_in_turn(ColumnsWithColumns(), torch.empty(1, 1).expand(2, width))
+
+
+def test_what_is_used_again_in_each_round_of_a_loop_is_so_much_work() -> None:
+    most_rows, row, num_rounds = in_turn.most_small() // 64**2, torch.randn(1, 64), 8
+    assert is_made_in_turn(LoopsAlone(num_rounds), row.expand(8, 64))
+    assert is_made_in_turn(SharesALayer(num_rounds), row.expand(8, 64))
+    assert not is_made_in_turn(SharesALayer(num_rounds), row.expand(most_rows // num_rounds + 1, 64))
+    most_rows = math.isqrt(in_turn.most_small() // 64)
+    assert is_made_in_turn(RowsWithRows(), row.expand(most_rows, 64))
+    assert not is_made_in_turn(RowsWithRowsInALoop(num_rounds), row.expand(most_rows // 2, 64))
+
+
 @pytest.fixture
 def num_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()

@@ -179,6 +179,18 @@ def test_a_class_may_say_by_itself_that_it_does_more() -> None:
     assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
 
 
+def test_methods_that_call_each_other_again_and_again_are_more_than_anybody_counts() -> None:
+    source = "".join(
+        [f"def m{i}(self, x):\n  return self.m{i + 1}(self.m{i + 1}(x))\n" for i in range(30)]
+        + ["def m30(self, x):\n  return x.sin()\n"]
+    )
+    methods: dict[str, Any] = {}
+    exec(source, methods)
+    few = {"forward": methods["m27"], **methods}
+    assert only_computes(type("Few", (nn.Module,), few)())
+    assert not only_computes(type("Many", (nn.Module,), {"forward": methods["m0"], **methods})())
+
+
 def test_a_part_that_may_wait_counts() -> None:
     module = expert_with(swiglu)
     module.w3 = expert_with(waits)  # type: ignore[assignment]
