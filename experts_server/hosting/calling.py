@@ -60,11 +60,14 @@ class ModuleCaller:
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
 
+    def is_in_mode(self, evaluate: bool) -> bool:
+        """Whether the module trains or evaluates as a call wants it."""
+        return self.module.training is not (evaluate or self.eval_only)
+
     def set_mode(self, evaluate: bool) -> None:
         """Let the module train or evaluate; what it computes again by itself in a backward asks for that, too."""
-        is_training = not (evaluate or self.eval_only)
-        if self.module.training is not is_training:
-            self.module.train(is_training)
+        if not self.is_in_mode(evaluate):
+            self.module.train(not self.module.training)
 
     def call(self, inputs: tuple[Tensor, ...], evaluate: bool, seed: int = 0) -> Outputs:
         """Return the module's outputs; with a `seed`, of the random numbers that follow it.

@@ -181,15 +181,19 @@ class HostedExpert:
     def is_small(self, call: Call) -> bool:
         """Whether a call takes less time than a worker costs: it only computes, and its answer travels as it is."""
         given: Sequence[torch.Tensor | None] = ()
+        evaluate = False
         if isinstance(call, ForwardCall):
-            given = call.inputs
+            given, evaluate = call.inputs, call.evaluate
         elif isinstance(call, BackwardCall) and not (self._updates_at_once and call.wants_weight_grads):
             kept = self.kept.get(call.client_id, call.call_id)
             if len(call.grad_outputs) == 1:  # which may be small where inputs are large
                 given = call.inputs or (() if kept is None else kept.inputs)
+            evaluate = call.evaluate if kept is None else kept.evaluate
         is_here = self.caller.is_on_cpu and self._lodger is None and not self._may_compile
         is_at_once = is_here and not self._intake.is_in_parts and call.reply_encoding == pb.RAW
-        return len(given) == 1 and is_at_once and is_small(self.module, given[0])
+        if len(given) != 1 or not is_at_once or not self.caller.is_in_mode(evaluate):
+            return False  # in the other mode it may draw random numbers
+        return is_small(self.module, given[0])
 
     # ---- joining
 

@@ -111,6 +111,15 @@ def test_all_others_are_given_to_a_worker(module: nn.Module, num_rows: int) -> N
         assert has_worked(server)
 
 
+def test_a_call_that_trains_a_dropout_after_an_evaluation_is_given_to_a_worker() -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Dropout()).eval()
+    with ExpertsServer({"e": module}) as server, WireClient(server.address) as client:
+        client.forward("e", tokens(3, D), evaluate=True)
+        assert not has_worked(server)
+        client.forward("e", tokens(3, D))
+        assert has_worked(server)
+
+
 def test_a_backward_is_as_large_as_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_alone = ExpertQueue.compute_alone
     at_once: list[str] = []
