@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from moe_autograd.autograd.function_reading import LISTS, PLAIN, FunctionReading, is_function, read_function
+from moe_autograd.autograd.known_arithmetic import is_torchs_own
 
 # Of parts and methods. Ten methods of which each calls the next one twice are a thousand calls.
 MOST_CALLS = 1 << 6
@@ -175,4 +176,6 @@ def _method_of(kind: type[nn.Module], name: str) -> types.FunctionType | None:
 
 def _is_called_as_usual(kind: type[nn.Module]) -> bool:
     names = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
-    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+    return is_torchs_own(nn.Module.__getattr__) and all(
+        getattr(kind, name) is getattr(nn.Module, name) for name in names
+    )

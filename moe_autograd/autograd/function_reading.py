@@ -104,7 +104,7 @@ class FunctionReading(NamedTuple):
 
     def is_true_of(self, function: types.FunctionType) -> bool:
         """Whether it still has that code, and its file, torch and Python what it names."""
-        if function.__code__ is not self.code:
+        if function.__code__ is not self.code or function.__builtins__ is not vars(builtins):  # type: ignore[attr-defined]
             return False
         namespace = function.__globals__
         return all(namespace.get(name) is value for name, value in self.of_globals.items()) and all(

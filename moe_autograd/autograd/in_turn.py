@@ -202,7 +202,7 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
         elif kind is nn.Dropout:
             draws = draws or part.training
         own = part.__dict__
-        if "forward" in own or "_call_impl" in own or own.get("inplace"):
+        if "forward" in own or "_call_impl" in own or own.get("inplace") or "_modules" not in own:
             return None
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import threading
 import types
@@ -174,6 +175,28 @@ def test_so_is_what_stood_there_before_our_import() -> None:
     )
 
 
+def test_how_modules_look_up_their_parts_may_have_been_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, same = expert_with(swiglu), nn.Module.__getattr__
+    assert only_computes(module)
+    monkeypatch.setattr(nn.Module, "__getattr__", lambda self, name: same(self, name))
+    assert not only_computes(module)
+
+
+def test_a_file_may_have_builtins_of_its_own() -> None:
+    source = """
+def forward(self, x):
+    for i, layer in enumerate(self.layers):
+        x = layer(x)
+    return x
+"""
+    ordinary: dict[str, Any] = {}
+    special: dict[str, Any] = {"__builtins__": {**vars(builtins), "enumerate": wait}}
+    exec(source, ordinary)
+    exec(source, special)
+    assert only_computes(expert_with(ordinary["forward"]))
+    assert not only_computes(expert_with(special["forward"]))
+
+
 def test_a_class_may_say_by_itself_that_it_does_more() -> None:
     module: Any = type("Own", (Expert,), {"forward": swiglu, "only_computes": lambda self: False})()
     assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
@@ -276,9 +299,10 @@ def test_a_module_that_was_never_made_raises_as_by_itself() -> None:
             return x.sin()
 
     x = torch.randn(3, 4)
-    for call in (lambda: Unmade()(x), lambda: parallel_apply([Unmade(), Unmade()], [x, x])):
-        with pytest.raises(AttributeError, match="'Unmade' object has no attribute"):
-            call()
+    for module in Unmade(), nn.Tanh.__new__(nn.Tanh):
+        for call in (lambda m=module: m(x), lambda m=module: parallel_apply([m, m], [x, x])):
+            with pytest.raises(AttributeError, match=r"'\w+' object has no attribute"):
+                call()
 
 
 def test_a_class_that_was_read_can_go_with_its_file() -> None:
