@@ -126,6 +126,27 @@ def test_beyond_the_most_clients_the_one_that_was_not_heard_of_for_longest_is_fo
     assert ledger.find(b"b", 1, 0) is None
 
 
+def test_a_client_heard_of_lately_is_not_forgotten_for_a_new_one() -> None:
+    def give(client: WireClient) -> None:
+        client.forward("e", tokens(3, D))
+        assert client.backward("e", tokens(3, D), sequence=1).code == "OK"
+
+    with (
+        ExpertsServer(
+            {"e": FeedForwardExpert(D)},
+            optimizer=sgd,
+            update="on_backward",
+            config={"limits": {"max_clients": 2}},
+        ) as server,
+        WireClient(server.address, client_id=b"first") as first,
+        WireClient(server.address, client_id=b"second") as second,
+        WireClient(server.address, client_id=b"third") as third,
+    ):
+        for client in (first, second, first, third, first):  # the third one takes the second's place
+            give(client)
+        assert server.num_updates == {"e": 3}
+
+
 def test_a_client_that_never_settles_fills_no_memory_and_still_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
