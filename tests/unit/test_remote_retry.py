@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 
 from moe_autograd import errors
@@ -34,6 +37,18 @@ def attempts(policy: RetryPolicy, timeout_s: float = 100.0) -> Attempts:
 def test_what_the_server_has_refused_is_not_repeated(error, if_answered, if_broken):
     assert is_worth_retrying(error, was_answered=True, has_new_token=False) is if_answered
     assert is_worth_retrying(error, was_answered=False, has_new_token=False) is if_broken
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(RetryPolicy)])
+def test_a_policy_takes_no_number_below_zero_nor_a_pause_or_an_attempt_of_no_time(name: str) -> None:
+    for wrong in (-1, math.inf, math.nan, True, "1", None):
+        with pytest.raises(ValueError, match=f"expected {name} to be a finite .*number"):
+            RetryPolicy(**{name: wrong})
+    if name in ("patience_s", "max_retries", "budget", "budget_per_success"):
+        assert getattr(RetryPolicy(**{name: 0}), name) == 0
+    else:
+        with pytest.raises(ValueError, match=f"expected {name} to be a finite number above 0, got 0"):
+            RetryPolicy(**{name: 0})
 
 
 def test_pauses_grow_up_to_the_longest_and_vary():
