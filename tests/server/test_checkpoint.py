@@ -114,11 +114,19 @@ def flip_a_byte(folder: Path) -> None:
     file.write_bytes(content)
 
 
+def change_the_format(folder: Path) -> None:
+    file = folder / "manifest.json"
+    content, told = file.read_bytes(), rb"\"format\": %d"
+    assert told % FORMAT in content
+    file.write_bytes(content.replace(told % FORMAT, told % (FORMAT + 1)))
+
+
 ENTRY = {"file": "../generation-00000001/ffn.0.safetensors", "num_bytes": 1, "xxh3_64": ""}
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "flipped byte": flip_a_byte,
     "truncated file": lambda folder: (folder / "glu.0.safetensors").write_bytes(b"short"),
     "missing file": lambda folder: (folder / "glu.0.safetensors").unlink(),
+    "changed manifest": change_the_format,
     "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
     "empty manifest": lambda folder: (folder / "manifest.json").write_bytes(b""),
     "foreign manifest": lambda folder: (folder / "manifest.json").write_bytes(

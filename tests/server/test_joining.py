@@ -19,8 +19,9 @@ from experts_server.hosting.calls import BackwardCall, ForwardCall, UpdateCall
 from experts_server.hosting.hosted import HostedExpert, SharedMemory
 from experts_server.hosting.kept import KeptForwards
 from experts_server.hosting.training import Training
-from moe_autograd.errors import InputsNeededError, InvalidCallError, ServerBusyError
+from moe_autograd.errors import ExpertFailedError, InputsNeededError, InvalidCallError, ServerBusyError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
+from tests.support.hosting import ShowsItsMask
 from tests.support.servers import tokens
 
 D = 4
@@ -215,6 +216,21 @@ def test_whatever_is_joined_is_as_if_computed_one_by_one(
         call = UpdateCall(bytes([client]), _ignore, "step", 99, 0)
         assert together.update(call) == apart.update(call)
         torch.testing.assert_close(together.module.state_dict(), apart.module.state_dict())
+
+
+def test_a_module_found_to_draw_draws_then_what_it_would_have_call_by_call() -> None:
+    def made() -> HostedExpert:
+        torch.manual_seed(3)
+        return hosted(ShowsItsMask(D))
+
+    def drawn(expert: HostedExpert) -> list[Any]:
+        calls = [forward_call(client, torch.ones(2, D)) for client in range(3)]
+        return [expert.forward([call])[0].tensors for call in calls]
+
+    together = made()
+    with pytest.raises(ExpertFailedError, match="Nothing is lost: its calls are computed one by one"):
+        together.forward([forward_call(client, torch.ones(2, D)) for client in range(3)])
+    torch.testing.assert_close(drawn(together), drawn(made()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -1,11 +1,16 @@
-"""Experts draw from streams of their own: which expert draws first changes nothing."""
+"""Experts draw from streams of their own: which expert draws first changes nothing, nor does a restart."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.randomness import RandomStream
+from tests.support.checkpointing import served
+from tests.support.hosting import ShowsItsMask
+from tests.support.servers import WireClient
 
 
 def masks(order: list[int]) -> dict[int, Tensor]:
@@ -25,3 +30,15 @@ def test_what_an_expert_draws_does_not_depend_on_who_draws_first() -> None:
         assert torch.equal(one[index], other[index])
     assert not torch.equal(one[0], one[1])
     assert not torch.equal(one[1], one[2])
+
+
+def test_after_a_restart_an_expert_draws_on_from_where_it_was(tmp_path: Path) -> None:
+    def draw(folder: Path, num_calls: int, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        with served(folder, {"e": ShowsItsMask(64)}) as server, WireClient(server.address) as client:
+            return [client.forward("e", torch.ones(2, 64), call_id=i).tensors[0] for i in range(num_calls)]
+
+    expected = draw(tmp_path / "without", 3, seed=7)
+    found = draw(tmp_path / "with", 1, seed=7) + draw(tmp_path / "with", 2, seed=8)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len({tuple(mask.flatten().tolist()) for mask in expected}) == 3
