@@ -134,6 +134,17 @@ def test_a_module_that_changes_its_buffers_is_computed_call_by_call(make: Callab
     torch.testing.assert_close(expert.module.state_dict(), reference.state_dict())
 
 
+@pytest.mark.parametrize("module", [nn.Linear(D, D, dtype=torch.float64), Scaled()], ids=str)
+def test_an_expert_that_is_not_to_be_joined_is_computed_call_by_call(module: nn.Module) -> None:
+    for can_join in (True, False):
+        expert = hosted(module, can_join=can_join)
+        for evaluate in (True, False):
+            call = forward_call(0, rows(2, seed=0), evaluate=evaluate)
+            assert (expert.join_key(call) is not None) == can_join
+        grad = backward_call(0, rows(2, seed=1), inputs=(rows(2, seed=0),), evaluate=True)
+        assert (expert.join_key(grad) is not None) <= can_join
+
+
 # ---- shares
 
 

@@ -244,6 +244,18 @@ def test_a_client_that_gives_more_after_its_gradients_were_let_go_is_told_at_its
     gathered.forget_stale(is_crowded=True)
     gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
     assert gathered.has_lost(b"one")
+    assert not gathered.has_lost(b"one"), "it is told once"
+
+
+def test_a_client_that_begins_anew_after_its_gradients_were_let_go_has_all_that_it_gives_then() -> None:
+    at = [0.0]
+    gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
+    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
+    at[0] = 3601.0
+    gathered.forget_stale(is_crowded=False)
+    gathered.forget(b"one")  # its `zero_grad`
+    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
+    assert not gathered.has_lost(b"one")
 
 
 def test_only_so_many_copies_of_weights_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,12 +167,16 @@ def test_a_forward_that_keeps_no_graph_has_no_backward_without_inputs(client: Wi
     torch.testing.assert_close(again.tensors, (expected,))
 
 
-def test_a_backward_after_an_update_computes_with_the_weights_of_now(client: WireClient) -> None:
+@pytest.mark.parametrize("way", ["step", "set"])
+def test_a_backward_after_an_update_computes_with_the_weights_of_now(client: WireClient, way: str) -> None:
     x, grad = tokens(5, D), tokens(5, D, seed=1)
     client.forward("ffn.0", x, call_id=1)
     client.forward("ffn.0", x, call_id=2)
     client.backward("ffn.0", grad, call_id=1)
-    client.step()
+    if way == "step":
+        client.step()
+    else:
+        client.set_state({"ffn.0": {key: 2 * value for key, value in module().state_dict().items()}})
     now = module()
     now.load_state_dict(client.get_state()["ffn.0"])
     _, expected = local_pass(now, x, grad)
