@@ -25,7 +25,7 @@ from tests.support.comparing_modules import ORDER, PROGRAMS, assert_same_modules
 from tests.support.comparison import MapFunction, assert_same, loss_of, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import gradients_of_a_few, leaves, parameters, seeded
-from tests.support.subprocesses import run_python
+from tests.support.subprocesses import assert_prints, run_python
 
 deferring = functools.partial(parallel_apply, defer_weight_grads=True)
 
@@ -336,3 +336,29 @@ def test_a_layer_does_not_defer_what_it_may_have_to_leave_out() -> None:
     experts = [nn.Linear(4, 4) for _ in range(2)]
     with pytest.raises(ValueError, match="expected defer_weight_grads=False with on_failure='drop'"):
         MixtureOfExperts(TopKRouter(4, 2, top_k=1), experts, defer_weight_grads=True, on_failure="drop")
+
+
+def test_a_failure_is_raised_also_where_no_worker_could_be_had_and_nobody_waits_for_one() -> None:
+    assert_prints(
+        """
+    import torch
+    from moe_autograd import parallel_apply
+    from tests.equivalence.test_deferred import Scale
+    from tests.support.scarce import no_thread_to_give
+
+    def fail():
+        raise LookupError("no such weight")
+
+    for function in (fail, lambda: None):
+        module, x = Scale(function), torch.ones(4).double().requires_grad_()
+        with no_thread_to_give():
+            outputs = parallel_apply([module] * 2, [(x,)] * 2, max_concurrency=1, defer_weight_grads=True)
+            try:
+                torch.stack(outputs).sum().backward()
+            except LookupError as error:
+                print(error)
+            else:
+                print(module.weight.grad.tolist())
+    """,
+        "no such weight\n[2.0, 2.0, 2.0, 2.0]",
+    )

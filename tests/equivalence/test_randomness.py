@@ -354,25 +354,6 @@ def test_a_selective_checkpoint_draws_the_same_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-def test_nested_tensors_are_dropped_out(layout: torch.layout) -> None:
-    x = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(5, 64)], layout=layout)
-    first, second = parallel_apply([nn.Dropout(0.5)] * 2, [(x,)] * 2)
-    values = [first.values(), second.values()]
-    assert all(own.unique().tolist() == [0, 2] for own in values)
-    assert not values[0].equal(values[1])
-
-
-def test_gradients_of_a_nested_tensor_are_those_that_dropout_leaves() -> None:
-    parts = [torch.ones(3, 64), torch.ones(5, 64)]
-    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-    (y,) = parallel_apply([nn.Dropout(0.5)], [(x,)])
-    y.values().sum().backward()
-    assert x.grad is not None
-    assert x.grad.values().equal(y.values())
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 @pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like], ids=lambda draw: str(draw.__name__))
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
 def test_random_numbers_like_a_nested_tensor(draw: Any, dtype: torch.dtype | None) -> None:

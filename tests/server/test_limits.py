@@ -236,6 +236,19 @@ def test_gradients_that_no_step_has_applied_stay_a_minute_where_others_have_no_r
     assert (num_left(59.0), num_left(61.0)) == (2, 1)
 
 
+def test_gradients_that_a_step_has_applied_go_at_once_where_others_have_no_room_and_only_there() -> None:
+    def left(*, is_crowded: bool) -> set[bytes]:
+        gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: 0.0)
+        for name in (b"applied", b"waits"):
+            gathered.put(name, Gathered((torch.ones(1),), 1, 1))
+        gathered.note_applied(b"applied")
+        gathered.forget_stale(is_crowded=is_crowded)
+        return {*gathered.by_client()}
+
+    assert left(is_crowded=True) == {b"waits"}
+    assert left(is_crowded=False) == {b"applied", b"waits"}, "a second step applies them again, as in torch"
+
+
 def test_a_client_that_gives_more_after_its_gradients_were_let_go_is_told_at_its_step() -> None:
     at = [0.0]
     gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
