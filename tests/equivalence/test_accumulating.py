@@ -184,6 +184,19 @@ def test_a_weight_of_several_calls_and_of_others_gets_the_sum_in_the_same_bits_e
         assert_same(first, again, tolerance=0.0)
 
 
+@pytest.mark.parametrize("num_calls", [2, 3, 5])
+def test_a_weight_of_several_calls_gets_the_sum_of_a_loop_to_the_same_bits(num_calls: int) -> None:
+    def run(apply: MapFunction) -> Any:
+        (shared,) = seeded(lambda: nn.Linear(4, 4), 1)
+        for factor in (1.0, 3.0, 0.7):
+            loss_of(apply([shared] * num_calls, [(factor * x,) for x in leaves(num_calls)])).backward()
+        return [p.grad for p in parameters([shared])]
+
+    expected = run(one_after_another)
+    for _ in range(5):
+        assert_same(expected, run(parallel_apply), tolerance=0.0)
+
+
 def test_maps_in_calls_of_maps() -> None:
     def run(apply: MapFunction) -> Any:
         layers = [seeded(lambda: nn.Linear(4, 4), 2) for _ in range(2)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from experts_server.configuration.config import MemoryConfig, ServingConfig
 from experts_server.serving import streams
 from tests.support.gated import D as WIDTH_OF_GATED
 from tests.support.gated import Gated, Waiting
@@ -36,6 +37,7 @@ RESULTS: dict[str, Callable[[Returning, Tensor], Tensor]] = {
     "data of its weight": lambda module, x: module.weight.data[x.numel() :],
     "its buffer": lambda module, x: module.total,
     "a gradient": lambda module, x: Product.apply(x, module.weight[x.numel() :]),
+    "a gradient, before those of the weights": lambda module, x: RESULTS["a gradient"](module, x),
 }
 
 
@@ -70,14 +72,17 @@ def test_an_answer_has_the_values_of_its_call_whatever_others_change_before_it_l
     monkeypatch.setattr(streams, "GATHER_S", 2 * START_S)
     monkeypatch.setattr(streams, "LARGE_BYTES", 1 << 40)
     slow, x, row = Gated(), tokens(size), tokens(1, WIDTH_OF_GATED)
-    before = Returning(what, size)
-    expected = before.weight[size:].detach() if what == "a gradient" else before(x).detach()
+    before, is_gradient = Returning(what, size), what.startswith("a gradient")
+    expected = before.weight[size:].detach() if is_gradient else before(x).detach()
+    memory = MemoryConfig(split_backward=what.endswith("those of the weights"))
     with (
-        ExpertsServer({"e": Returning(what, size), "slow": slow}, optimizer=sgd) as server,
+        ExpertsServer(
+            {"e": Returning(what, size), "slow": slow}, optimizer=sgd, config=ServingConfig(memory=memory)
+        ) as server,
         WireClient(server.address) as client,
         WireClient(server.address, client_id=b"other") as other,
     ):
-        if what == "a gradient":
+        if is_gradient:
             client.forward("e", x)
             rpc = "Backward"
             held = client.backward_call("slow", row, call_id=2, inputs=[row])
