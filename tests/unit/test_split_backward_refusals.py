@@ -48,6 +48,24 @@ def test_a_gradient_changed_between_the_parts_raises(changed: str) -> None:
         pending.run()
 
 
+def test_a_gradient_that_a_function_gives_to_input_and_weight_and_that_is_changed_raises() -> None:
+    class Plus(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            return x + w
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            grad = 3 * grad
+            return grad, grad
+
+    x, w = an_input(3), an_input(3)
+    (grad_x,), pending = split_backward(Plus.apply(x, w), torch.ones(3), x, w)  # type: ignore[no-untyped-call]
+    grad_x.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        pending.run()
+
+
 def test_a_gradient_changed_where_all_happens_in_the_second_part_raises() -> None:
     w, grad = an_input(3), torch.ones(3)
     _, pending = split_backward(w * 2, grad, [], w)
