@@ -141,3 +141,29 @@ def test_hooks_on_results_run_where_a_gradient_flows(
         return [x.grad for x in xs], sorted(map(str, seen))
 
     assert_same(program(native), program(mapped))
+
+
+def test_a_call_that_saved_nothing_goes_backward_again_where_one_that_saved_cannot() -> None:
+    class Saves(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, saves: bool) -> Tensor:
+            if saves:
+                ctx.save_for_backward(x)
+            ctx.saves = saves
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return (grad * 2 * ctx.saved_tensors[0] if ctx.saves else grad * 2), None
+
+    def run(apply: MapFunction) -> Any:
+        xs = [torch.ones(2, requires_grad=True) for _ in range(3)]
+        outputs = apply(Saves, *[(x, i == 1) for i, x in enumerate(xs)])
+        torch.stack(list(outputs)).sum().backward()
+        for again in (outputs[0], outputs[2]):
+            again.sum().backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            outputs[1].sum().backward()
+        return [x.grad for x in xs]
+
+    assert_same(run(natively), run(map_with_parallel_backward))

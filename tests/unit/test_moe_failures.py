@@ -244,6 +244,11 @@ def test_a_row_without_losses_is_as_it_was_to_the_last_bit():
     assert torch.equal(renormalize(weights, torch.ones(50, 3, dtype=torch.bool)), weights)
 
 
+def test_the_only_expert_that_is_left_takes_all_even_if_its_weight_was_zero():
+    shares = renormalize(torch.tensor([[0.75, 0.0]]), torch.tensor([[False, True]]))
+    assert shares.tolist() == [[0.0, 0.75]]
+
+
 @pytest.mark.parametrize("small", [0.0, 1e-45, 1e-38])
 def test_weights_too_small_to_divide_by_give_even_shares_and_finite_gradients(small):
     weights = torch.tensor([[1.0, small, small]], requires_grad=True)
