@@ -17,7 +17,7 @@ Gradients = Sequence[Tensor | None]
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite. A finite sum proves it; the rare other case is looked at exactly."""
-    if tensor.dtype not in _CAN_BE_INFINITE or not tensor.numel():
+    if tensor.dtype not in _CAN_BE_INFINITE:
         return True
     total = tensor.sum().item()
     return (math.isfinite(total.real) and math.isfinite(total.imag)) or bool(tensor.isfinite().all())

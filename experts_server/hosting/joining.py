@@ -153,7 +153,7 @@ class Joiner:
             return
         for own in (slice(0, sizes[0]), slice(x.shape[0] - sizes[-1], x.shape[0])):
             with torch.no_grad():
-                alone = self._caller.call((x[own].detach().clone(),), evaluate)
+                alone = self._caller.call((x[own].clone(),), evaluate)
             if not all(_are_close(y[own], z) for y, z in zip(joined.tensors, alone.tensors, strict=True)):
                 self.can_join = False
                 raise ExpertFailedError(
