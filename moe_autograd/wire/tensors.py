@@ -108,7 +108,7 @@ def check_can_travel(tensor: torch.Tensor) -> None:
             f"tensor: expected a dense tensor of {known}, got {tensor.dtype} with {layout} on {tensor.device}. "
             "Convert it first."
         )
-    if torch._C._has_storage(tensor) and not tensor.data_ptr():
+    if tensor.is_cpu and torch._C._has_storage(tensor) and not tensor.data_ptr():
         _check_is_empty(tensor)
 
 
