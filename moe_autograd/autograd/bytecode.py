@@ -29,7 +29,7 @@ class Step(NamedTuple):
         value: what it names; of a call how many arguments go by place, and how high the stack is above what is called;
             of an operator its symbol.
         effect: how much higher the stack is after it.
-        offset: where the instruction is
+        offset: where the instruction is.
         is_target: whether a jump leads to it.
     """
 
