@@ -165,12 +165,9 @@ def _method_of(kind: type[nn.Module], name: str) -> types.FunctionType | None:
     for base in kind.__mro__:
         if name in base.__dict__:
             method = base.__dict__[name]
-            is_given_all = name == "forward" or not getattr(method, "__defaults__", None)
-            return (
-                method
-                if type(method) is types.FunctionType and base is not nn.Module and is_given_all
-                else None
-            )
+            if type(method) is not types.FunctionType or base is nn.Module:
+                return None
+            return None if method.__defaults__ and name != "forward" else method
     return None
 
 

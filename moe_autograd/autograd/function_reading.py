@@ -46,20 +46,14 @@ _HARMLESS = frozenset(
     [
         *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_STRING"),
         *("BUILD_TUPLE", "CALL", "COMPARE_OP", "CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE"),
-        *("FORMAT_VALUE", "FORMAT_WITH_SPEC"),
-        *("FORWARD", "IS_OP", "KW_NAMES", "LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"),
-        *("NOT_TAKEN", "POP_ITER", "POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST"),
-        *("RETURN_VALUE", "SWAP", "TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
+        *("FORMAT_VALUE", "FORMAT_WITH_SPEC", "FORWARD", "IS_OP", "KW_NAMES", "LOAD_ASSERTION_ERROR"),
+        *("LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER", "POP_TOP", "PUSH_NULL"),
+        *("RAISE_VARARGS", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP", "TO_BOOL"),
+        *("UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
-_LEAVES_ORDER = (
-    "COPY",
-    "FORWARD",
-    "FOR_ITER",
-    "JUMP_BACKWARD",
-    "SWAP",
-    "UNPACK_SEQUENCE",
-)  # what takes from below, leaves more than one, or goes elsewhere
+# What takes from below, leaves more than one on the stack, or goes elsewhere.
+_LEAVES_ORDER = ("COPY", "FORWARD", "FOR_ITER", "JUMP_BACKWARD", "SWAP", "UNPACK_SEQUENCE")
 _LOOP = re.compile(  # how one begins
     r"\b(LOAD_GLOBAL (LOAD ATTRIBUTE )+((LOAD_CONST|KW_NAMES) )*CALL |LOAD ATTRIBUTE )"
     r"GET_ITER FOR_ITER (UNPACK_SEQUENCE )?(STORE )+"
@@ -278,16 +272,16 @@ class _Reader:
             return False
         if any(step.is_target for step in steps[1:] if step.name != "FOR_ITER"):
             return False
-        if wrapper is not None:
-            self._of_globals[wrapper] = self._function.__globals__.get(wrapper)
-            if self._of_globals[wrapper] is not None or self._what_is(builtins, wrapper) not in (
-                enumerate,
-                zip,
-            ):
-                return False
+        if wrapper is not None and not self._is_pythons_own(wrapper):
+            return False
         if not all(is_torchs_own(self._what_is(kind, "__iter__")) for kind in LISTS):
             return False
         self._looped.update(lists)
         self._parts.update(variables[wrapper == "enumerate" :])
         self._loops += [step for step in steps if step.name == "FOR_ITER"]
         return True
+
+    def _is_pythons_own(self, wrapper: str) -> bool:
+        """Note what `enumerate` or `zip` is, and see that nobody has put something else in its place."""
+        in_file = self._of_globals[wrapper] = self._function.__globals__.get(wrapper)
+        return in_file is None and self._what_is(builtins, wrapper) in (enumerate, zip)

@@ -77,7 +77,8 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(["==", "!="], ("__eq__", "__ne__")),
     **dict.fromkeys(["[]", "BINARY_SLICE", "BINARY_SUBSCR"], ("__getitem__",)),
     **dict.fromkeys(["FORWARD", "TO_BOOL", "UNARY_NOT"], ("__bool__",)),
-    **dict.fromkeys(["FORMAT_SIMPLE", "FORMAT_VALUE"], ("__format__", "__repr__")),
+    **dict.fromkeys(["CONVERT_VALUE", "FORMAT_SIMPLE", "FORMAT_VALUE"], ("__format__", "__repr__")),
+    "FORMAT_WITH_SPEC": ("__format__",),
     "UNARY_NEGATIVE": ("__neg__",),
     "UNPACK_SEQUENCE": ("__iter__",),
 }
