@@ -58,6 +58,7 @@ _LOOP = re.compile(  # how one begins
     r"\b(LOAD_GLOBAL (LOAD ATTRIBUTE )+((LOAD_CONST|KW_NAMES) )*CALL |LOAD ATTRIBUTE )"
     r"GET_ITER FOR_ITER (UNPACK_SEQUENCE )?(STORE )+"
 )
+_BUILTINS = "__builtins__"  # of a function; typeshed does not always know of it
 _OF_LOOPS = ("ATTRIBUTE", "LOAD", "LOAD_GLOBAL", "STORE", "UNPACK_SEQUENCE")
 _NOT_PLAIN = (
     inspect.CO_VARARGS
@@ -98,7 +99,7 @@ class FunctionReading(NamedTuple):
 
     def is_true_of(self, function: types.FunctionType) -> bool:
         """Whether it still has that code, and its file, torch and Python what it names."""
-        if function.__code__ is not self.code or function.__builtins__ is not vars(builtins):  # type: ignore[attr-defined]
+        if function.__code__ is not self.code or getattr(function, _BUILTINS) is not vars(builtins):
             return False
         namespace = function.__globals__
         return all(namespace.get(name) is value for name, value in self.of_globals.items()) and all(
