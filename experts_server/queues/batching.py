@@ -1,4 +1,4 @@
-"""The queue of one expert: what waits for it, who is next, and which calls are computed together.
+"""The queue of one expert: its turns, and what is computed in them; who is next is in `waiting`.
 
 Rules:
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -33,12 +32,11 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.executor import WorkerPool
 from experts_server.queues.stats import ExpertStats
 from experts_server.queues.turn_lengths import TurnLength
+from experts_server.queues.waiting import WaitingCalls, is_in_vain
 from moe_autograd._ambient import contained
 from moe_autograd.errors import DeadlineExceededError
 
 logger = logging.getLogger(__name__)
-
-Waiting = OrderedDict[bytes, deque[Call]]  # by client; the first is next
 
 
 @dataclass(frozen=True)
@@ -115,19 +113,16 @@ class ExpertQueue:
         self._failures = failures or FailureLog()
         self.stats = ExpertStats()
         self._lock = threading.Lock()
-        # an `InspectCall` has one of its own; the first is next
-        self._epochs: deque[Waiting] = deque([OrderedDict()])
-        self._num_waiting = 0
-        self._num_tokens = 0
+        self._waiting = WaitingCalls(hosted.join_key, limits.max_batch_tokens)
         self._is_scheduled = False
         self._has_timer = False
 
     def __repr__(self) -> str:
         with self._lock:
-            return f"<ExpertQueue {self.hosted.name!r} {self._num_waiting} calls>"
+            return f"<ExpertQueue {self.hosted.name!r} {self._waiting.num_calls} calls>"
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return self._waiting.num_calls
 
     @property
     def expected_s(self) -> float:
@@ -137,7 +132,7 @@ class ExpertQueue:
     def add(self, call: Call) -> bool:
         """Let a call, for which there is room, wait; return whether the caller has to put this queue into the pool."""
         with self._lock:
-            self._append(call)
+            self._waiting.add(call)
             if self._is_scheduled:
                 return False
             if self._limits.max_wait_s > 0 and self._may_wait(call):
@@ -149,14 +144,14 @@ class ExpertQueue:
     def claim(self) -> bool:
         """Return whether nothing waits here, and nothing is to: then the caller has the turn, for `compute_alone`."""
         with self._lock:
-            if self._is_scheduled or self._num_waiting or self._limits.max_wait_s > 0:
+            if self._is_scheduled or self._waiting.num_calls or self._limits.max_wait_s > 0:
                 return False
             self._is_scheduled = True
             return True
 
     def compute_alone(self, call: Call) -> Computed:
         """Compute a call in the turn that was claimed for it; never raises. `answer_alone` ends the turn."""
-        if _is_in_vain(call):
+        if is_in_vain(call):
             self.stats.num_late += 1
             return Computed([call], [self._refusal_of_late(call)])
         try:
@@ -195,34 +190,22 @@ class ExpertQueue:
         """Come again if there is more."""
         self.computing_since = None
         with self._lock:
-            self._is_scheduled = comes_again = self._num_waiting > 0 or self.hosted.has_left
+            self._is_scheduled = comes_again = self._waiting.num_calls > 0 or self.hosted.has_left
         if comes_again:
             self._pool.put([self])
 
     def let_go_of_late(self) -> None:
         """Answer all calls that nobody waits for any more: behind an expert that hangs their turn never comes."""
-        late: list[Call] = []
         with self._lock:
-            for waiting in self._epochs:
-                for client_id, queue in list(waiting.items()):
-                    alive: deque[Call] = deque()
-                    for call in queue:
-                        (late if _is_in_vain(call) else alive).append(call)
-                    waiting[client_id] = alive
-                    if not alive:
-                        del waiting[client_id]
+            late = self._waiting.take_late()
             self.stats.num_late += len(late)
-            self._num_waiting -= len(late)
-            self._num_tokens -= sum(call.num_tokens for call in late)
-            last = self._epochs.pop()  # what comes next waits there
-            self._epochs = deque([*(waiting for waiting in self._epochs if waiting), last])
         for call in late:
             self._refuse_late(call)
 
-    # ---- choosing
+    # ---- waiting
 
     def _may_wait(self, call: Call) -> bool:
-        is_full = self._num_tokens >= self._limits.max_batch_tokens
+        is_full = self._waiting.num_tokens >= self._limits.max_batch_tokens
         return not is_full and self.hosted.join_key(call) is not None
 
     def _start_timer(self) -> None:
@@ -233,81 +216,19 @@ class ExpertQueue:
     def _stop_waiting(self) -> None:
         with self._lock:
             self._has_timer = False
-            if self._is_scheduled or not self._num_waiting:
+            if self._is_scheduled or not self._waiting.num_calls:
                 return
             self._is_scheduled = True
         self._pool.put([self])
 
     def _take(self) -> list[Call]:
-        """Take the next call, and those that can be joined with it.
-
-        Who gave a call goes behind all others; who had none that fits keeps his place, and is first soon.
-        """
-        batch: list[Call] = []
+        """Take what is to be computed next; calls before it that nobody waits for any more are answered."""
         with self._lock:
-            while len(self._epochs) > 1 and not self._epochs[0]:
-                self._epochs.popleft()
-            waiting = self._epochs[0]
-            while waiting and not batch:
-                client_id = next(iter(waiting))
-                call = self._next_of(waiting, client_id)
-                if call is not None:
-                    self._remove_first(waiting, client_id)
-                    batch.append(call)
-            if batch and self._num_waiting and (key := self.hosted.join_key(batch[0])) is not None:
-                self._join(waiting, batch, key)
-        return batch
-
-    def _join(self, waiting: Waiting, batch: list[Call], key: object) -> None:
-        """Add to the batch what has the same key and fits, one call of each client a round."""
-        room = self._limits.max_batch_tokens - batch[0].num_tokens
-        clients = list(waiting)
-        while clients and room > 0:
-            givers = []
-            for client_id in clients:
-                call = self._next_of(waiting, client_id)
-                if call is None or call.num_tokens > room or self.hosted.join_key(call) != key:
-                    continue
-                self._remove_first(waiting, client_id)
-                batch.append(call)
-                room -= call.num_tokens
-                if client_id in waiting:
-                    givers.append(client_id)
-            clients = givers
-
-    def _next_of(self, waiting: Waiting, client_id: bytes) -> Call | None:
-        """Return the client's first call that is not in vain; those before it are answered."""
-        while client_id in waiting:
-            call = waiting[client_id][0]
-            if not _is_in_vain(call):
-                return call
-            self._remove_first(waiting, client_id, keeps_place=True)
-            self.stats.num_late += 1
+            batch, late = self._waiting.take()
+            self.stats.num_late += len(late)
+        for call in late:
             self._refuse_late(call)
-        return None
-
-    def _append(self, call: Call) -> None:
-        if isinstance(call, InspectCall):
-            self._epochs.append(OrderedDict({call.client_id: deque([call])}))
-            self._epochs.append(OrderedDict())
-        else:
-            waiting = self._epochs[-1]
-            queue = waiting.get(call.client_id)
-            if queue is None:
-                queue = waiting[call.client_id] = deque()
-            queue.append(call)
-        self._num_waiting += 1
-        self._num_tokens += call.num_tokens
-
-    def _remove_first(self, waiting: Waiting, client_id: bytes, *, keeps_place: bool = False) -> None:
-        """Take out the client's first call; the turn goes to the next client."""
-        queue = waiting[client_id]
-        self._num_tokens -= queue.popleft().num_tokens
-        self._num_waiting -= 1
-        if not queue:
-            del waiting[client_id]
-        elif not keeps_place:
-            waiting.move_to_end(client_id)
+        return batch
 
     def _refuse_late(self, call: Call) -> None:
         self._limits.give_back([call])
@@ -373,8 +294,3 @@ class ExpertQueue:
             return [hosted.update(call)]
         assert isinstance(call, InspectCall), f"unknown call {call!r}"
         return [call.function(hosted)]
-
-
-def _is_in_vain(call: Call) -> bool:
-    """Whether nobody waits for the call any more."""
-    return call.is_cancelled or (call.deadline is not None and time.monotonic() >= call.deadline)
