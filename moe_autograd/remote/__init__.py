@@ -10,10 +10,11 @@
 
 Needs the extra `moe-autograd[remote]`: grpc, protobuf and xxhash.
 
-Begin with `expert`, where calls of a server become nodes of the graph. A pass goes down through these files, and its
+Begin with `nodes`, where calls of a server become nodes of the graph. A pass goes down through these files, and its
 results come up again::
 
-    modules and optimizers  experts, expert, optimizer, inputs, expecting, leaving, state, turns, updates
+    modules and optimizers  experts, expert, optimizer, state, turns, updates
+    the graph               nodes, parts, inputs, expecting, leaving
     one connection          connection, operations, deadline, numbering, awaiting, checking, config
     which server            finding, placement, servers, addresses
     getting there           delivery, requests, jobs, fanout, pool, retry, hedging

@@ -27,13 +27,15 @@ from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.delivery import Delivery, Settings
 from moe_autograd.remote.expecting import Expectations
-from moe_autograd.remote.expert import BackwardPart, Call, RemoteExpert, call_experts
+from moe_autograd.remote.expert import RemoteExpert
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.inputs import mismatch_of_grads, mismatch_of_outputs, on_devices_of, refusal_of
 from moe_autograd.remote.jobs import Job, note_failures, say_more
 from moe_autograd.remote.leaving import LeftForwards
+from moe_autograd.remote.nodes import call_experts
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.operations import Operation
+from moe_autograd.remote.parts import BackwardPart, Call
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.requests import backward_request, forward_request
 from moe_autograd.remote.servers import Servers
@@ -54,7 +56,7 @@ class Connection:
 
     def __init__(self, servers: Servers, settings: Settings) -> None:
         self.numbering = Numbering()
-        self.anchor = torch.empty(0, requires_grad=True, device="cpu")  # `expert`, rule 1
+        self.anchor = torch.empty(0, requires_grad=True, device="cpu")  # `nodes`, rule 1
         self._finding = Finding(servers, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._delivery = Delivery(self._finding, settings)
         self._expectations = Expectations(self._delivery.expect)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_autograd.remote.expert import Call
     from moe_autograd.remote.jobs import Job
+    from moe_autograd.remote.parts import Call
 
 _MOST_KEPT_BACK = 256  # for servers that are lost; they let go of the others by themselves, in minutes
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_autograd.remote.calls import Request
-from moe_autograd.remote.expert import BackwardPart, Call
+from moe_autograd.remote.parts import BackwardPart, Call
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import BackwardHead, ForwardHead
 
