@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from moe_autograd.autograd.grouping import call_alone
+from moe_autograd.autograd.grouping import CallGroup, call_alone
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.recompute import Recompute
-
-if TYPE_CHECKING:
-    from moe_autograd.autograd.offload.experts import OffloadedExperts
 
 
 class OffloadedExpert(nn.Module):
     """One of `OffloadedExperts`: called like the module it stands for, and without parameters of its own."""
 
-    def __init__(self, owner: OffloadedExperts, held: HeldExpert, recompute: Recompute | None = None) -> None:
+    def __init__(self, owner: CallGroup, held: HeldExpert, recompute: Recompute | None = None) -> None:
         super().__init__()
         self._owner, self._held, self._recompute = owner, held, recompute
 
     @property
-    def call_group(self) -> OffloadedExperts:
+    def call_group(self) -> CallGroup:
         """Experts of one group are called together: here one after the other, while the next is read."""
         return self._owner
 
