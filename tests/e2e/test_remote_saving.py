@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.remote import connect
+from tests.support.ranks import end_rank
 from tests.support.subprocesses import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -154,3 +155,4 @@ def in_a_group(rank, address, folder):
             set_model_state_dict(model, dict(before) if rank == 0 else {}, options=options)
         with pytest.raises(RuntimeError, match=r'Missing key.*"module\.1\.experts\.0\.weight"'):
             set_model_state_dict(ddp, dict(before))
+    end_rank()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
+from tests.support.ranks import end_rank
 from tests.support.subprocesses import run_ranks
 
 D_MODEL, NUM_EXPERTS, NUM_RANKS, NUM_STEPS = 6, 4, 2, 3
@@ -81,9 +81,7 @@ def train_one_rank(rank: int, folder: str, way: str) -> None:
     if rank == 0:
         save_file(weights, f"{folder}/weights")
         save_file(grads, f"{folder}/grads")
-    dist.barrier()
-    # DDP's end waits for a thread of gloo's, holding the lock of the interpreter that this one may need (torch 2.13).
-    os._exit(0)
+    end_rank()
 
 
 @pytest.mark.parametrize("way", WAYS)

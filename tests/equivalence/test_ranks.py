@@ -22,6 +22,7 @@ from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backwar
 from moe_autograd.autograd import in_turn
 from tests.support.comparison import MapFunction, one_after_another
 from tests.support.plain_layer import plain_loop
+from tests.support.ranks import end_rank
 from tests.support.subprocesses import run_ranks
 
 WIDTH, NUM_RANKS, NUM_STEPS = 8, 2, 2
@@ -173,7 +174,7 @@ def talk_by_themselves(rank: int, folder: str) -> None:
             loss = sum(((i + 1) * y).square().sum() for i, y in enumerate(outputs))
             said.append([*outputs, *torch.autograd.grad(loss, [x, *weights], allow_unused=True)])
         torch.testing.assert_close(*said)
-    dist.destroy_process_group()
+    end_rank()
 
 
 def train_one_rank(rank: int, folder: str) -> None:
@@ -194,7 +195,7 @@ def train_one_rank(rank: int, folder: str) -> None:
             torch.testing.assert_close(
                 ours, natively, msg=lambda text, where=(spread, options): f"{where}: {text}"
             )
-    dist.destroy_process_group()
+    end_rank()
 
 
 def test_layers_spread_over_two_ranks_learn_as_plain_loops_there(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn
 from tests.support.module_programs import seeded
+from tests.support.ranks import end_rank
 
 NUM_EXPERTS = 4
 in_turn.MOST_SMALL = -1  # the map's own machinery is what is tested
@@ -68,8 +69,8 @@ def main(rank: int, store: str, find_unused: bool, defers: bool) -> None:
     pairs = [(e, g) for e, g in zip(expected, got, strict=True) if e is not None]
     assert len(pairs) == 4 * num_used
     worst = max((e - g).abs().max().item() if g is not None else float("inf") for e, g in pairs)
-    dist.destroy_process_group()
     print("equal" if worst < 1e-12 else worst)
+    end_rank()
 
 
 if __name__ == "__main__":
