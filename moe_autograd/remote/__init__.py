@@ -18,7 +18,7 @@ results come up again::
     one connection          connection, operations, deadline, numbering, awaiting, checking, config
     which server            finding, placement, servers, addresses
     getting there           delivery, requests, jobs, fanout, pool, retry, hedging
-    one server              calls, asking, streaming, ends, channel, compression, security, forking, interrupts
+    one server              calls, asking, streaming, ends, channel, link, compression, security, forking, interrupts
 """
 
 try:

@@ -1,13 +1,7 @@
-"""One server: a gRPC channel to its address, and the RPCs as plain calls that raise our errors.
+"""One server: the RPCs as plain calls that raise our errors, on one connection (`link`).
 
 This is the one edge of the client where gRPC's exceptions are translated. Every RPC has a deadline, which gRPC
-carries to the server. A channel reconnects by itself.
-
-A server that does not answer a ping for 0.9 s counts as frozen. But on a slow link the ping waits behind
-megabytes in the system's buffers: from here both look alike. So each time this happens the next connection waits some
-four times as long, up to 16 s, and after `_CALM_S` without it we are quick again.
-
-Mutable state: `_stubs` and what goes with it, replaced under `_lock`; an RPC keeps those it began with.
+carries to the server.
 
 Threads: any number may call at once; they share the connection.
 """
@@ -19,14 +13,12 @@ import itertools
 import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
-from grpc.experimental import ChannelOptions
 
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.compression import Compression, Encodings
@@ -34,19 +26,16 @@ from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.ends import LeftStreams
 from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
+from moe_autograd.remote.link import Link, Stubs
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.security import Certificates, Token
-from moe_autograd.wire.addresses import host_of, in_certificate, is_local
+from moe_autograd.wire.addresses import is_local
 from moe_autograd.wire.framing import seal, unseal
-from moe_autograd.wire.methods import BOTH_STREAM, REPLY_STREAM, REQUEST_STREAM, UNARY, path
-from moe_autograd.wire.options import CHANNEL_OPTIONS
 from moe_autograd.wire.status import error_of_rpc
 from moe_autograd.wire.tensors import TensorLimits
 
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.DATA_LOSS)
-_PING_TIMEOUTS_MS = (900, 4_000, 16_000)
-_CALM_S = 60.0
 _TELL_TIMEOUT_S = 5.0
 
 ReplyT = TypeVar("ReplyT", bound=Message)
@@ -72,7 +61,6 @@ class Channel:
         limits: of what the server sends.
 
     Attributes:
-        authority: the name that the server is called by.
         is_local: whether the server is on this machine, as far as its address says.
         round_trip_s: of the fastest RPC that is one message each way, but for the first, which also had to connect.
     """
@@ -95,69 +83,34 @@ class Channel:
         self.round_trip_s = math.inf
         self.is_local = is_local(address)
         self._has_answered = False
-        self.authority = authority or address
-        self._is_open = True
-        self._certificates = certificates
-        self._credentials = None if certificates is None else certificates.now()
-        self._server_name = server_name
-        self._lock = threading.Lock()
-        self._ping_timeout_ms = _PING_TIMEOUTS_MS[0]
-        self._stubs = self._connect()
-        self._slow_at = -math.inf
+        self._link = Link(address, authority or address, certificates, server_name)
         self._told: set[Any] = set()  # calls of `tell` under way
         self._left = LeftStreams()
 
-    def _connect(self) -> _Stubs:
-        own = (
-            ("grpc.http2.ping_timeout_ms", self._ping_timeout_ms),
-            (ChannelOptions.SingleThreadedUnaryStream, 1),
-            # Else channels to one address share their connection, also a forked child's with its parent's.
-            ("grpc.use_local_subchannel_pool", 1),
-        )
-        options = (*(option for option in CHANNEL_OPTIONS if option[0] != own[0][0]), *own)
-        if self._credentials is None:
-            authority = ("grpc.default_authority", self.authority)
-            return _Stubs(grpc.insecure_channel(self.address, (*options, authority)))
-        server_name = in_certificate(self._server_name or host_of(self.authority))
-        if server_name != host_of(self.address):
-            options = (*options, ("grpc.ssl_target_name_override", server_name))
-        return _Stubs(grpc.secure_channel(self.address, self._credentials, options))
+    @property
+    def authority(self) -> str:
+        """The name that the server is called by."""
+        return self._link.authority
 
     def call_by(self, authority: str) -> None:
         """Call the server by another name from now on; RPCs under way go on under the one before."""
-        with self._lock:
-            if self._is_open and authority != self.authority:
-                self.authority = authority
-                self._stubs = self._connect()
+        self._link.call_by(authority)
 
     def note_failure(self, error: grpc.RpcError) -> None:
         """Learn from what failed: how long this link takes for a ping, what certificates there are now, what token."""
-        details = cast(Any, error).details() or ""
-        if cast(Any, error).code() in _REFUSALS:
+        call = cast(Any, error)  # in grpc the exception is also the call that failed
+        if call.code() in _REFUSALS:
             self.token.note_refused()
-        with self._lock:
-            credentials = None if self._certificates is None else self._certificates.now()
-            if self._is_open and credentials is not self._credentials:
-                self._credentials = credentials
-                self._stubs = self._connect()
-            now = time.monotonic()
-            if "ping timeout" not in details or now - self._slow_at < self._ping_timeout_ms / 1000:
-                return  # or other calls on the same connection have said so already
-            self._slow_at = now
-            level = _PING_TIMEOUTS_MS.index(self._ping_timeout_ms)
-            self._reconnect(_PING_TIMEOUTS_MS[min(level + 1, len(_PING_TIMEOUTS_MS) - 1)])
+        self._link.note_failure(call.details() or "")
 
-    def _stubs_now(self) -> _Stubs:
+    def _stubs_now(self) -> Stubs:
         if (closed := self.closed()) is not None:
             raise closed
-        if self._slow_at + _CALM_S < time.monotonic() and self._ping_timeout_ms != _PING_TIMEOUTS_MS[0]:
-            with self._lock:
-                self._reconnect(_PING_TIMEOUTS_MS[0])
-        return self._stubs
+        return self._link.stubs()
 
     def closed(self) -> ServerUnavailableError | None:
         """Return what says that it has been closed, if it has."""
-        if self._is_open:
+        if self._link.is_open:
             return None
         return ServerUnavailableError(
             f"server at {self.address}: expected an open connection, got a closed one. "
@@ -185,12 +138,6 @@ class Channel:
                 "Nothing was sent. Raise the limit of threads of this process."
             ) from error
         probe.join()
-
-    def _reconnect(self, ping_timeout_ms: int) -> None:
-        """Take a new gRPC channel; RPCs under way keep the old one until they end."""
-        if ping_timeout_ms != self._ping_timeout_ms and self._is_open:
-            self._ping_timeout_ms = ping_timeout_ms
-            self._stubs = self._connect()
 
     def note_round_trip(self, taken_s: float) -> None:
         """Learn how long an RPC took that is one message each way."""
@@ -296,15 +243,14 @@ class Channel:
             late = f"{place}: expected an answer, got none in time. Is the server overloaded?"
             return DeadlineExceededError(late)
         ours = error_of_rpc(call.code(), call.details(), call.trailing_metadata(), place)
-        if self._certificates is not None and isinstance(ours, ServerUnavailableError):
-            return type(ours)(f"{ours} {self._certificates.trouble}".rstrip())
+        certificates = self._link.certificates
+        if certificates is not None and isinstance(ours, ServerUnavailableError):
+            return type(ours)(f"{ours} {certificates.trouble}".rstrip())
         return ours
 
     def close(self) -> None:
         """Cancel what is under way and disconnect."""
-        with self._lock:
-            self._is_open = False
-            self._stubs.channel.close()
+        self._link.close()
         for call in tuple(self._told):  # those on a gRPC channel that was replaced
             call.cancel()
         self._left.end_all_but(0)  # each would keep its connection
@@ -351,17 +297,3 @@ class _Beginning:
     ) -> None:
         if isinstance(error, ValueError) and (closed := self._channel.closed()) is not None:
             raise closed from error
-
-
-class _Stubs:
-    """What begins RPCs on one gRPC channel."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
-        begin = cast(Any, channel)  # grpc's stubs want serializers; bytes go in and bytes come out
-        self.unary = {rpc: begin.unary_unary(path(rpc)) for rpc in UNARY}
-        self.request_stream = {rpc: begin.stream_unary(path(rpc)) for rpc in REQUEST_STREAM}
-        self.both_stream = {rpc: begin.stream_stream(path(rpc)) for rpc in BOTH_STREAM}
-        # To the server a stream of one message is the same, whichever way the client began it; this way costs
-        # no thread that feeds the stream.
-        self.reply_stream = {rpc: begin.unary_stream(path(rpc)) for rpc in UNARY + REPLY_STREAM + BOTH_STREAM}

@@ -202,10 +202,10 @@ def test_what_was_told_on_a_connection_that_was_replaced_ends_with_it():
     channel = experts.connection._delivery._channel(server.address)
     host, port = server.address.split(":")
     with socket.create_server((host, int(port))):
-        channel._reconnect(3_000)
+        channel._link._reconnect(3_000)
         before = set(threading.enumerate())
         channel.tell("Expect", pb.ExpectRequest(experts=["ffn.0"]))
-        channel._reconnect(20_000)
+        channel._link._reconnect(20_000)
         assert set(threading.enumerate()) - before
         experts.close()
         wait_until(lambda: not set(threading.enumerate()) - before, patience_s=3.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, channel, connect
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, link
 from tests.support.hosting import LR, sgd
 from tests.support.proxy import Proxy
 from tests.support.survivors import combine_survivors
@@ -75,8 +75,8 @@ def fleet() -> Iterator[Fleet]:
 @pytest.fixture
 def experts(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteExperts]:
     """Without pings: a server that is too busy to answer one would be lost as well."""
-    without_pings = tuple(option for option in channel.CHANNEL_OPTIONS if "keepalive" not in option[0])
-    monkeypatch.setattr(channel, "CHANNEL_OPTIONS", without_pings)
+    without_pings = tuple(option for option in link.CHANNEL_OPTIONS if "keepalive" not in option[0])
+    monkeypatch.setattr(link, "CHANNEL_OPTIONS", without_pings)
     fleet.give_back()
     retry = RetryPolicy(patience_s=0.0)
     with connect([proxy.address for proxy in fleet.proxies], retry=retry) as experts:

@@ -17,7 +17,7 @@ from experts_server import ExpertsServer
 from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
-from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, channel, connect
+from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect, link
 from moe_autograd.remote.channel import Channel
 from tests.support.certificates import make_certificates
 from tests.support.proxy import Proxy
@@ -83,8 +83,8 @@ def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
 @pytest.mark.parametrize("what", ["forward", "backward", "state_dict", "load_state_dict"])
 def test_a_deadline_is_kept_in_the_middle_of_a_transfer(monkeypatch, what):
     """A message of 1 MiB is on its way for 10 s here; without pings, which would end the connection before that."""
-    without_pings = tuple(option for option in channel.CHANNEL_OPTIONS if "keepalive" not in option[0])
-    monkeypatch.setattr(channel, "CHANNEL_OPTIONS", without_pings)
+    without_pings = tuple(option for option in link.CHANNEL_OPTIONS if "keepalive" not in option[0])
+    monkeypatch.setattr(link, "CHANNEL_OPTIONS", without_pings)
     with (
         ExpertsServer({"wide": nn.Linear(1024, 1024)}) as server,
         Proxy(server.address) as proxy,
