@@ -243,8 +243,13 @@ class Service:
         name = self.registry[entry.expert].hosted.name
         if tensor is None:
             raise InvalidCallError(f"state of expert {name!r}: expected a tensor, got None.")
-        states.setdefault(name, {})[entry.key] = tensor
-        check_size(name, self._layout(name), states[name])
+        state = states.setdefault(name, {})
+        if entry.key in state:
+            raise InvalidCallError(
+                f"state of expert {name!r}: expected each key once, got {entry.key!r} again. The client is broken."
+            )
+        state[entry.key] = tensor
+        check_size(name, self._layout(name), state)
 
     async def _apply_state(
         self, head: pb.StateUpdate, states: dict[str, dict[str, torch.Tensor]]

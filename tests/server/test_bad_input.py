@@ -279,6 +279,20 @@ def test_a_state_with_none_in_the_place_of_a_tensor_is_refused(client: WireClien
     assert "state of expert 'ffn.0': expected a tensor, got None" in refused.value.details()
 
 
+def test_a_state_with_a_key_twice_is_refused_and_changes_nothing(client: WireClient) -> None:
+    before = client.get_state("ffn.0")
+    writer = ParcelWriter()
+    entries = [*before["ffn.0"].items(), ("up.bias", torch.zeros(64))]
+    writer.add(pb.StateUpdate(client_id=b"x", sequence=1, num_entries=len(entries)))
+    for key, tensor in entries:
+        writer.add(pb.StateEntry(expert="ffn.0", key=key), [tensor])
+    with pytest.raises(grpc.RpcError) as refused:
+        client.channel.stream_unary(methods.path("SetState"))(messages_of(writer), timeout=START_S)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "state of expert 'ffn.0': expected each key once, got 'up.bias' again" in refused.value.details()
+    torch.testing.assert_close(client.get_state("ffn.0"), before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("rpc", "request_", "text"),
     [
