@@ -11,7 +11,7 @@ import inspect
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -151,13 +151,18 @@ def _find_class(place: str, class_name: str) -> Callable[..., Any]:
             f"{place}, key 'class': expected one of {', '.join(BUILT_IN)} or module:Class, got {class_name!r}.{advice}"
         )
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
+        found: Any = getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # whatever its module raises; a script reads its arguments
         raise ConfigError(
             f"{place}, key 'class': expected a class that can be imported, got {class_name!r} ({_cause(error)}). "
             "Is its package installed, or its folder in PYTHONPATH?"
         ) from error
-    return found
+    if not callable(found):
+        raise ConfigError(
+            f"{place}, key 'class': expected a class, or a function that makes a module, got {class_name!r}, which is "
+            f"of type {type(found).__name__}."
+        )
+    return cast(Callable[..., Any], found)
 
 
 def _find_in(package: Any, base: type, place: str, name: str) -> Any:

@@ -69,6 +69,10 @@ class Script(torch.nn.Module):
             {"class": "ffn", "args": {"d_model": 4, "activation": "relu"}},
             "(TypeError: FeedForwardExpert: expected activation to be a function of a tensor, got 'relu'.",
         ),
+        (
+            {"class": "math:pi"},
+            "key 'class': expected a class, or a function that makes a module, got 'math:pi', which is of type float.",
+        ),
         ({"class": "builtins:dict"}, "expected a torch.nn.Module, got dict from 'builtins:dict'"),
         (
             {"class": "torch.nn:LazyLinear", "args": {"out_features": 4}},
