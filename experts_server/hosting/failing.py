@@ -45,7 +45,9 @@ class FailureLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._told: dict[tuple[str, Kind], _Told] = {}  # by expert; "" for all of them
+        self._told: dict[
+            tuple[str, str, Kind], _Told
+        ] = {}  # by expert, or "" for all of them, and what failed
 
     def __repr__(self) -> str:
         return f"<FailureLog of {len(self._told)} kinds of failures>"
@@ -63,20 +65,22 @@ class FailureLog:
             error = error.__cause__ or error
         kind = _kind_of(error)
         with self._lock:
-            num_since = self._num_since(expert, kind)
+            num_since = self._num_since(expert, what, kind)
             if num_since is None:
                 return
-            shows_where = not isinstance(error, MoeAutogradError) and self._num_since("", kind) is not None
+            shows_where = (
+                not isinstance(error, MoeAutogradError) and self._num_since("", "", kind) is not None
+            )
         again = f" ({num_since} times more since that was told last)" if num_since else ""
         reason = str(error) if isinstance(error, ExpertFailedError) else type(error).__name__
         shown = _without_text(error) if shows_where else None
         logger.warning("expert %r: %s: %s%s", expert, what, reason, again, exc_info=shown)
 
-    def _num_since(self, expert: str, kind: Kind) -> int | None:
+    def _num_since(self, expert: str, what: str, kind: Kind) -> int | None:
         """Return how often this has been kept quiet, if it is to be told now."""
         if len(self._told) >= MAX_KNOWN:
             self._told.clear()
-        told, now = self._told.setdefault((expert, kind), _Told()), self._clock()
+        told, now = self._told.setdefault((expert, what, kind), _Told()), self._clock()
         if now - told.at < REST_S:
             told.num_since += 1
             return None

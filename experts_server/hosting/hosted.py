@@ -35,6 +35,7 @@ from experts_server.hosting.calling import ModuleCaller
 from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, Outputs, UpdateCall
 from experts_server.hosting.checks import check_finite, check_grad_outputs, check_inputs, check_replica
 from experts_server.hosting.differentiating import Differentiator
+from experts_server.hosting.failing import FailureLog
 from experts_server.hosting.gradients import Gradients
 from experts_server.hosting.intake import Intake
 from experts_server.hosting.joining import Joiner
@@ -73,6 +74,7 @@ class HostedExpert:
         can_join: whether rows of several clients may be computed in one call of the module.
         eval_only: the module always computes as after `eval()`.
         saving: how it trades memory, time and waiting.
+        failures: where they are logged; of all experts of a server, by default of this one.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class HostedExpert:
         can_join: bool = True,
         eval_only: bool = False,
         saving: MemoryConfig = SAVING_NOTHING,
+        failures: FailureLog | None = None,
     ) -> None:
         self.name = name
         self.replica = secrets.randbits(63) | 1  # which of those of its name; goes with its state
         self.module = module
+        self.failures = failures or FailureLog()
         self.caller = ModuleCaller(name, module, eval_only=eval_only)
         self.spec = self.caller.spec
         self.joiner = Joiner(self.caller, training, can_join=can_join)
@@ -100,7 +104,7 @@ class HostedExpert:
         self._saving = saving
         later = None
         if saving.split_backward and self.trainer is not None:
-            later = LaterGradients(name, self.trainer, self.ledger)
+            later = LaterGradients(name, self.trainer, self.ledger, self.failures)
         self._intake = Intake(name, self.trainer, self.ledger, later)
         self._lodger: Lodger | None = None
         if saving.offload and memory.offload is not None:

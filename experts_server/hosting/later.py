@@ -55,16 +55,17 @@ class LaterGradients:
         name: the expert's.
         trainer: takes the gradients in.
         ledger: writes down that it has.
+        failures: of all experts of a server.
 
     Threads: one at a time, as the expert itself.
     """
 
-    def __init__(self, name: str, trainer: Trainer, ledger: Ledger) -> None:
+    def __init__(self, name: str, trainer: Trainer, ledger: Ledger, failures: FailureLog) -> None:
         self.name = name
         self._trainer = trainer
         self._ledger = ledger
         self._left: list[Left] = []
-        self._failures = FailureLog()
+        self._failures = failures
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # by client: why
 
     def __repr__(self) -> str:

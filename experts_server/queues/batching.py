@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, cast
 
 from experts_server.budget import Budget
 from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, InspectCall, UpdateCall
-from experts_server.hosting.failing import FailureLog
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.executor import WorkerPool
 from experts_server.queues.stats import ExpertStats
@@ -92,7 +91,6 @@ class ExpertQueue:
         pool: where turns are taken.
         limits: shared with the other experts' queues.
         call_later: runs a function after so many seconds, from any thread; needed only if `max_wait_s > 0`.
-        failures: of all experts of a server; by default, of this one.
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class ExpertQueue:
         limits: QueueLimits,
         *,
         call_later: Callable[[float, Callable[[], None]], None] | None = None,
-        failures: FailureLog | None = None,
     ) -> None:
         self.hosted = hosted
         self._length = TurnLength()
@@ -110,7 +107,6 @@ class ExpertQueue:
         self._pool = pool
         self._limits = limits
         self._call_later = call_later
-        self._failures = failures or FailureLog()
         self.stats = ExpertStats()
         self._lock = threading.Lock()
         self._waiting = WaitingCalls(hosted.join_key, limits.max_batch_tokens)
@@ -272,7 +268,7 @@ class ExpertQueue:
             return self._call_expert(batch)
         except BaseException as error:  # whatever a user's module raises is that call's answer
             if len(batch) == 1:
-                self._failures.note(self.hosted.name, error)
+                self.hosted.failures.note(self.hosted.name, error)
                 return [error]
         return [self._results([call])[0] for call in batch]
 

@@ -63,7 +63,7 @@ class Hosting:
     eval_only: bool = False
     saving: MemoryConfig = SAVING_NOTHING
 
-    def host(self, name: str, memory: SharedMemory) -> HostedExpert:
+    def host(self, name: str, memory: SharedMemory, failures: FailureLog) -> HostedExpert:
         """Return it as a server holds it."""
         return HostedExpert(
             name,
@@ -73,6 +73,7 @@ class Hosting:
             can_join=self.can_join,
             eval_only=self.eval_only,
             saving=self.saving,
+            failures=failures,
         )
 
 
@@ -118,10 +119,8 @@ class ExpertServer:
         self._forgetting: set[str] = set()  # experts that were told to forget what is stale, and have not yet
 
     def _queue_of(self, name: str, hosting: Hosting) -> ExpertQueue:
-        hosted = hosting.host(check_name(name), self.memory)
-        return ExpertQueue(
-            hosted, self.pool, self.queue_limits, call_later=self._call_later, failures=self.failures
-        )
+        hosted = hosting.host(check_name(name), self.memory, self.failures)
+        return ExpertQueue(hosted, self.pool, self.queue_limits, call_later=self._call_later)
 
     def __repr__(self) -> str:
         return f"<ExpertServer {self.state} at {self.address}, {len(self.registry)} experts>"

@@ -133,6 +133,17 @@ def test_a_failure_that_goes_on_is_told_again_after_a_minute_with_how_often_it_w
     assert all(record.exc_info for record in caplog.records)
 
 
+def test_each_thing_that_fails_is_told_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    log, error = FailureLog(), raised(LookupError)
+    for what in ("a call failed", "gradients were refused") * 2:
+        log.warn("a", what, error)
+    assert [record.getMessage() for record in caplog.records] == [
+        "expert 'a': a call failed: LookupError",
+        "expert 'a': gradients were refused: LookupError",
+    ]
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False]
+
+
 def test_a_kind_of_error_that_is_made_anew_each_time_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     log = FailureLog()
     for _ in range(3):

@@ -111,6 +111,27 @@ def test_a_repeated_backward_counts_once() -> None:
         torch.testing.assert_close(client.get_state()["e"]["weight"], torch.full((D,), -1.0))
 
 
+def test_what_experts_refuse_alike_shows_once_in_the_log_where_it_came_from(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def go_wrong(grad: Tensor) -> Tensor:
+        raise LookupError("no such weight")
+
+    config = {"memory": {"split_backward": True}}
+    experts = {f"e.{index}": Scale(go_wrong) for index in range(3)}
+    with (
+        ExpertsServer(experts, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        for name in experts:
+            x = torch.ones(2, D)
+            client.backward(name, x, inputs=(x,))
+            client.step(name)
+    refused = [record for record in caplog.records if "were refused" in record.getMessage()]
+    assert [record.getMessage()[:11] for record in refused] == [f"expert 'e.{index}" for index in range(3)]
+    assert [bool(record.exc_info) for record in refused] == [True, False, False]
+
+
 class WithoutText(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text either")
