@@ -300,7 +300,7 @@ class Connection:
                 raise
 
         with self._delivery.operations.begin() as operation:
-            found = self._delivery.at_each(names_at, once, operation, self._finding.moved)
+            found = self._delivery.at_each("GetState", names_at, once, operation, self._finding.moved)
         return {name: states[name] for states in found for name in states}
 
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -320,4 +320,4 @@ class Connection:
 
             with self._delivery.operations.begin() as operation:
                 moved = partial(self._finding.moved, to_all=True)
-                self._delivery.at_each(names_at, once, operation, moved)
+                self._delivery.at_each("SetState", names_at, once, operation, moved)

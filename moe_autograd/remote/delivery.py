@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import (
@@ -33,7 +33,7 @@ from moe_autograd.errors import (
     ServerUnavailableError,
 )
 from moe_autograd.remote.calls import Outcome, exchange
-from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.channel import Channel, phase_of
 from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.fanout import Fanout, attempt, values_or_raise
 from moe_autograd.remote.finding import Finding
@@ -68,6 +68,7 @@ class Settings:
 class _Errand(Generic[NamesT, R]):
     """What is to be done at some servers; see `Delivery.at_each`."""
 
+    rpc: str
     once: Callable[[Channel, NamesT, Operation], R]
     operation: Operation
     moved: Callable[[str, NamesT], Mapping[str, NamesT]]
@@ -247,6 +248,7 @@ class Delivery:
 
     def at_each(
         self,
+        rpc: str,
         work: Mapping[str, NamesT],
         once: Callable[[Channel, NamesT, Operation], R],
         operation: Operation,
@@ -257,6 +259,7 @@ class Delivery:
         """Call `once`, which is short and may be repeated, at each address until it succeeds or fails for good.
 
         Args:
+            rpc: what it is, for errors.
             work: for each address; of these experts.
             once: does it.
             operation: that it is a part of.
@@ -269,13 +272,19 @@ class Delivery:
         Returns:
             What each returned; the first failure is raised, after all have come to rest.
         """
-        errand = _Errand(once, operation, moved, is_patient, goes_on=failures is not None)
+        errand = _Errand(rpc, once, operation, moved, is_patient, goes_on=failures is not None)
         outcomes = self._fanout.at_each(work, partial(self._until_done, errand), operation.cancellation)
+        if not work:  # else nobody would notice that the connection is closed
+            outcomes = {"": attempt(self._nowhere, rpc, None)}
         if failures is not None:
             errors = {address: error for address, error in outcomes.items() if _may_be_mended(error)}
             failures += [cast(RemoteError, error) for error in errors.values()]
             outcomes = {address: own for address, own in outcomes.items() if address not in errors}
         return [result for own in values_or_raise(outcomes) for result in own]
+
+    def _nowhere(self, rpc: str, _: None) -> list[Any]:
+        self.finding.servers.check_open(rpc)
+        return []
 
     def _until_done(self, errand: _Errand[NamesT, R], address: str, own: NamesT) -> list[R]:
         operation = errand.operation
@@ -291,7 +300,8 @@ class Delivery:
                     return [result for part in values_or_raise(ended) for result in part]
             try:
                 if address in lost:
-                    raise error_of_lost(f"server at {address}, {operation.deadline}", lost[address])
+                    place = f"server at {address}, {phase_of(errand.rpc)}, {operation.deadline}"
+                    raise error_of_lost(place, lost[address])
                 return [errand.once(self._channel(address), own, operation)]
             except RemoteError as error:
                 is_lost = isinstance(error, ServerUnavailableError)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError, UntrustedServerError
 from moe_autograd.remote.addresses import resolve
-from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.channel import Channel, phase_of
 from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.addresses import is_name
@@ -147,6 +147,14 @@ class Servers:
             elif all(address in errors for address in behind):
                 missing.append(errors[named[0]] if named else errors[given])
         return missing
+
+    def check_open(self, rpc: str) -> None:
+        """Raise `ServerUnavailableError` after `close`, for an operation that has nothing to send."""
+        if not self._is_open:
+            raise ServerUnavailableError(
+                f"connection to {', '.join(self.given)}, {phase_of(rpc)}: expected an open connection, got a closed "
+                "one. Call experts within the block of `connect`."
+            )
 
     def close(self) -> None:
         """Disconnect from all."""

@@ -134,7 +134,7 @@ class Updates:
                 if rpc == "Step" and len(gathered_at) > 1 and self._join_moved(gathered_at, operation):
                     gathered_at = self._gathered_at(rpc, names)
                 self._delivery.at_each(
-                    gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
+                    rpc, gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
                 )
             elif failures is None:
                 raise hindrance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import threading
 import weakref
@@ -160,6 +161,23 @@ def test_an_update_after_close_ends_at_once(addresses):
     for update in (optimizer.step, optimizer.zero_grad):
         with pytest.raises(ServerUnavailableError, match="expected an open connection, got a closed one"):
             update()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+def test_an_update_after_close_says_so_where_there_is_nothing_to_send(addresses, on_failure):
+    experts = connect(addresses)
+    optimizer = RemoteOptimizer(experts, on_failure=on_failure)
+    experts.close()
+    for update, name in ((optimizer.step, "step"), (optimizer.zero_grad, "zero_grad")):
+        closed = re.escape(
+            f"connection to {', '.join(addresses)}, {name}: expected an open connection, got a closed"
+        )
+        if on_failure == "raise":
+            with pytest.raises(ServerUnavailableError, match=closed):
+                update()
+        else:
+            update()
+            assert [bool(re.match(closed, str(error))) for error in optimizer.failures] == [True]
 
 
 class Caller(threading.Thread):

@@ -141,6 +141,25 @@ class TestComesBack:
             "is waited for 0.5 s; connect(..., retry=RetryPolicy(patience_s=...)) waits longer."
         )
 
+    @pytest.mark.parametrize("operation", ["state_dict", "load_state_dict", "step", "zero_grad"])
+    def test_an_error_of_a_lost_server_names_the_operation(self, operation):
+        with ServerProcess(*SERVE) as server, connect(server.address, retry=AT_ONCE) as experts:
+            optimizer, weights = RemoteOptimizer(experts), experts.state_dict()
+            experts["ffn.0"](torch.ones(1, 8)).sum().backward()
+            server.kill()
+            operations = {
+                "state_dict": experts.state_dict,
+                "load_state_dict": lambda: experts.load_state_dict(weights),
+                "step": optimizer.step,
+                "zero_grad": optimizer.zero_grad,
+            }
+            place = (
+                rf"server at {server.address}, {operation}, after \d+\.\d s \(deadline 30\.0 s\): expected "
+            )
+            for _ in range(2):  # noticed, and known
+                with pytest.raises(ServerUnavailableError, match=place):
+                    operations[operation]()
+
     def test_a_backward_after_a_restart_computes_the_forward_again(self):
         torch.manual_seed(0)
         modules = {"ffn.0": nn.Linear(8, 8)}
