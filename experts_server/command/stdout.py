@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from moe_autograd.errors import ConfigError, MoeAutogradError
 
 @contextlib.contextmanager
 def to_stdout() -> Iterator[None]:
-    """Write to stdout within.
+    """Write to stdout within. What its encoding does not have, as the dots of a name that was cut, is a question mark.
 
     Raises:
         ConfigError: it takes nothing: a disk is full, for one. A reader that has gone is no mistake: click ends then.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
     except (BrokenPipeError, MoeAutogradError):  # some of ours are an OSError, too

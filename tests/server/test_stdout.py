@@ -24,10 +24,14 @@ FULL = (
 )
 
 
+class Größe(nn.Linear):
+    """Has a name that not every encoding has."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertsServer]:
     config = ServingConfig(checkpoint_dir=tmp_path_factory.mktemp("c"), metrics_listen="127.0.0.1:0")
-    with ExpertsServer({"e": nn.Linear(2, 2)}, config=config) as server:
+    with ExpertsServer({"e": nn.Linear(2, 2), "o": Größe(2, 2)}, config=config) as server:
         yield server
 
 
@@ -54,6 +58,25 @@ def test_a_stdout_that_takes_nothing_is_one_line_and_exits_1(
     with open("/dev/full", "wb") as full:
         ended = run_command(*command.split(), *arguments, stdout=full.fileno())
     assert (ended.returncode, ended.stderr.decode()) == (1, f"Error: {FULL}\n")
+
+
+@pytest.mark.parametrize("command", ["info", "config"])
+def test_what_the_encoding_of_stdout_does_not_have_is_a_question_mark(
+    server: ExpertsServer, command: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "→.toml"
+    file.write_text('[experts.e]\nclass = "identity"\n')
+    arguments = [server.address] if command == "info" else ["--check", str(file)]
+    encoding = "ascii" if command == "info" else "latin-1"  # of ascii, click makes UTF-8 by itself
+    ended = subprocess.run(
+        [sys.executable, "-m", "experts_server", command, *arguments],
+        capture_output=True,
+        timeout=START_S,
+        check=False,
+        env={**buffered(), "PYTHONIOENCODING": encoding},
+    )
+    assert (ended.returncode, ended.stderr.decode()) == (0, "")
+    assert ("|Gr??e |" if command == "info" else "/?.toml: 1 expert") in ended.stdout.decode(encoding)
 
 
 def test_serve_goes_on_with_a_stdout_that_takes_nothing_and_exits_0() -> None:

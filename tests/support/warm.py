@@ -176,6 +176,8 @@ def _became(
         if number < 3:
             os.dup2(file, number)
         os.close(file)
+    _open_anew("stdout", 1, buffering=-1)
+    _open_anew("stderr", 2, buffering=1)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -185,6 +187,14 @@ def _became(
         warnings.simplefilter("error")
         sys.warnoptions.append("error")  # processes that it starts are started likewise
     return program
+
+
+def _open_anew(name: str, number: int, buffering: int) -> None:
+    """Let Python see what kind of file its stream is now: that of the process that forks was another one."""
+    before = getattr(sys, name)
+    now = open(number, "w", buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115
+    setattr(sys, name, now)
+    setattr(sys, f"__{name}__", now)
 
 
 def _tell(pipe: int, number: int) -> None:
