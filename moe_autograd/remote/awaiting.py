@@ -32,6 +32,9 @@ async def in_thread(func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) 
     their servers as well: the thread is free again at once. What the servers have begun counts, as after any call that
     fails: `zero_grad()` before you go on.
 
+    Enter `torch.no_grad()` and autocast within `func`, and hold neither over an `await`: torch keeps them by thread, so
+    all tasks of a loop share them, and blocks of two tasks that overlap leave the thread as none of them found it.
+
     Args:
         func: such as a layer with remote experts, `loss.backward`, `optimizer.step`, or `connect`.
         args: positional arguments.

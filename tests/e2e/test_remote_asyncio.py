@@ -18,6 +18,7 @@ from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
+from tests.e2e.test_readme import PAGES, blocks
 from tests.support.held import Held
 from tests.support.hosting import make_modules, sgd
 from tests.support.servers import wait_until_inside
@@ -102,6 +103,19 @@ def test_grad_mode_and_autocast_are_those_at_the_call(experts):
             assert (await in_thread(lambda: X @ weight)).dtype == torch.bfloat16
 
     asyncio.run(main())
+
+
+def test_requests_that_overlap_as_on_the_page_leave_the_loop_its_gradients(server):
+    """Blocks of `torch.no_grad()` over an `await` would end in the order they began, and leave it without."""
+    code = next(code for code in blocks(PAGES["docs/remote.md"], "python") if "in_thread" in code)
+    names: dict[str, Any] = {}
+    exec(code.replace("timeout(2.0)", "timeout(1000.0)"), names)
+
+    async def main() -> bool:
+        answers = await names["serve"](server.address, [X] * 3)
+        return torch.is_grad_enabled() and not any(y.requires_grad for y in answers)
+
+    assert asyncio.run(main())
 
 
 def test_errors_are_raised_as_they_are(experts):
