@@ -53,7 +53,7 @@ from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.joined import Tensors, split, which_are_wanted
 from moe_autograd.autograd.joined_modules import JoinedModules
 from moe_autograd.autograd.module_calls import ModuleCall, on_this_thread
-from moe_autograd.autograd.runs import names_of_some, run_calls
+from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.sleeping_hooks import all_hooks_sleep
 from moe_autograd.autograd.split_backward import PendingWeightGradients, is_in_first_part
 from moe_autograd.autograd.sums import Sums, shared_by_many
@@ -74,10 +74,8 @@ class DeferringModules(JoinedModules):
     can_be_apart = False  # a worker computes the second parts of a whole map at once
     _has_late = False
 
-    def __init__(
-        self, calls: Sequence[ModuleCall], names: Sequence[str], max_concurrency: int | None, title: str
-    ) -> None:
-        super().__init__(calls, names, max_concurrency, title)
+    def __init__(self, calls: Sequence[ModuleCall], the_map: Map) -> None:
+        super().__init__(calls, the_map)
         self.num_tied = [len(call.cuts) for call in calls]
         for call in calls:
             call.may_defer = True
@@ -171,9 +169,8 @@ class _Work:
     ) -> None:
         self._pending, self._is_empty, self._grads = pending, not pending, grads
         self._sums = Sums(joined.shared_leaves, pending)
-        self._names = names_of_some(joined.names, pending)
+        self._map = joined.map.of_some(pending)._replace(even_shares=False, kind=None)
         self._ends_with_hooks = frozenset().union(*[joined.calls[i].ends_with_hooks for i in pending])
-        self._title, self._max_concurrency = f"{joined.title}, weight gradients", joined.max_concurrency
         self._error: BaseException | None = None
         self._is_cancelled = False
         self._is_at_rest = threading.Event()
@@ -211,7 +208,7 @@ class _Work:
             finally:
                 self._thread_ids.discard(threading.get_ident())
 
-        run_calls(run, self._names, self._max_concurrency, self._title, seeds=self._seeds, is_backward=True)
+        run_calls(run, self._map, "weight gradients", seeds=self._seeds, is_backward=True)
         self._sums.hand_out(self._grads)
 
     def _compute_here(self) -> None:

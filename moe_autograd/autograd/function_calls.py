@@ -227,12 +227,6 @@ class FunctionCall:
 class JoinedFunctions(Joined):
     """The calls of a map of functions: those that are not needed do not run, as nodes of their own would not."""
 
-    def __init__(
-        self, calls: Sequence[FunctionCall], names: Sequence[str], max_concurrency: int | None, title: str
-    ) -> None:
-        super().__init__(calls, names, max_concurrency, title)
-        self.kind = calls[0].func
-
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`."""
         if is_in_first_part():

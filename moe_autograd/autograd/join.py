@@ -59,7 +59,7 @@ from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing, split
 from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
-from moe_autograd.autograd.runs import names_of_some
+from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, left_alone, uncompiled
@@ -94,11 +94,12 @@ def _tie(joined: Joined) -> list[Sequence[Tensor]]:
 
 def _name_guilty_call(joined: Joined) -> None:
     """PyTorch refused all calls at once: show it one after the other, to say which it means."""
-    for call, name in zip(joined.calls, joined.names, strict=True):
+    title = joined.map.title
+    for call, name in zip(joined.calls, joined.map.names, strict=True):
         try:
-            _Join.apply(Joined([call], [name], 1, joined.title), None, *call.inputs)  # type: ignore[no-untyped-call]
+            _Join.apply(Joined([call], Map(title, [name], 1)), None, *call.inputs)  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError) as error:
-            error.add_note(f"{joined.title}, forward: raised by {name} of {len(joined.calls)}.")
+            error.add_note(f"{title}, forward: raised by {name} of {len(joined.calls)}.")
             raise
 
 
@@ -129,7 +130,7 @@ class _Join(Function):
         use_here(saved)
         ctx.save_for_backward(*saved)  # Rule 1
         if dirty:
-            _refuse_retained(joined.title, results, dirty)
+            _refuse_retained(joined.map.title, results, dirty)
             ctx.mark_dirty(*dirty)
         if non_differentiable:
             ctx.mark_non_differentiable(*non_differentiable)
@@ -194,8 +195,7 @@ class _Part:
 
     def __init__(self, whole: Joined, places: list[int]) -> None:
         self.whole, self.places = whole, places
-        own_names = names_of_some(whole.names, places)
-        self.joined = type(whole)([whole.calls[i] for i in places], own_names, None, whole.title)
+        self.joined = type(whole)([whole.calls[i] for i in places], whole.map.of_some(places))
         self.joined.is_whole = False
 
     def depart(self) -> Tensor:
@@ -322,8 +322,8 @@ class _Arrivals:
             self._run(part.whole)
         if not self._grads.keys() >= set(part.places):
             raise RuntimeError(
-                f"{part.whole.title}: expected a backward that comes by way of the results, got one that begins at an "
-                "inner node, as zero-bubble schedules of torch.distributed.pipelining make it. Take a schedule that "
+                f"{part.whole.map.title}: expected a backward that comes by way of the results, got one that begins at "
+                "an inner node, as zero-bubble schedules of torch.distributed.pipelining make it. Take a schedule that "
                 "splits no backward."
             )
         return [grad for place in part.places for grad in self._grads.pop(place)]

@@ -16,7 +16,7 @@ from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, may_have_gradient
 from moe_autograd.autograd.result_hooks import See
-from moe_autograd.autograd.runs import names_of_some, run_calls
+from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.sums import Shared, Sums, shared_by_many
 from moe_autograd.autograd.this_backward import keeps_graph
 
@@ -73,28 +73,20 @@ class Joined:
 
     Args:
         calls: their forwards have run.
-        names: of the calls, for errors and profiles.
-        max_concurrency: how many backwards may run at once; `None` leaves it to the library.
-        title: how the map is called in errors and profiles.
+        the_map: whose they are.
     """
 
     can_be_apart = True  # whether calls with different histories may be tied apart
     # whether backwards compute with what the calls saved; if not, it is saved only so that changes of it are noticed
     reads_saved = True
-    kind: object = None  # what is called, if another map of it will do much the same
-    even_shares = False  # whether all calls have the same share of intra-op threads
     shared: Sequence[Shared] = ()  # large tensors that many calls take as an input
     _has_shared = False  # whether two inputs are the same tensor
     is_whole = True  # whether these are all calls of the map
     compiled_arrivals: object = None  # those of a backward that compiled autograd runs (`join._arrivals_of`)
 
-    def __init__(
-        self, calls: Sequence[Call], names: Sequence[str], max_concurrency: int | None, title: str
-    ) -> None:
+    def __init__(self, calls: Sequence[Call], the_map: Map) -> None:
         self.calls = calls
-        self.names = names
-        self.max_concurrency = max_concurrency
-        self.title = title
+        self.map = the_map
         self.num_inputs = [len(call.inputs) for call in calls]
         # of each call's inputs those that the join itself leads to; `deferred` has another node for the leaves
         self.num_tied = self.num_inputs
@@ -199,17 +191,8 @@ class Joined:
             found = self.calls[i].backward(own_saved, own_grads, wanted_of[i], keep_graph)
             grads[i] = found if sums is None else sums.add(i, found)
 
-        names = self.names if len(reached) == len(self.calls) else names_of_some(self.names, reached)
-        title = f"{self.title}, backward"
-        run_calls(
-            run,
-            names,
-            self.max_concurrency,
-            title,
-            is_backward=True,
-            even_shares=self.even_shares,
-            kind=self.kind,
-        )
+        of_reached = self.map if len(reached) == len(self.calls) else self.map.of_some(reached)
+        run_calls(run, of_reached, "backward", is_backward=True)
         if sums is not None:
             sums.hand_out(grads)
         return _with_memory_of_their_own([grad for own in grads for grad in own])

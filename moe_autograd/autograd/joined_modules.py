@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,16 +28,15 @@ from moe_autograd.autograd.changes import (
 )
 from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import may_compile
-from moe_autograd.autograd.entry import Entrance, Flat, flatten
+from moe_autograd.autograd.entry import Entrance, flatten
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
-from moe_autograd.autograd.module_calls import ModuleCall
+from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
-from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.result_hooks import See
-from moe_autograd.autograd.runs import names_of_some, run_calls
+from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.statistics import Turns
@@ -118,16 +117,17 @@ class JoinedModules(Joined):
     ) -> Grads:
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
-        found = run_module_calls(
-            [functools.partial(_second_order, self.calls[i], wanted_of[i]) for i in reached],
-            [tuple(grads_of[i]) for i in reached],
-            [{}] * len(reached),
-            names=names_of_some(self.names, reached),
-            max_concurrency=self.max_concurrency,
-            title=f"{self.title}, backward",
-            cuts=[self.calls[i].cuts_with_histories(self.names[i]) for i in reached],
-            shares_graph=True,
-        )
+        planned = [
+            Planned(
+                functools.partial(_second_order, self.calls[i], wanted_of[i]),
+                flatten(tuple(grads_of[i]), {}),
+                self.calls[i].cuts_with_histories(self.map.names[i]),
+            )
+            for i in reached
+        ]
+        title = f"{self.map.title}, backward"
+        the_map = self.map.of_some(reached)._replace(title=title, even_shares=False, kind=None)
+        found = run_module_calls(planned, the_map, shares_graph=True)
         by_call = dict(zip(reached, found, strict=True))
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
 
@@ -140,11 +140,8 @@ class _Forwards:
     """The forwards of one map's module calls (step 1 of `parallel`), and what they have done to what they share.
 
     Args:
-        modules: any callables.
-        flats: the arguments of each, flattened.
-        names: of the calls, for errors and profiles.
-        cuts: for each, where its graph ends besides the inputs (Rule 3).
-        title: how the map is called in errors and profiles.
+        planned: the calls.
+        the_map: whose they are.
         shares_graph: whether these are calls of a backward that makes a graph (Rule 6).
 
     Attributes:
@@ -153,26 +150,17 @@ class _Forwards:
         changed: what they have changed in place, by its `id`.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[Callable[..., Any]],
-        flats: Sequence[Flat],
-        names: Sequence[str],
-        cuts: Sequence[Sequence[Cut]],
-        title: str,
-        shares_graph: bool,
-    ) -> None:
-        self._modules, self._flats, self._names, self._cuts = modules, flats, names, cuts
-        self._title, self._shares_graph = title, shares_graph
-        self.calls: list[ModuleCall] = [None] * len(modules)  # type: ignore[list-item]  # each is set by its forward
-        self.entrance = Entrance([value for values, _ in flats for value in values])
+    def __init__(self, planned: Sequence[Planned], the_map: Map, shares_graph: bool) -> None:
+        self._planned, self._map, self._shares_graph = planned, the_map, shares_graph
+        self.calls: list[ModuleCall] = [None] * len(planned)  # type: ignore[list-item]  # each is set by its forward
+        self.entrance = Entrance([value for one in planned for value in one.flat[0]])
         self.changed: dict[int, Tensor] = {}
-        self._held = memory_held(cuts)
+        self._held = memory_held([one.cuts for one in planned])
         self._owners: dict[Node, ModuleCall] = {}
-        self._hooks = ordered_hooks(len(modules))
+        self._hooks = ordered_hooks(len(planned))
         self._has_streams = accelerator_in_use() is not None
 
-    def run(self, max_concurrency: int | None, *, even_shares: bool, kind: object) -> list[ModuleCall]:
+    def run(self) -> list[ModuleCall]:
         """Run all of them; return the calls.
 
         Raises:
@@ -180,15 +168,7 @@ class _Forwards:
             BaseException: of the lowest failing call.
         """
         try:
-            run_calls(
-                self._run_one,
-                self._names,
-                max_concurrency,
-                f"{self._title}, forward",
-                is_backward=self._shares_graph,  # Rule 6
-                even_shares=even_shares,
-                kind=kind,
-            )
+            run_calls(self._run_one, self._map, "forward", is_backward=self._shares_graph)  # Rule 6
             self._refuse_changes()
         finally:
             self._owners.clear()
@@ -197,27 +177,27 @@ class _Forwards:
         return self.calls
 
     def _run_one(self, i: int) -> None:
+        planned = self._planned[i]
         if self._has_streams:
-            use_here(with_tensors_in_objects(self._flats[i][0]))
+            use_here(with_tensors_in_objects(planned.flat[0]))
         with _NO_HOOKS if self._hooks is None else self._hooks.of(i):
-            call = self.calls[i] = ModuleCall(
-                self._modules[i], self._flats[i], self.entrance.aliases, self._cuts[i], self._shares_graph
-            )
+            call = self.calls[i] = ModuleCall(planned, self.entrance.aliases, self._shares_graph)
         if self._hooks is not None:
             call.boxes = self._hooks.boxes(i)
-        if any(type(cut) is LooseCut for cut in self._cuts[i]):
-            call.cuts, self._held[i] = without_changed(call.cuts, self._cuts[i], self._held[i])
+        if any(type(cut) is LooseCut for cut in planned.cuts):
+            call.cuts, self._held[i] = without_changed(call.cuts, planned.cuts, self._held[i])
         call.find_leaves(self._owners)
 
     def _refuse_changes(self) -> None:
+        title, names = self._map.title, self._map.names
         if not self._shares_graph:
-            refuse_changed_closures(self._title, self._names, self._held)
-        self.entrance.refuse_replaced(self._title)
+            refuse_changed_closures(title, names, self._held)
+        self.entrance.refuse_replaced(title)
         self.changed = {id(base): base for call in self.calls for base in map(base_of, call.changed)}
         if self.changed:  # Rule 7
             taken = [self._taken_by(call) for call in self.calls]
-            refuse_shared_changes(self._title, self._names, [call.changed for call in self.calls], taken)
-        for call, name in zip(self.calls, self._names, strict=True):
+            refuse_shared_changes(title, names, [call.changed for call in self.calls], taken)
+        for call, name in zip(self.calls, names, strict=True):
             call.refuse_changed_results(name)
 
     def _taken_by(self, call: ModuleCall) -> list[Tensor]:
@@ -234,43 +214,46 @@ class _Forwards:
         """Renew the callers' views of what was changed in place, once that is tied."""
         if self.changed:
             outer = [
-                *[tensor for cuts in self._cuts for _, tensor in cuts],
-                *[value for values, _ in self._flats for value in values],
+                *[tensor for one in self._planned for _, tensor in one.cuts],
+                *[value for one in self._planned for value in one.flat[0]],
             ]
             renew_views(self.changed.values(), [value for value in outer if isinstance(value, Tensor)])
 
 
 def run_module_calls(
-    modules: Sequence[Callable[..., Any]],
-    inputs: Sequence[tuple[Any, ...]],
-    kwargs: Sequence[dict[str, Any]],
+    planned: Sequence[Planned],
+    the_map: Map,
     *,
-    names: Sequence[str],
-    max_concurrency: int | None,
-    title: str,
-    cuts: Sequence[Sequence[Cut]],
     shares_graph: bool = False,
     joined: type[JoinedModules] = JoinedModules,
     turns: Turns | None = None,
     compiled: Sequence[object] = (),
-    kind: object = None,
 ) -> list[Any]:
-    """Call every module with its inputs, forwards and backwards concurrently; return what each returned."""
-    even_shares = bool(compiled) and max_concurrency != 1
-    in_turn = even_shares and may_compile(compiled, zip(inputs, kwargs, strict=True))
-    at_once = 1 if in_turn else max_concurrency
-    flats = [flatten(*both) for both in zip(inputs, kwargs, strict=True)]
-    forwards = _Forwards(modules, flats, names, cuts, title, shares_graph)
-    calls = forwards.run(at_once, even_shares=even_shares, kind=kind)
+    """Make all calls, forwards and backwards concurrently; return what each module returned.
+
+    Args:
+        planned: the calls.
+        the_map: whose they are.
+        shares_graph: whether these are calls of a backward that makes a graph (Rule 6).
+        joined: what runs their backwards.
+        turns: of calls that run their forwards again.
+        compiled: what they hold of compiled code.
+    """
+    forwards_map = the_map
+    if compiled and the_map.max_concurrency != 1:
+        forwards_map = the_map = the_map._replace(even_shares=True)  # rule 2 of `compiled`
+        if may_compile(compiled, [one.flat[0] for one in planned]):
+            forwards_map = the_map._replace(max_concurrency=1)  # rule 1
+    forwards = _Forwards(planned, forwards_map, shares_graph)
+    calls = forwards.run()
     for call in calls:
         if call.changed:
             call.keep_histories()
             call.tie_changed()
     tied: Sequence[Sequence[Tensor]] = [()] * len(calls)
     if any(call.results for call in calls):
-        all_calls = joined(calls, names, max_concurrency if turns is None else at_once, title)
-        all_calls.entrance, all_calls.turns, all_calls.even_shares = forwards.entrance, turns, even_shares
-        all_calls.kind = kind
+        all_calls = joined(calls, the_map if turns is None else forwards_map)
+        all_calls.entrance, all_calls.turns = forwards.entrance, turns
         tied = _tie(all_calls)
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
     forwards.renew_views()

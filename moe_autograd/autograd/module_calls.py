@@ -50,7 +50,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,14 +75,26 @@ from moe_autograd.autograd.walks import Edge, leads, plain, walk
 _ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
 
 
-class ModuleCall(CallResults):
-    """One call of `module`; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
+class Planned(NamedTuple):
+    """A call that is to be made.
 
     Args:
         module: any callable.
         flat: its arguments, flattened.
+        cuts: where its graph ends besides inputs and leaves (Rule 3), each with the outer tensor that stands there.
+    """
+
+    module: Callable[..., Any]
+    flat: Flat
+    cuts: Sequence[Cut]
+
+
+class ModuleCall(CallResults):
+    """One call of a module; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
+
+    Args:
+        planned: the call.
         aliases: of the tensors that all calls take, by their `id`.
-        cuts: further places where the inner graph ends, each with the outer tensor it stands for.
         shares_graph: whether its graph runs on into another call's, which may be needed again (Rule 6).
     """
 
@@ -97,19 +109,12 @@ class ModuleCall(CallResults):
     _pending: PendingWeightGradients | None = None  # of its leaves
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
 
-    def __init__(
-        self,
-        module: Callable[..., Any],
-        flat: Flat,
-        aliases: dict[int, Tensor],
-        cuts: Sequence[Cut],
-        shares_graph: bool,
-    ) -> None:
+    def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
+        module, (values, spec), cuts = planned
         self._shares_graph = shares_graph
         self._leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
         self._spent: set[int] = set()  # the places of results whose graph is freed
         self.leaves: list[Tensor] = []
-        values, spec = flat
         entered = {key: (value, aliases[key]) for value in values if (key := id(value)) in aliases}.values()
         versions = [tensor._version for tensor, _ in entered]
         # Edges are looked up before the forward: an in-place change gives an alias a new history.

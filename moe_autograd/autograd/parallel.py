@@ -39,7 +39,7 @@ from moe_autograd.autograd.join import join
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
 from moe_autograd.autograd.ranks import are_spread
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
-from moe_autograd.autograd.runs import run_calls
+from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.autograd.units import must_be_in_turn, run_units
 from moe_autograd.timeline import is_recording
@@ -126,14 +126,15 @@ def map_with_parallel_backward(
         applied = [func.apply] * len(args_per_call)
         return tuple(parallel_apply(applied, args_per_call, max_concurrency=max_concurrency))
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
-    calls = _run_forwards(func, args_per_call, names, max_concurrency, f"{title}, forward")  # step 1
+    the_map = Map(title, names, max_concurrency, kind=func)
+    calls = _run_forwards(func, args_per_call, the_map)  # step 1
     changed = [call.changed for call in calls]
     if any(changed):
         taken = [call.inputs for call in calls]
         refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
     try:
         # step 2; step 3 waits in the graph
-        tied = join(JoinedFunctions(calls, names, max_concurrency, title))
+        tied = join(JoinedFunctions(calls, the_map))
     except BaseException:
         for call in calls:
             call.forget_returned()
@@ -153,11 +154,7 @@ def _check_arguments(args_per_call: Sequence[Sequence[Any]]) -> None:
 
 
 def _run_forwards(
-    func: type[Function],
-    args_per_call: Sequence[Sequence[Any]],
-    names: Sequence[str],
-    max_concurrency: int | None,
-    title: str,
+    func: type[Function], args_per_call: Sequence[Sequence[Any]], the_map: Map
 ) -> list[FunctionCall]:
     calls: list[FunctionCall] = [_NOT_RUN] * len(args_per_call)
     is_recorded = torch.is_grad_enabled()
@@ -176,7 +173,7 @@ def _run_forwards(
 
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
         chosen = forward if hooks is None else forward_in_order
-        run_calls(chosen, names, max_concurrency, title, kind=func)
+        run_calls(chosen, the_map, "forward")
     return calls
 
 

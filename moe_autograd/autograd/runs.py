@@ -1,15 +1,16 @@
 """Run the calls of a map at once: each with its own random numbers, on its own streams, under its own name.
 
-Forwards, backwards and the weight gradients that come later all run through `run_calls`.
+Forwards, backwards and the weight gradients that come later all run through `run_calls`; what they have in common is
+the `Map`.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import _global_forward_hooks
@@ -22,33 +23,53 @@ from moe_autograd._workers import run_all
 from moe_autograd.timeline import add_span, is_recording
 
 
+class Map(NamedTuple):
+    """What the passes of a map have in common.
+
+    Args:
+        title: how errors and profiles call it.
+        names: of its calls, likewise.
+        max_concurrency: how many may run at once; `None` leaves it to the library.
+        even_shares: whether each has the smallest share of intra-op threads, however many run beside it.
+        kind: what is called, where the next map of it will do much the same (`_habits`).
+        num_left_out: how many calls there are besides, in a pass of some; an error says "call 1 of 2" all the same.
+    """
+
+    title: str
+    names: Sequence[str]
+    max_concurrency: int | None
+    even_shares: bool = False
+    kind: object = None
+    num_left_out: int = 0
+
+    def of_some(self, places: Collection[int]) -> Map:
+        """Return what a pass of those calls has in common that have these places."""
+        num_left_out = self.num_left_out + len(self.names) - len(places)
+        return self._replace(names=[self.names[i] for i in places], num_left_out=num_left_out)
+
+
 def run_calls(
     call: Callable[[int], None],
-    names: Sequence[str],
-    max_concurrency: int | None,
-    title: str,
+    the_map: Map,
+    phase: str,
     *,
     seeds: CallSeeds | None = None,
     is_backward: bool = False,
-    even_shares: bool = False,
-    kind: object = None,
 ) -> None:
     """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
 
     Args:
         call: takes the index.
-        names: of the calls, for errors and profiles.
-        max_concurrency: how many may run at once; `None` leaves it to the library.
-        title: how the map is called in errors and profiles.
+        the_map: whose calls these are.
+        phase: how errors and profiles call this pass.
         seeds: of their random numbers; `None` takes them from the calling thread's stream.
-        is_backward: whether these are backwards, of which the last call's begins first, as in a loop.
-        even_shares: whether each has the smallest share of intra-op threads, however many run beside it.
-        kind: what is called, where the next map of it will do much the same (`_habits`).
+        is_backward: whether the last call begins first, as those of a loop's backward do.
 
     Raises:
         BaseException: of the lowest failing call, with a note that names it, after all others have come to rest.
         UnsupportedTransformError: while a graph is captured on an accelerator.
     """
+    names, max_concurrency = the_map.names, the_map.max_concurrency
     if not names:
         return
     if is_under_mode_of_torch():
@@ -65,7 +86,7 @@ def run_calls(
     if lanes is not None:
         chosen = _on_lanes(chosen, lanes)
     if torch.autograd.profiler._is_profiler_enabled:
-        chosen = _profiled(chosen, names, title)
+        chosen = _profiled(chosen, names, f"{the_map.title}, {phase}")
     if is_recording():
         chosen = _on_timeline(chosen, names, "backward" if is_backward else "forward")
     run_chosen = functools.partial(
@@ -74,11 +95,11 @@ def run_calls(
         range(len(names) - 1, -1, -1) if is_backward else range(len(names)),
         max_concurrency=max_concurrency,
         scope=scope,
-        even_shares=even_shares,
-        habit=None if kind is None else habit_of(kind, is_backward=is_backward),
+        even_shares=the_map.even_shares,
+        habit=None if the_map.kind is None else habit_of(the_map.kind, is_backward=is_backward),
     )
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
-        _raise_lowest(run_chosen(), names, title)
+        _raise_lowest(run_chosen(), the_map, phase)
     finally:
         if lanes is not None:
             lanes.rejoin()
@@ -138,21 +159,6 @@ class CallName(str):
     lane: str | None = None
 
 
-class _Some(tuple[str, ...]):
-    num_calls: int
-
-
-def names_of_some(names: Sequence[str], places: Iterable[int]) -> Sequence[str]:
-    """Return the names of some calls of a map, which remember how many it has: an error says "call 1 of 2"."""
-    some = _Some(names[i] for i in places)
-    some.num_calls = _num_calls(names)
-    return some
-
-
-def _num_calls(names: Sequence[str]) -> int:
-    return names.num_calls if isinstance(names, _Some) else len(names)
-
-
 def name_of_call(position: int, module: Callable[..., Any], names: Sequence[str] | None) -> CallName:
     """Return the name of a module's call: that of its place, or the one it was given, and what is called."""
     name = f"call {position}" if names is None else names[position]
@@ -183,15 +189,16 @@ def is_under_mode_of_torch() -> bool:
     return any(base.__module__.startswith("torch.") for base in bases.difference(TorchDispatchMode.__mro__))
 
 
-def _raise_lowest(failures: dict[int, BaseException], names: Sequence[str], title: str) -> None:
+def _raise_lowest(failures: dict[int, BaseException], the_map: Map, phase: str) -> None:
     if not failures:
         return
-    index = min(failures)
+    names, index = the_map.names, min(failures)
     error = failures[index]
     num_others = len(failures) - 1
     others = f"; {num_others} other call{'s' * (num_others > 1)} failed as well" if num_others else ""
     place = names[index] if index < len(names) else "no call"
-    error.add_note(f"{title}: raised by {place} of {_num_calls(names)}{others}.")
+    num_calls = len(names) + the_map.num_left_out
+    error.add_note(f"{the_map.title}, {phase}: raised by {place} of {num_calls}{others}.")
     try:
         raise error
     finally:

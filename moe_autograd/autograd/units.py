@@ -16,15 +16,17 @@ from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, use_here
 from moe_autograd.autograd.closures import look_into
 from moe_autograd.autograd.deferred import DeferringModules, may_defer
+from moe_autograd.autograd.entry import flatten
 from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
+from moe_autograd.autograd.module_calls import Planned
 from moe_autograd.autograd.named import CHANGING, SETTING, SURE, TALKING, function_in, globals_of
 from moe_autograd.autograd.ranks import are_spread, has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
-from moe_autograd.autograd.runs import is_under_mode_of_torch
+from moe_autograd.autograd.runs import Map, is_under_mode_of_torch
 from moe_autograd.autograd.statistics import Turns, may_be_changed, shared_modules
 
 
@@ -50,21 +52,20 @@ def run_units(
     if are_spread(arguments) or any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
-    turns = Turns(held, [unit.name for unit in units], side_by_side=side_by_side)
+    the_map = Map("parallel_apply", [unit.name for unit in units], max_concurrency, kind=_kind_of(units))
+    turns = Turns(held, the_map.names, side_by_side=side_by_side)
+    called = turns.wrap(_callables(units, len(modules), how))
     defers = defer_weight_grads and how is None and may_defer()
     with turns:
         returned = run_module_calls(
-            turns.wrap(_callables(units, len(modules), how)),
-            [unit.args for unit in units],
-            [unit.kwargs for unit in units],
-            names=[unit.name for unit in units],
-            max_concurrency=max_concurrency,
-            title="parallel_apply",
-            cuts=[own.cuts for own in held],
+            [
+                Planned(call, flatten(unit.args, unit.kwargs), own.cuts)
+                for call, unit, own in zip(called, units, held, strict=True)
+            ],
+            the_map,
             joined=DeferringModules if defers else JoinedModules,
             turns=None if how is None else turns,
             compiled=[one for own in held for one in own.compiled],
-            kind=_kind_of(units),
         )
     if accelerator_in_use() is not None:
         use_here(with_tensors_in_objects(returned))
