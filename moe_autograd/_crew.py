@@ -53,9 +53,7 @@ MOSTLY = 0.75  # of the threads came to a call: so many at least did of 64 that 
 
 
 def taken_from(failures: dict[int, BaseException]) -> dict[int, BaseException]:
-    """Return the failures and empty the given dictionary: frames in their tracebacks hold it, and the failures must
-    not keep themselves alive.
-    """
+    """Return the failures, and empty the dictionary: frames in their tracebacks hold it, and it is not to hold them."""
     taken = dict(failures)
     failures.clear()
     return taken

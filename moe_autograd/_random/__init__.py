@@ -16,7 +16,6 @@ thread runs calls of a map, random operators are handed the call's own generator
    accelerator's devices ask who is calling. Thereby `torch.utils.checkpoint`, which saves the state in the forward
    and sets it again in the backward, sees the same dropout masks among concurrent calls. From a state that was set,
    draws are not the caller's: a recomputation leaves its stream alone, as it does in plain PyTorch.
-
 4. *Calls elsewhere* (`elsewhere`). An expert on a server draws there, from a generator that is seeded as the call's own
    would be; the seed travels with the call. Only when a server has said that one drew does the caller's stream advance.
    Until then calls of other threads pass over the base, or they would draw the same numbers.

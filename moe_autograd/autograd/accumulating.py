@@ -26,7 +26,7 @@ from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 
 LEAST_ADDED = 1 << 12  # elements; the gradients of smaller leaves may well be in memory together
-_REST_S = 1.0
+_REST_S = 1.0  # for those who are in the midst of adding when the backward is over
 
 
 class AtOnce:

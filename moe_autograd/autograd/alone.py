@@ -41,7 +41,12 @@ def run_alone(call: Callable[..., Any], args: Sequence[Any], name: str, title: s
 def apply_alone(func: type[Function], args: Sequence[Any], title: str) -> Any:
     """Apply the function of a map with one call; see `run_alone`."""
     number = torch._C._autograd._get_sequence_nr()
-    returned = run_alone(func.apply, args, f"call 0 ({func.__name__})", title)
+    try:
+        returned = run_alone(func.apply, args, f"call 0 ({func.__name__})", title)
+    except TypeError as error:
+        if args and all(isinstance(one, tuple | list) for one in args):
+            error.add_note("If these are several calls: map_with_parallel_backward(func, *calls).")
+        raise
     for result in returned if isinstance(returned, tuple) else (returned,):
         node: Any = result.grad_fn if isinstance(result, Tensor) else None
         kind: Any = type(node)

@@ -22,7 +22,7 @@ def is_python(node: object) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
-def is_compiled(node: object) -> bool:
+def is_of_compiled_code(node: object) -> bool:
     """Tell whether a node is the backward of what `torch.compile` has made."""
     return is_python(node) and hasattr(getattr(node, "_forward_cls", None), "_aot_id")
 

@@ -80,9 +80,9 @@ class Joined:
     # whether backwards compute with what the calls saved; if not, it is saved only so that changes of it are noticed
     reads_saved = True
     shared: Sequence[Shared] = ()  # large tensors that many calls take as an input
-    _has_shared = False  # whether two inputs are the same tensor
     is_whole = True  # whether these are all calls of the map
     compiled_arrivals: object = None  # those of a backward that compiled autograd runs (`join._arrivals_of`)
+    _has_shared = False  # whether two inputs are the same tensor
 
     def __init__(self, calls: Sequence[Call], the_map: Map) -> None:
         self.calls = calls

@@ -106,8 +106,8 @@ class ModuleCall(CallResults):
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
     # where the gradients of its cuts go, in a backward that makes a graph
     histories: Sequence[Node | None] = ()
-    _pending: PendingWeightGradients | None = None  # of its leaves
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
+    _pending: PendingWeightGradients | None = None  # of its leaves
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
         module, (values, spec), cuts = planned

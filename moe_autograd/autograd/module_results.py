@@ -112,11 +112,11 @@ class CallResults:
     cuts: list[Cut]  # where its graph ends besides leaves
     grad_dtypes: GradDtypes = ()
     dirty: tuple[Tensor, ...] = ()
+    changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
     _changed_views: Sequence[Tensor | None] = ()  # those of `changed` that are views, each in its place
     _in_objects: InObjects | None = None  # of its results
     _begun = 0  # the number of the first node that its forward may have made
     _inner: Sequence[Tensor] = ()  # its results in its own graph, until all calls have been made
-    changed: Sequence[Tensor] = ()  # inputs that it changed in place, and autograd knows of it
     _edges: list[GradientEdge]  # where the gradients of its results go within it
     _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
     _own_hooks: dict[int, Any]  # that it put on its results, by their places

@@ -114,12 +114,7 @@ def map_with_parallel_backward(
         return ()
     title = f"map_with_parallel_backward({func.__name__})"
     if len(args_per_call) == 1 and not _is_observed():
-        try:
-            return (apply_alone(func, args_per_call[0], title),)
-        except TypeError as error:
-            if args_per_call[0] and all(isinstance(one, tuple | list) for one in args_per_call[0]):
-                error.add_note("If these are several calls: map_with_parallel_backward(func, *calls).")
-            raise
+        return (apply_alone(func, args_per_call[0], title),)
     if are_spread(itertools.chain.from_iterable(args_per_call)) or must_be_in_turn(func, args_per_call):
         max_concurrency = 1
     if not applies_as_usual(func):
@@ -128,18 +123,7 @@ def map_with_parallel_backward(
     names = _Names(f"call {{}} ({func.__name__})", len(args_per_call))
     the_map = Map(title, names, max_concurrency, kind=func)
     calls = _run_forwards(func, args_per_call, the_map)  # step 1
-    changed = [call.changed for call in calls]
-    if any(changed):
-        taken = [call.inputs for call in calls]
-        refuse_shared_changes("map_with_parallel_backward", names, changed, taken, sees_own=True)
-    try:
-        # step 2; step 3 waits in the graph
-        tied = join(JoinedFunctions(calls, the_map))
-    except BaseException:
-        for call in calls:
-            call.forget_returned()
-        raise
-    return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
+    return _tie(calls, the_map)  # step 2; step 3 waits in the graph
 
 
 def _check_arguments(args_per_call: Sequence[Sequence[Any]]) -> None:
@@ -174,7 +158,21 @@ def _run_forwards(
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
         chosen = forward if hooks is None else forward_in_order
         run_calls(chosen, the_map, "forward")
+    changed = [call.changed for call in calls]
+    if any(changed):
+        taken = [call.inputs for call in calls]
+        refuse_shared_changes("map_with_parallel_backward", the_map.names, changed, taken, sees_own=True)
     return calls
+
+
+def _tie(calls: Sequence[FunctionCall], the_map: Map) -> tuple[Any, ...]:
+    try:
+        tied = join(JoinedFunctions(calls, the_map))
+    except BaseException:
+        for call in calls:
+            call.forget_returned()
+        raise
+    return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
 
 
 class _Names(Sequence[str]):

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from moe_autograd.autograd.borders import Borders, Edges, Graph, is_compiled, is_python
+from moe_autograd.autograd.borders import Borders, Edges, Graph, is_of_compiled_code, is_python
 from moe_autograd.autograd.saved_tensors import drop_in_python, drop_saved_tensors, is_checkpointed
 from moe_autograd.autograd.split_arguments import (
     Differentiable,
@@ -106,7 +106,7 @@ def split_backward(
     output_edges = edges_of("outputs", outputs)
     graph = Graph(output_edges, edges_of("inputs", inputs), edges_of("weights", weights))
     roots = pair_roots(output_edges, grad_outputs)
-    if any(is_compiled(node) or is_checkpointed(node) for node in graph.inner):
+    if any(is_of_compiled_code(node) or is_checkpointed(node) for node in graph.inner):
         return _all_at_once(graph, roots)
     refuse_hooks_on_the_way(graph, inputs)
     return _first_part(graph, roots)
