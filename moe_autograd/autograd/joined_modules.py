@@ -39,7 +39,7 @@ from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
-from moe_autograd.autograd.statistics import Turns
+from moe_autograd.autograd.turns import Turns
 
 _NO_HOOKS = contextlib.nullcontext()
 

@@ -4,7 +4,7 @@ Among it are three things that can be done for one thread at a time only:
 
 1. Changes of a module for as long as it runs: `torch.func.functional_call` puts other weights into it, others switch it
    to `eval`, its adapters off (as `peft` does), freeze it, or put a hook on it. Another call that runs the module
-   meanwhile would compute with the change: calls that share it take turns (`statistics`).
+   meanwhile would compute with the change: calls that share it take turns (`turns`).
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached` and forward-mode
    differentiation (`torch.func.jvp` and its like) are of the whole process. Side by side, calls would have each
    other's, and might leave it behind: a map with such a call makes one after the other.

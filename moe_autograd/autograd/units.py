@@ -27,7 +27,7 @@ from moe_autograd.autograd.ranks import are_spread, has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import Map, is_under_mode_of_torch
-from moe_autograd.autograd.statistics import Turns, may_be_changed, shared_modules
+from moe_autograd.autograd.turns import Turns, may_be_changed, shared_modules
 
 
 def run_units(

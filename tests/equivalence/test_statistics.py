@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd import statistics
+from moe_autograd.autograd import turns
 from tests.support.comparison import (
     MapFunction,
     Raised,
@@ -293,8 +293,8 @@ def test_who_waits_long_for_a_turn_says_for_whom(monkeypatch: pytest.MonkeyPatch
         assert heard.wait(PATIENCE_S)
         return norm(x)
 
-    monkeypatch.setattr(statistics, "WARN_AFTER_S", 0.001)
-    monkeypatch.setattr(statistics.warnings, "warn", hear)
+    monkeypatch.setattr(turns, "WARN_AFTER_S", 0.001)
+    monkeypatch.setattr(turns.warnings, "warn", hear)
     parallel_apply([wait_to_be_warned_of, norm], [(torch.randn(3, 4),)] * 2)
     assert "expected call 0 (" in said[0]
     assert "call 1 (BatchNorm1d) waits for it" in said[0]

@@ -1,11 +1,12 @@
-"""Modules that keep statistics in buffers, where several calls of a map share one: these calls take turns.
+"""Calls of a map that share a module take turns, where what one of them does to it would matter to the others.
 
-`BatchNorm` and its like add to their buffers in the forward. In a plain loop each call adds to what the one before it
-left; side by side, additions get lost, and which ones is left to chance. So the forward of such a call begins when
-those before it that share such a module are over, whether they share it as a whole, as a part of different modules,
-or through a closure. So do calls of a lazy module, whose first one makes its parameters. Calls that share none do not
-wait, and a backward changes statistics only where it runs the forward again: there calls take turns as well, the last
-one first, as in a loop.
+`BatchNorm` and its like add statistics to their buffers in the forward. In a plain loop each call adds to what the one
+before it left; side by side, additions get lost, and which ones is left to chance. So the forward of such a call begins
+when those before it that share such a module are over, whether they share it as a whole, as a part of different
+modules, or through a closure. So do calls of a lazy module, whose first one makes its parameters, and calls that share
+a module which one of them changes while it runs (`named`), as `functional_call` does. Calls that share none do not
+wait, and look whether what else they share is as it was (`watched`). A backward changes statistics only where it runs
+the forward again: there calls take turns as well, the last one first, as in a loop.
 
 Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
 its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
@@ -13,9 +14,6 @@ its buffers, the map raises. A module may say it by an attribute `keeps_statisti
 
 Threads: calls of a map begin in the order of their turns (`_workers`), so whoever is waited for has begun. What they
 cannot do is wait for each other in the forward; as nobody can tell that from a long computation, it gives a warning.
-
-So do calls that share a module which one of them changes while it runs (`named`), as `functional_call` does. The others
-look whether what they share is as it was (`watched`).
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class Turn:
 
 
 class Turns:
-    """Which calls of one map share modules that keep statistics; a context around those that run side by side.
+    """Which calls of one map have to take turns; a context around those that run side by side.
 
     Args:
         held: for each call what it reaches.
