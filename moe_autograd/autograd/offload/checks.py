@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
@@ -21,15 +19,8 @@ from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.walks import walk
 
 
-def check_choices(
-    optimizer: object | None,
-    num_microbatches: int | None,
-    update: str,
-    max_resident_bytes: Any,
-    beside: object | None,
-    store: object,
-) -> None:
-    """Raise `TypeError` or `ValueError` for options that make no sense."""
+def check_training(optimizer: object | None, num_microbatches: int | None, update: str) -> None:
+    """Raise `TypeError` or `ValueError` for options of the training that make no sense."""
     if optimizer is not None and not callable(optimizer):
         raise TypeError(
             "OffloadedExperts: expected optimizer to make one from an expert's parameters, got "
@@ -41,6 +32,12 @@ def check_choices(
         raise ValueError(
             f"OffloadedExperts: expected a whole num_microbatches of at least 1 or None, got {num_microbatches}."
         )
+    if update not in ("on_step", "on_backward"):
+        raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
+
+
+def check_memory(max_resident_bytes: Any, beside: object | None, store: object) -> None:
+    """Raise `TypeError` or `ValueError` for options of the memory that make no sense, or not together."""
     if (max_resident_bytes is None) == (beside is None):
         raise ValueError(
             "OffloadedExperts: expected max_resident_bytes or beside, got "
@@ -50,8 +47,6 @@ def check_choices(
         raise TypeError(
             f"OffloadedExperts: expected max_resident_bytes in bytes, got {max_resident_bytes!r}. A GiB is 1 << 30."
         )
-    if update not in ("on_step", "on_backward"):
-        raise ValueError(f"OffloadedExperts: expected update='on_step' or 'on_backward', got {update!r}.")
     _check_store(store)
     if beside is not None and store != "ram":
         raise ValueError(
@@ -200,39 +195,3 @@ def check_returned(name: str, values: Iterable[object], is_wrong: Callable[[Tens
                 "which holds some. Return them as a dict, or register the class with "
                 "torch.utils._pytree.register_pytree_node."
             )
-
-
-_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which tensor of which expert a tensor is
-# Whose tensor lay where, by its storage, as long as somebody holds that, and its address.
-Places = WeakKeyDictionary[torch.UntypedStorage, dict[int, str]]
-
-
-def check_own(name: str, tensors: Mapping[str, Tensor], others: Places) -> None:
-    """Raise `ValueError` for tensors that another expert has: one would take away what the other computes with.
-
-    And for those that begin at the same place in memory, also where `others` that were taken over with this one lay:
-    each would get its own, and no longer see how the other changes.
-    """
-    places: dict[int, str] = {}
-    for tensor_name, tensor in tensors.items():
-        other = places.setdefault(tensor.data_ptr(), tensor_name)
-        if other != tensor_name and tensor.numel():
-            raise ValueError(
-                f"{name}: expected each tensor in memory of its own, got {tensor_name} and {other} in the same. Let "
-                "them be one parameter (a.weight = b.weight), or clone one."
-            )
-        owner = _owners.get(tensor) or others.get(tensor.untyped_storage(), {}).get(tensor.data_ptr())
-        if owner is not None:
-            raise ValueError(
-                f"{name}: expected tensors of its own, got {tensor_name}, which is {owner}. Give each expert "
-                "a copy (copy.deepcopy), or apply what they share outside of them."
-            )
-
-
-def note_owner(name: str, tensors: Mapping[str, Tensor], lay: Mapping[str, Tensor], places: Places) -> None:
-    """Remember whose these tensors are, as long as they are there, and in `places` where they `lay`."""
-    for tensor_name, tensor in tensors.items():
-        _owners[tensor] = f"{tensor_name} of {name}"
-        before = lay[tensor_name]
-        if before.numel():
-            places.setdefault(before.untyped_storage(), {})[before.data_ptr()] = _owners[tensor]

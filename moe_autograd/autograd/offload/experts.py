@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from moe_autograd._random import running, take_places
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
-from moe_autograd.autograd.offload.checks import check_choices, check_hooks, each_module
+from moe_autograd.autograd.offload.checks import check_hooks, check_memory, check_training, each_module
 from moe_autograd.autograd.offload.drawing import drawing_in_backwards
 from moe_autograd.autograd.offload.expert import OffloadedExpert
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -103,7 +103,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         update: Literal["on_step", "on_backward"] = "on_step",
         device: torch.device | str | None = None,
     ) -> None:
-        check_choices(optimizer, num_microbatches, update, max_resident_bytes, beside, store)
+        check_training(optimizer, num_microbatches, update)
+        check_memory(max_resident_bytes, beside, store)
         if not isinstance(beside, OffloadedExperts | None):
             raise TypeError(
                 f"OffloadedExperts: expected beside to be the OffloadedExperts of another layer, got "

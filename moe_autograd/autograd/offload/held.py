@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
-from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained, note_owner
+from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.held_module import HeldModule
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
+from moe_autograd.autograd.offload.owners import note_owner
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_autograd.autograd.offload.checks import check_own, check_values
+from moe_autograd.autograd.offload.checks import check_values
 from moe_autograd.autograd.offload.flat import Layout, lies_in
+from moe_autograd.autograd.offload.owners import check_own
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 

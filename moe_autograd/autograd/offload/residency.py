@@ -43,10 +43,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from moe_autograd.autograd.offload.background import Apart
-from moe_autograd.autograd.offload.checks import Places, check_fits, check_process
+from moe_autograd.autograd.offload.checks import check_fits, check_process
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.holders import Holders
+from moe_autograd.autograd.offload.owners import Places
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.passing import Passing
 from moe_autograd.autograd.offload.stores import Store
