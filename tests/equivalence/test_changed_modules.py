@@ -1,12 +1,11 @@
-"""Calls that change a module they share for as long as they run, as `functional_call` does, compute with their own."""
+"""Calls that give a module they share other weights, as `functional_call` does, compute with their own."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,27 +19,7 @@ from tests.support.comparison import MapFunction, Raised, assert_same_program, o
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import finish, leaves, parameters, seeded
 from tests.support.swapping import run_with, run_with_from_elsewhere
-
-Weights = dict[str, Tensor]
-NUM_CALLS = 3
-
-
-class Waits(nn.Module):
-    """Keeps who is in the middle of the template there until the last call of the map has come."""
-
-    def __init__(self, apply: MapFunction) -> None:
-        super().__init__()
-        self.has_come = threading.Event()
-        if apply is one_after_another:
-            self.has_come.set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.has_come.wait(PATIENCE_S)
-        return x.sin()
-
-    def come(self, x: Tensor) -> Tensor:
-        self.has_come.set()
-        return x * 2
+from tests.support.templates import NUM_CALLS, Waits, Weights, say, template_and_weights
 
 
 def lambdas(template: nn.Module, weights: Weights) -> Callable[[Tensor], Any]:
@@ -118,30 +97,6 @@ MAKERS += [a_function_of_another_file, a_function_bound_to_its_arguments, an_imp
 MAKERS += [Functional, forwards_of_instances]
 
 
-def template_and_weights(apply: MapFunction) -> tuple[nn.Sequential, Waits, list[Weights]]:
-    waits = Waits(apply)
-    (template,) = seeded(lambda: nn.Sequential(nn.Linear(4, 4), waits, nn.Linear(4, 4)), 1)
-    own = [
-        {name: (p.detach() * (i + 2)).requires_grad_() for name, p in template.named_parameters()}
-        for i in range(NUM_CALLS)
-    ]
-    return cast(nn.Sequential, template), waits, own
-
-
-def say(
-    apply: MapFunction,
-    template: nn.Module,
-    waits: Waits,
-    calls: list[Any],
-    inputs: list[Any],
-    *tensors: Tensor,
-) -> Any:
-    before = [id(p) for p in template.parameters()]
-    outputs = apply([*calls, waits.come], [*inputs, (leaves(1)[0],)])
-    is_as_before = before == [id(p) for p in template.parameters()]
-    return is_as_before, finish(outputs, *tensors, *template.parameters())
-
-
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_calls_that_share_a_template_compute_with_their_own_weights(
@@ -175,144 +130,6 @@ def test_a_call_of_the_template_itself_has_its_own_weights_and_so_has_one_of_a_p
     assert_same_without_error(program)
 
 
-class Switched(nn.Module):
-    """Has an adapter, and another one in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.is_adapted = nn.Linear(4, 4), True
-
-    def forward(self, x: Tensor) -> Any:
-        return self.linear(x) * (2 if self.is_adapted else 3) * (5 if self.training else 7)
-
-    @contextlib.contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        self.is_adapted = False
-        try:
-            yield
-        finally:
-            self.is_adapted = True
-
-
-def in_eval_mode(template: nn.Module, x: Tensor) -> Any:
-    template.eval()
-    try:
-        return template(x)
-    finally:
-        template.train()
-
-
-def without_adapter(template: nn.Module, x: Tensor) -> Any:
-    switched = template.get_submodule("2")
-    with switched.disable_adapter():  # type: ignore[operator]  # a method that nn.Module does not know
-        return template(x)
-
-
-def with_features(template: nn.Module, x: Tensor) -> Any:
-    kept: list[Tensor] = []
-    handle = template.get_submodule("2").register_forward_hook(lambda module, args, y: kept.append(y))
-    try:
-        return template(x), kept
-    finally:
-        handle.remove()
-
-
-def frozen(template: nn.Module, x: Tensor) -> Any:
-    template.requires_grad_(False)
-    try:
-        return template(x)
-    finally:
-        template.requires_grad_()
-
-
-def frozen_one_by_one(template: nn.Module, x: Tensor) -> Any:
-    for p in template.parameters():
-        p.requires_grad = False
-    try:
-        return template(x)
-    finally:
-        for p in template.parameters():
-            p.requires_grad = True
-
-
-def with_a_mode_that_is_set(template: nn.Module, x: Tensor) -> Any:
-    switched = template.get_submodule("2")
-    switched.training = False
-    try:
-        return template(x)
-    finally:
-        switched.training = True
-
-
-def with_other_data(template: nn.Module, x: Tensor) -> Any:
-    weight = template.get_parameter("0.weight")
-    before, weight.data = weight.data, weight.data * 2
-    try:
-        return template(x).detach() + x
-    finally:
-        weight.data = before
-
-
-@contextlib.contextmanager
-def evaluating(template: nn.Module) -> Iterator[None]:
-    template.eval()
-    try:
-        yield
-    finally:
-        template.train()
-
-
-def in_a_context(template: nn.Module, x: Tensor) -> Any:
-    with evaluating(template):
-        return template(x)
-
-
-@torch.no_grad()
-def without_gradients(template: nn.Module, x: Tensor) -> Any:
-    return in_eval_mode(template, x)
-
-
-def as_a_teacher(template: nn.Module, x: Tensor) -> Any:
-    return template(x) - without_gradients(template, x)
-
-
-CHANGES = [in_eval_mode, without_adapter, with_features, frozen, frozen_one_by_one, with_a_mode_that_is_set]
-CHANGES += [in_a_context, as_a_teacher, with_other_data]
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_for_one_call_is_for_that_call(
-    change: Callable[[nn.Module, Tensor], Any], options: dict[str, bool]
-) -> None:
-    def program(apply: MapFunction) -> Any:
-        waits, xs = Waits(apply), leaves(4)
-        (template,) = seeded(lambda: nn.Sequential(nn.Linear(4, 4), waits, Switched()), 1)
-        calls = [template, lambda x: change(template, x)] * 2
-        return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
-
-    assert_same_without_error(program, **options)
-
-
-class Teaches(nn.Sequential):
-    def evaluated(self, x: Tensor) -> Any:
-        super().eval()
-        try:
-            return self(x)
-        finally:
-            super().train()
-
-
-def test_so_is_one_that_a_module_makes_of_itself_by_methods_of_its_base() -> None:
-    def program(apply: MapFunction) -> Any:
-        waits, xs = Waits(apply), leaves(4)
-        (template,) = seeded(lambda: Teaches(nn.Linear(4, 4), waits, Switched()), 1)
-        calls = [template, cast(Teaches, template).evaluated] * 2
-        return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
-
-    assert_same_without_error(program)
-
-
 def test_templates_of_their_own_are_called_side_by_side() -> None:
     barrier, xs = threading.Barrier(4), leaves()
 
@@ -338,23 +155,6 @@ def test_statistics_of_a_module_among_the_arguments_are_those_of_a_loop() -> Non
         kwargs = [{"is_first": i == 0} for i in range(3)]
         outputs = apply([run] * 3 + [waits.come], [*inputs, (leaves(1)[0],)], [*kwargs, {}])
         return finish(outputs, *xs, *norm.parameters()), list(norm.buffers())
-
-    assert_same_without_error(program)
-
-
-class HasMode(nn.Module):
-    """As a dropout has, but for the random numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (5 if self.training else 7)
-
-
-def test_calls_whose_modules_have_a_mode_alone_are_in_their_own() -> None:
-    def program(apply: MapFunction) -> Any:
-        waits, xs = Waits(apply), leaves(4)
-        template = nn.Sequential(waits, HasMode())
-        calls = [template, lambda x: in_eval_mode(template, x)] * 2
-        return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
 
     assert_same_without_error(program)
 

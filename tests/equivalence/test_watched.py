@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moe_autograd import parallel_apply
-from tests.equivalence.test_changed_modules import NUM_CALLS, Weights, say, template_and_weights
 from tests.equivalence.test_statistics import Gate
 from tests.support.comparing_modules import assert_same_without_error
 from tests.support.comparison import MapFunction, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import finish, leaves, seeded
+from tests.support.templates import NUM_CALLS, Weights, say, template_and_weights
 
 
 class Adapted(nn.Linear):
