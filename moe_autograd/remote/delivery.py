@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import (
@@ -274,17 +274,11 @@ class Delivery:
         """
         errand = _Errand(rpc, once, operation, moved, is_patient, goes_on=failures is not None)
         outcomes = self._fanout.at_each(work, partial(self._until_done, errand), operation.cancellation)
-        if not work:  # else nobody would notice that the connection is closed
-            outcomes = {"": attempt(self._nowhere, rpc, None)}
         if failures is not None:
             errors = {address: error for address, error in outcomes.items() if _may_be_mended(error)}
             failures += [cast(RemoteError, error) for error in errors.values()]
             outcomes = {address: own for address, own in outcomes.items() if address not in errors}
         return [result for own in values_or_raise(outcomes) for result in own]
-
-    def _nowhere(self, rpc: str, _: None) -> list[Any]:
-        self.finding.servers.check_open(rpc)
-        return []
 
     def _until_done(self, errand: _Errand[NamesT, R], address: str, own: NamesT) -> list[R]:
         operation = errand.operation

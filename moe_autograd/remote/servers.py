@@ -148,13 +148,14 @@ class Servers:
                 missing.append(errors[named[0]] if named else errors[given])
         return missing
 
-    def check_open(self, rpc: str) -> None:
-        """Raise `ServerUnavailableError` after `close`, for an operation that has nothing to send."""
-        if not self._is_open:
-            raise ServerUnavailableError(
-                f"connection to {', '.join(self.given)}, {phase_of(rpc)}: expected an open connection, got a closed "
-                "one. Call experts within the block of `connect`."
-            )
+    def closed(self, rpc: str) -> ServerUnavailableError | None:
+        """Return what says that they have been closed: no channel does where an operation has nothing to send."""
+        if self._is_open:
+            return None
+        return ServerUnavailableError(
+            f"connection to {', '.join(self.given)}, {phase_of(rpc)}: expected an open connection, got a closed one. "
+            "Call experts within the block of `connect`."
+        )
 
     def close(self) -> None:
         """Disconnect from all."""

@@ -128,6 +128,7 @@ class Updates:
             self.turns.turn(rpc, names, operation) as hindrance,
             self._numbering.sequences(1) as ((sequence,), settled_below),
         ):
+            hindrance = hindrance or self._delivery.finding.servers.closed(rpc)
             if hindrance is None:
                 once = partial(self._send_once, rpc, sequence, settled_below)
                 gathered_at = self._gathered_at(rpc, names)
