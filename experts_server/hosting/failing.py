@@ -45,9 +45,8 @@ class FailureLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._told: dict[
-            tuple[str, str, Kind], _Told
-        ] = {}  # by expert, or "" for all of them, and what failed
+        # by expert, or "" for all of them, and what failed
+        self._told: dict[tuple[str, str, Kind], _Told] = {}
 
     def __repr__(self) -> str:
         return f"<FailureLog of {len(self._told)} kinds of failures>"

@@ -59,9 +59,8 @@ def known_words() -> set[str]:
         for kind in ("py", "proto", "json")
         for path in (ROOT / folder).rglob(f"*.{kind}")
     ]
-    read = {*sources, ROOT / "pyproject.toml", ROOT / "Makefile"} - {
-        Path(__file__)
-    }  # it has the names of others
+    read = {*sources, ROOT / "pyproject.toml", ROOT / "Makefile"}
+    read.discard(Path(__file__))  # it has the names of others
     code = [path.read_text(encoding="utf-8") for path in read]
     return {word for text in (*code, *map(str, sources)) for word in re.findall(r"\w+", text)}
 
