@@ -339,7 +339,7 @@ def test_save_export_and_import_commands(tmp_path: Path) -> None:
         assert (refused.exit_code, "unknown=['down.bias', 'up.bias']" in refused.output) == (1, True), (
             refused.output
         )
-        torch.save(state, file)
+        torch.save(changed, file)  # `state` may be a mapping of this file
         said = run(main, ["import", server.address, "ffn.0", str(file)]).output
         assert "expected a safetensors file" in said
         assert "what torch.save wrote" in said
