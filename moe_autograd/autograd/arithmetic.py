@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 
     Args:
         methods: what `forward` names, and what the methods do that it calls, by their names.
-        called: attributes of an instance that these call, with how many arguments by place at most.
+        called: attributes of an instance that these call, with how many arguments at most.
         taken: those whose value they take.
         looped: those whose parts they call in a loop.
         repeated: those that they, or methods called there, call or take within a loop.

@@ -26,7 +26,7 @@ class Step(NamedTuple):
     Args:
         name: `LOAD` and `STORE` of a variable, `ATTRIBUTE`, `METHOD` (an attribute that is called next), `CALL`,
             `IN_PLACE` and `FORWARD` (a jump); of all else that of the instruction.
-        value: what it names; of a call how many arguments go by place, and how high the stack is above what is called;
+        value: what it names; of a call how many arguments it has, and how high the stack is above what is called;
             of an operator its symbol.
         effect: how much higher the stack is after it.
         offset: where the instruction is.
@@ -42,27 +42,14 @@ class Step(NamedTuple):
 
 def steps_of(code: types.CodeType) -> Iterator[Step]:
     """Return what a function does, in order."""
-    before: dis.Instruction | None = None
     for one in dis.get_instructions(code):
         if one.opname != "PRECALL":
-            names = _names_before_call(code, one, before)
-            for place, (name, value, effect) in enumerate(_told_alike(one, names)):
+            for place, (name, value, effect) in enumerate(_told_alike(one)):
                 yield Step(name, value, effect, one.offset, one.is_jump_target and place == 0)
-            before = one
 
 
-def _names_before_call(
-    code: types.CodeType, call: dis.Instruction, before: dis.Instruction | None
-) -> tuple[str, ...]:
-    """Return the names of arguments that a call is given by name."""
-    if before is None or not (call.opname == "CALL_KW" or before.opname == "KW_NAMES"):
-        return ()
-    names: tuple[str, ...] = code.co_consts[before.arg or 0]
-    return names
-
-
-def _told_alike(one: dis.Instruction, names: tuple[str, ...]) -> list[tuple[str, Any, int]]:
-    """Return name, value and effect of what an instruction does; `names` are those of arguments, if it is a call.
+def _told_alike(one: dis.Instruction) -> list[tuple[str, Any, int]]:
+    """Return name, value and effect of what an instruction does.
 
     What is called counts as one on the stack: some Pythons have the other half of it above, and some below.
     """
@@ -85,9 +72,9 @@ def _told_alike(one: dis.Instruction, names: tuple[str, ...]) -> list[tuple[str,
         case "PUSH_NULL":
             return [("PUSH_NULL", None, 0)]
         case "CALL":
-            return [("CALL", (arg - len(names), arg), -arg)]
+            return [("CALL", (arg, arg), -arg)]
         case "CALL_KW":  # the names lie on the stack, too
-            return [("CALL", (arg - len(names), arg + 1), -arg - 1)]
+            return [("CALL", (arg, arg + 1), -arg - 1)]
     effect = dis.stack_effect(one.opcode, one.arg)
     if one.opname == "BINARY_OP" and one.argrepr.endswith("="):
         return [("IN_PLACE", one.argval, effect)]

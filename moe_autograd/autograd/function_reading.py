@@ -60,14 +60,7 @@ _LOOP = re.compile(  # how one begins
 )
 _BUILTINS = "__builtins__"  # of a function; typeshed does not always know of it
 _OF_LOOPS = ("ATTRIBUTE", "LOAD", "LOAD_GLOBAL", "STORE", "UNPACK_SEQUENCE")
-_NOT_PLAIN = (
-    inspect.CO_VARARGS
-    | inspect.CO_VARKEYWORDS
-    | inspect.CO_GENERATOR
-    | inspect.CO_COROUTINE
-    | inspect.CO_ASYNC_GENERATOR
-    | inspect.CO_ITERABLE_COROUTINE
-)
+_TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 class FunctionReading(NamedTuple):
@@ -77,7 +70,7 @@ class FunctionReading(NamedTuple):
 
     Args:
         code: of the method. What reloads a file that was edited may put another into the same function.
-        called: attributes of `self` that it calls, each time with how many arguments by place.
+        called: attributes of `self` that it calls, each time with how many arguments.
         taken: those whose value it takes.
         looped: those whose parts it calls in a loop.
         repeated: those that it calls or takes within a loop.
@@ -110,9 +103,9 @@ class FunctionReading(NamedTuple):
 def read_function(function: types.FunctionType) -> FunctionReading | None:
     """Return what a method names; `None` if it may do more than arithmetic."""
     code = function.__code__
-    if not code.co_argcount or code.co_kwonlyargcount or code.co_flags & _NOT_PLAIN:
+    if not code.co_argcount or code.co_kwonlyargcount or code.co_flags & _TAKES_ANY:
         return None
-    if code.co_freevars or code.co_cellvars or any(map(_may_change, code.co_consts)):
+    if any(map(_may_change, code.co_consts)):
         return None
     return _Reader(function).reading()
 
@@ -125,7 +118,7 @@ def _may_change(constant: object) -> bool:
 
 
 def is_function(value: object, num_arguments: float, known: Mapping[Any, float] = FUNCTIONS) -> bool:
-    """Whether it is one of those that are known, called with so many arguments by place."""
+    """Whether it is one of those that are known, called with so many arguments."""
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
     return num_arguments <= known.get(value, -1)
@@ -176,7 +169,7 @@ class _Reader:
             case "LOAD":
                 return self._is_used_as_what_it_is(place, step.value)
             case "STORE":
-                return step.value != self._this and step.value not in self._parts
+                return bool(step.value != self._this)
             case "LOAD_GLOBAL":
                 return self._names_function(place)
             case "ATTRIBUTE" | "METHOD":
@@ -232,7 +225,7 @@ class _Reader:
         return value
 
     def _num_arguments(self, place: int) -> float:
-        """Return how many arguments are given by place to what is put on the stack there; infinity: not known."""
+        """Return how many arguments are given to what is put on the stack there; infinity: not known."""
         height = 0  # of what lies above it
         for step in self._steps[place + 1 :]:
             if step.name == "CALL" and height == step.value[1] and not step.is_target:

@@ -111,7 +111,7 @@ def call_in_turn(
 
 def _are_called_as_usual() -> bool:
     """Whether nobody has replaced what calls a module, or the parts of a `Sequential`; perhaps before our import."""
-    calls = {nn.Module.__call__, *[kind.__call__ for kind in ONLY_COMPUTE]}
+    calls = {kind.__call__ for kind in ONLY_COMPUTE}
     return len(calls) == 1 and all(map(_is_torchs_own, (*calls, nn.Module._call_impl, nn.Sequential.forward)))
 
 

@@ -42,12 +42,12 @@ def is_torchs_own(function: Any) -> bool:
 
 
 def _most_arguments(function: Any) -> float:
-    """Return how many arguments may go by place: one more may be that by which it changes what it is given."""
+    """Return how many arguments it may be given: one more may be that by which it changes what it is given."""
     names = inspect.signature(function).parameters if isinstance(function, types.FunctionType) else ()
     return next((place for place, name in enumerate(names) if name in IN_PLACE), math.inf)
 
 
-# To each how many arguments it may be given by place.
+# To each how many arguments it may be given, by place or by name.
 FUNCTIONS: Mapping[Any, float] = {
     function: _most_arguments(function)
     for function in [
