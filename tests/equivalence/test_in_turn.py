@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, einsum, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -77,19 +77,36 @@ def test_small_modules_that_only_compute_are_called_in_turn_in_the_callers_graph
         assert y.grad_fn is None or type(y.grad_fn) is type(same.grad_fn)  # no node of ours
 
 
+def test_inputs_without_dimensions_or_without_elements_mean_the_loop() -> None:
+    for x in (torch.tensor(2.0), torch.empty(0), torch.empty(3, 0)):
+        assert is_made_in_turn(nn.Tanh(), x)
+        assert torch.equal(parallel_apply([nn.Tanh()], [x])[0], x.tanh())
+
+
 class Grouped(nn.Linear):
     call_group: Any = None
 
 
-def test_the_calls_of_a_group_are_made_by_it() -> None:
-    class Group:
-        def call_together(self, modules: Any, inputs: Any, kwargs: Any) -> Any:
-            return [-x for (x,) in inputs]
+class Group:
+    def call_together(self, modules: Any, inputs: Any, kwargs: Any) -> Any:
+        return [-x for (x,) in inputs]
 
+
+def test_the_calls_of_a_group_are_made_by_it() -> None:
     of_class, of_instance = Grouped(4, 4), nn.Linear(4, 4)
     of_class.call_group = of_instance.call_group = Group()  # type: ignore[assignment]
     x = torch.randn(3, 4)
     assert all(torch.equal(y, -x) for y in parallel_apply([of_class, of_instance], [x, x]))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_call_that_a_hook_is_to_see_is_not_made_by_its_group(kind: str) -> None:
+    module, x = Grouped(4, 4), torch.randn(3, 4)
+    module.call_group = Group()
+    handle = getattr(module, f"register_{kind}_hook")(lambda *_: None)
+    assert torch.equal(parallel_apply([module], [x])[0], module(x))
+    handle.remove()
+    assert torch.equal(parallel_apply([module], [x])[0], -x)
 
 
 def test_a_call_with_more_work_gets_a_thread() -> None:
@@ -129,6 +146,11 @@ class ColumnsWithColumns(nn.Module):
         return torch.einsum("ni,nj->ij", x, x)
 
 
+class ColumnsWithColumnsByName(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return einsum("ni,nj->ij", x, x)
+
+
 class InALoop(nn.Module):
     def __init__(self, num_rounds: int) -> None:
         super().__init__()
@@ -162,10 +184,12 @@ class RowsWithRowsInALoop(InALoop):
         return x
 
 
-def test_columns_with_columns_are_work_too() -> None:
+@pytest.mark.parametrize("kind", [ColumnsWithColumns, ColumnsWithColumnsByName])
+def test_columns_with_columns_are_work_too(kind: Callable[[], nn.Module]) -> None:
     width = math.isqrt(in_turn.most_small())
-    assert is_made_in_turn(ColumnsWithColumns(), torch.empty(1, 1).expand(1, width))
-    assert not is_made_in_turn(ColumnsWithColumns(), torch.empty(1, 1).expand(2, width))
+    assert is_made_in_turn(kind(), torch.empty(1, 1).expand(1, width))
+    for module in (kind(), nn.Sequential(kind(), LoopsAlone(0)), nn.Sequential(LoopsAlone(0), kind())):
+        assert not is_made_in_turn(module, torch.empty(1, 1).expand(2, width))
 
 
 def test_what_is_used_again_in_each_round_of_a_loop_is_so_much_work() -> None:
@@ -277,7 +301,8 @@ def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     assert not is_made_in_turn(expert(), torch.randn(3, 4).as_subclass(Special))
     assert not is_made_in_turn(expert(), "no tensor")
     assert in_turn.call_in_turn([expert()], [(torch.randn(3, 4),)], [{"more": 1}]) is None
-    assert in_turn.call_in_turn([nn.Bilinear(4, 4, 4)], [(torch.randn(3, 4),) * 2], [{}]) is None
+    for args in ((), (torch.randn(3, 4),) * 2):  # or what is too much would not be missed
+        assert in_turn.call_in_turn([expert()], [args], [{}]) is None
 
 
 def test_one_call_that_may_wait_makes_all_of_them_concurrent() -> None:

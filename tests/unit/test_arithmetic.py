@@ -135,6 +135,8 @@ def unpacks(self: Any, x: Tensor) -> Tensor:
         ("__getitem__", lambda self, x: x[..., None]),
         ("__neg__", lambda self, x: -x),
         ("__gt__", lambda self, x: (x > 0).sum()),
+        ("__le__", lambda self, x: (x >= 0).sum()),
+        ("__eq__", lambda self, x: (x == 0).sum()),
         ("__bool__", lambda self, x: x if x.sum() else x.sin()),
         ("__iter__", unpacks),
         ("mean", lambda self, x: x.mean()),
@@ -260,10 +262,23 @@ def drops_by_a_function(self: Any, x: Tensor) -> Tensor:
     return self.w2(F.dropout(F.relu(self.w1(x)), 0.5, self.training))
 
 
-@pytest.mark.parametrize("forward", [drops_by_a_part, drops_by_a_function])
-def test_dropout_in_turn_is_that_on_threads(forward: Any) -> None:
+def without_a_part_that_drops(forward: Any) -> nn.Module:
+    module = expert_with(forward)
+    del module.dropout
+    return module
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: expert_with(drops_by_a_part),
+        lambda: without_a_part_that_drops(drops_by_a_function),
+        lambda: nn.Sequential(*map(without_a_part_that_drops, [drops_by_a_function, swiglu])),
+    ],
+)
+def test_dropout_in_turn_is_that_on_threads(make: Callable[[], nn.Module]) -> None:
     """And the caller's stream goes on as if the map had drawn once; in evaluation as if it had not."""
-    modules = [expert_with(forward) for _ in range(4)]
+    modules = [make() for _ in range(4)]
     xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
 
     def draw(called: Any) -> list[Tensor]:

@@ -112,6 +112,10 @@ def calls_a_static_method(self: Any, x: Tensor) -> Any:
     return self.of_nobody(x)
 
 
+def calls_a_method_without_self(self: Any, x: Tensor) -> Any:
+    return x + self.without_self()
+
+
 def calls_a_method_of_modules(self: Any, x: Tensor) -> Any:
     self.requires_grad_()
     return x
@@ -189,6 +193,10 @@ def changes_by_an_argument(self: Any, x: Tensor) -> Tensor:
     return F.relu(x, inplace=True)
 
 
+def changes_what_is_given_for_the_result(self: Any, x: Tensor) -> Tensor:
+    return torch.add(x, 1, out=self.shift)
+
+
 def changes_by_an_argument_without_a_name(self: Any, x: Tensor) -> Tensor:
     return F.silu(x, True)
 
@@ -256,6 +264,10 @@ def takes_more(self: Any, x: Tensor, y: Any = None) -> Tensor:
     return x
 
 
+def takes_more_by_name(self: Any, x: Tensor, *, by: Any = UNKNOWN) -> Any:
+    return by.exp(x)
+
+
 def takes_any(self: Any, *xs: Tensor) -> Tensor:
     return xs[0]
 
@@ -287,6 +299,7 @@ MORE = [
     *(gives_itself_behind_another, becomes_another),
     *(takes_a_function, has_another_name, may_be_itself, may_be_torch, gives_itself, has_a_function),
     *(changes_in_place, changes_by_a_method, changes_by_an_argument, changes_an_element),
+    *(changes_what_is_given_for_the_result, calls_a_method_without_self, takes_more_by_name),
     *(sets_an_attribute, changes_by_an_argument_without_a_name, changes_what_comes_of_more),
     *(changes_by_a_function_it_is_given, changes_by_a_variable, changes_by_one_of_two, changes_itself),
     *(

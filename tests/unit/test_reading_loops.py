@@ -149,6 +149,12 @@ def unpacks_parts(self: Any, x: Tensor) -> Any:
     return x
 
 
+def unpacks_each_part(self: Any, x: Tensor) -> Any:
+    for (layer,) in self.layers:  # and what a part is iterated by may be anything
+        x = layer(x)
+    return x
+
+
 def unpacks_parts_of_two_lists(self: Any, x: Tensor) -> Any:
     for (first, second), norm in zip(self.layers, self.norms, strict=True):
         x = second.split(first(norm(x)))
@@ -191,7 +197,7 @@ MORE = [
     *(loops_within_a_methods_loop, asks_what_it_loops_over, returns_what_it_loops_over),
     *(gives_what_it_loops_over, keeps_what_it_loops_over, loops_over_pairs, counts_what_it_calls),
     *(names_what_it_loops_over, loops_with_another_name, comprehends_parts, unpacks_parts),
-    *(unpacks_parts_of_two_lists, puts_it_into_a_tuple),
+    *(unpacks_each_part, unpacks_parts_of_two_lists, puts_it_into_a_tuple),
 ]
 
 
