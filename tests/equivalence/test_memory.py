@@ -312,6 +312,20 @@ def test_a_modules_activations_go_with_the_backward_though_the_outputs_stay() ->
     assert len(outputs) == NUM_CALLS
 
 
+def test_a_modules_inputs_go_with_the_backward_though_the_outputs_stay() -> None:
+    watch = Watch()
+    calls = [nn.Linear(3, 3).__call__ for _ in range(NUM_CALLS)]
+    inputs = [watch(torch.ones(2, 3, requires_grad=True) * 2) for _ in calls]
+    outputs = parallel_apply(calls, inputs)
+    del inputs
+    loss = torch.stack(outputs).sum()
+    loss.backward(retain_graph=True)
+    assert watch.alive == NUM_CALLS
+    loss.backward()
+    assert watch.alive == 0
+    assert len(outputs) == NUM_CALLS
+
+
 def test_recompute_keeps_only_the_inputs() -> None:
     watch = Watch()
 

@@ -165,6 +165,16 @@ def test_the_fastest_steps_of_torch_are_taken_where_they_are_the_same(
     torch.testing.assert_close(hosted.state_dict(), local.state_dict(), rtol=tolerance, atol=tolerance)
 
 
+def test_only_what_is_not_frozen_is_trained() -> None:
+    module, config = torch.nn.Linear(3, 2), OptimizerConfig(name="sgd", lr=0.1)
+    module.weight.requires_grad_(False)
+    training = build_training("e", module, config, "on_step")
+    assert training is not None
+    assert [id(p) for group in training.optimizer.param_groups for p in group["params"]] == [id(module.bias)]
+    module.bias.requires_grad_(False)
+    assert build_training("e", module, config, "on_step") is None
+
+
 def test_a_module_of_the_users_own_is_built_from_module_and_class() -> None:
     config = checked(
         {"experts": {"e": {"class": "torch.nn:Linear", "args": {"in_features": 3, "out_features": 2}}}}

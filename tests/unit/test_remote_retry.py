@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 
 import pytest
 
@@ -69,6 +70,18 @@ def test_a_servers_hint_is_honoured():
 
 def test_without_patience_a_server_that_is_gone_is_not_waited_for():
     assert attempts(RetryPolicy(patience_s=0.0)).pause_before_next([GONE]) is None
+
+
+def test_patience_begins_anew_when_a_server_was_there_in_between(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    trial = attempts(RetryPolicy(patience_s=10.0))
+    for error in (GONE, BUSY, GONE):
+        assert trial.pause_before_next([error]) is not None
+        now[0] += 9.0
+    now[0] += 1.0
+    assert trial.pause_before_next([GONE]) is None
+    assert trial.why_given_up.startswith("a server that is gone is waited for 10 s;")
 
 
 def test_a_busy_server_is_tried_a_few_times():
