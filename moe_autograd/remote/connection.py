@@ -245,6 +245,7 @@ class Connection:
     def _is_wanted(self, part: BackwardPart, wants_weight_grads: bool) -> bool:
         """Note in a backward whether its server is to gather weight gradients; return whether anybody wants it."""
         is_trained = part.call.is_trained and self.hosted[part.call.expert].is_trained
+        is_trained = is_trained and not part.call.freeze.is_on
         part.wants_weight_grads = wants_weight_grads and is_trained
         return part.wants_weight_grads or any(part.wants_input_grads)
 

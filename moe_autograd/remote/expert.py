@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import call_alone
 from moe_autograd.errors import InvalidCallError
+from moe_autograd.remote.parts import Freeze
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.state import places_of
 
@@ -41,7 +42,7 @@ class RemoteExpert(nn.Module):
         super().__init__()
         self.name = name
         self._connection = connection
-        self._is_frozen = False
+        self._freeze = Freeze()
 
     @property
     def call_group(self) -> Connection:
@@ -56,14 +57,14 @@ class RemoteExpert(nn.Module):
     @property
     def is_trained(self) -> bool:
         """Whether calls from here give the hosted weights gradients."""
-        return self.hosted.is_trained and not self._is_frozen
+        return self.hosted.is_trained and not self._freeze.is_on
 
     def requires_grad_(self, requires_grad: bool = True) -> RemoteExpert:
-        """Say whether later calls from here give the hosted weights gradients.
+        """Say whether calls from here give the hosted weights gradients; as in torch, forward and backward both ask.
 
         A module that holds this one cannot pass it on: its `requires_grad_` knows parameters only.
         """
-        self._is_frozen = not requires_grad
+        self._freeze.is_on = not requires_grad
         return self
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -131,7 +132,7 @@ class RemoteExpert(nn.Module):
         """Return another module for the same hosted expert: the connection is shared."""
         twin = RemoteExpert(self.name, self._connection)
         twin.train(self.training)
-        twin._is_frozen = self._is_frozen
+        twin._freeze.is_on = self._freeze.is_on
         memo[id(self)] = twin
         return twin
 

@@ -11,7 +11,8 @@ Rules:
 1. The *anchor* is a tensor without elements that requires grad. It stands for the experts' weights, which are
    not here: with it the outputs require grad even if no input does. It never gets a gradient.
 2. An input's gradient is asked for only if the engine wants it now; the weights' gradients are gathered only if
-   the engine goes to the anchor. So `torch.autograd.grad(loss, x)` changes nothing on any server.
+   the engine goes to the anchor, of experts that are not frozen by then: torch's weights, too, take none while
+   they are. So `torch.autograd.grad(loss, x)` changes nothing on any server.
 3. A call none of whose outputs got a gradient is not made, as plain PyTorch would not run its backward.
 4. Outputs that need no gradient (under `no_grad`, or neither weights nor inputs want one) are marked so, and
    the server keeps nothing for them. A pass with no others makes no node.
@@ -87,10 +88,11 @@ def _result(call: Call, row: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...] | 
 
 def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tuple[Any, ...]) -> Call:
     hosted = connection.check_inputs(expert.name, inputs)
-    is_trained = hosted.is_trained and not expert._is_frozen
+    is_trained = hosted.is_trained and not expert._freeze.is_on
     keep_graph = torch.is_grad_enabled() and (is_trained or any(x.requires_grad for x in inputs))
     call_id = connection.numbering.next_call_id()
-    return Call(index, expert.name, call_id, len(inputs), not expert.training, keep_graph, is_trained)
+    evaluate = not expert.training
+    return Call(index, expert.name, call_id, len(inputs), evaluate, keep_graph, is_trained, expert._freeze)
 
 
 class _RemoteCalls(torch.autograd.Function):

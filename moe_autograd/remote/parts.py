@@ -11,6 +11,16 @@ from moe_autograd.wire import experts_pb2 as pb
 
 
 @dataclass(slots=True)
+class Freeze:
+    """Whether an expert is frozen for this client.
+
+    Apart from the module, as graphs hold it: a module may keep a result, and such a cycle would never be freed.
+    """
+
+    is_on: bool = False
+
+
+@dataclass(slots=True)
 class Call:
     """One expert's part in a pass, from its forward to its backward.
 
@@ -21,7 +31,8 @@ class Call:
         num_inputs, num_outputs: how many tensors it was given, and gave.
         evaluate: whether the module is in `eval()`.
         keep_graph: whether there may be a backward.
-        is_trained: whether that gives the weights gradients.
+        is_trained: whether that gives the weights gradients, unless they are frozen then.
+        freeze: whether they are.
         is_sequence: whether it gave a tuple.
         address: the server that ran the forward.
         random_seed: what its random numbers follow from; 0: it draws none.
@@ -37,6 +48,7 @@ class Call:
     evaluate: bool
     keep_graph: bool
     is_trained: bool
+    freeze: Freeze
     num_outputs: int = 0
     is_sequence: bool = False
     address: str = ""

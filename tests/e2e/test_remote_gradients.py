@@ -259,6 +259,21 @@ class TestWhatIsAsked:
         expert.requires_grad_()(torch.ones(1, 4)).sum().backward()
         assert weights_change(fresh, "linear")
 
+    @pytest.mark.parametrize("is_frozen_at", ["forward", "backward", "neither"])
+    def test_an_expert_takes_gradients_if_it_is_frozen_neither_at_the_forward_nor_at_the_backward(
+        self, fresh, is_frozen_at
+    ):
+        """As in torch: a generator may be trained through a discriminator that is frozen for its backward."""
+        here = make_modules()["linear"]
+        for expert in (here, fresh["linear"]):
+            expert.requires_grad_(is_frozen_at != "forward")
+            y = expert(torch.ones(1, 4, requires_grad=True))
+            expert.requires_grad_(is_frozen_at != "backward")
+            y.sum().backward()
+        assert (
+            weights_change(fresh, "linear") == (here.weight.grad is not None) == (is_frozen_at == "neither")
+        )
+
 
 class TestGraph:
     def test_with_retain_graph_a_second_backward_gives_the_same_again(self, remote):
