@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from experts_server import ExpertsServer
+from experts_server.command.cli import main
 from moe_autograd import MixtureOfExperts, TopKRouter
-from moe_autograd.remote import connect
+from moe_autograd.remote import RemoteOptimizer, connect
 from tests.support.ranks import end_rank
 from tests.support.subprocesses import run_ranks
 
@@ -107,6 +110,34 @@ def test_what_is_saved_with_local_experts_is_loaded_into_remote_ones(model, tmp_
     dcp.save({"model": local}, checkpoint_id=tmp_path, no_dist=True)
     dcp.load({"model": model}, checkpoint_id=tmp_path, no_dist=True)
     assert equal(model.state_dict(), local.state_dict())
+
+
+def test_a_training_goes_on_from_an_earlier_generation_as_if_nothing_had_been(tmp_path):
+    def serve() -> ExpertsServer:
+        config = {"checkpoint_dir": str(tmp_path)}
+        return ExpertsServer(make_modules(), optimizer=torch.optim.Adam, config=config)
+
+    def train(experts) -> list[float]:
+        model, there, losses = nn.Sequential(experts["ffn.0"], experts["ffn.1"]), RemoteOptimizer(experts), []
+        torch.manual_seed(1)
+        for _ in range(3):
+            loss = model(torch.randn(8, 4)).square().sum()
+            loss.backward()
+            there.step(), there.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    with serve() as server, connect(server.address) as experts:
+        train(experts)
+        saved = CliRunner().invoke(main, ["save", server.address]).stdout.strip()
+        expected = train(experts)
+        train(experts)
+    later = [folder for folder in tmp_path.glob("generation-*") if folder.name > saved]
+    assert later  # at its end the server has saved what came after
+    for folder in later:
+        shutil.rmtree(folder)
+    with serve() as server, connect(server.address) as experts:
+        assert train(experts) == expected
 
 
 def test_an_expert_has_no_attributes_of_the_weights_that_are_elsewhere(model):

@@ -79,6 +79,30 @@ def test_losses_and_weights_are_those_of_local_training(name, num_servers):
         assert 0 < updates[expert] <= 20
 
 
+def test_a_hook_of_the_optimizer_here_steps_the_servers_where_a_trainer_calls_nothing_else():
+    make_optimizer = OPTIMIZERS["adam"]
+    local = make_experts()
+    model = make_model(local)
+    expected = train(model, [make_optimizer(model.parameters())])
+
+    with (
+        ExpertsServer(make_experts(), optimizer=make_optimizer) as server,
+        connect(server.address) as experts,
+    ):
+        model = make_model(experts)
+        here, there = make_optimizer(model.parameters()), RemoteOptimizer(experts)
+
+        def step_there(*_: object) -> None:
+            there.step(), there.zero_grad()
+
+        here.register_step_post_hook(step_there)
+        torch.testing.assert_close(train(model, [here]), expected)
+        weights = experts.state_dict()
+    for name, expert in local.items():
+        for key, tensor in expert.state_dict().items():
+            torch.testing.assert_close(weights[f"{name}.{key}"], tensor)
+
+
 def test_the_optimizers_repr_names_what_it_trains_and_where():
     modules = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
     with ExpertsServer(modules, optimizer=OPTIMIZERS["sgd"]) as server, connect(server.address) as experts:
