@@ -105,7 +105,10 @@ class Attendance:
     def note_failure(self, position: int, phase: str, error: Exception) -> None:
         """Leave a call out; raises the error if it must not be left out."""
         if not may_be_left_out(error):
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # this frame is in the traceback: the exception must not hold itself
         if phase == "forward":
             self.lost.add(position)
             self._first_error = self._first_error or error
@@ -204,7 +207,9 @@ class _GroupAttendance:
     positions: Sequence[int]
 
     def append(self, failure: CallFailure, /) -> None:
-        self.attendance.note_failure(self.positions[failure.index], failure.phase, failure.error)
+        position, phase, errors = self.positions[failure.index], failure.phase, [failure.error]
+        del failure  # where this raises, its frame is in the traceback: the exception must not hold itself
+        self.attendance.note_failure(position, phase, errors.pop())
 
     @contextlib.contextmanager
     def waiting(self, phase: str, give_up: Callable[[str], None]) -> Iterator[_Roll]:

@@ -84,7 +84,7 @@ def _ask_resolver(address: str) -> list[str] | ServerUnavailableError:
         unresolved = ServerUnavailableError(
             f"server at {address}: expected a name that resolves to addresses, got {error}. Check the name."
         )
-        unresolved.__cause__ = error
+        unresolved.__cause__ = error.with_traceback(None)  # which knows this frame, and so itself
         return unresolved
     hosts = {
         str(place[0]): f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])

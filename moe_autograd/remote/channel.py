@@ -104,18 +104,16 @@ class Channel:
         self._link.note_failure(call.details() or "")
 
     def _stubs_now(self) -> Stubs:
-        if (closed := self.closed()) is not None:
-            raise closed
+        self._check_open()
         return self._link.stubs()
 
-    def closed(self) -> ServerUnavailableError | None:
-        """Return what says that it has been closed, if it has."""
-        if self._link.is_open:
-            return None
-        return ServerUnavailableError(
-            f"server at {self.address}: expected an open connection, got a closed one. "
-            "Call experts within the block of `connect`."
-        )
+    def _check_open(self, cause: BaseException | None = None) -> None:
+        """Raise what says that it has been closed, if it has."""
+        if not self._link.is_open:
+            raise ServerUnavailableError(
+                f"server at {self.address}: expected an open connection, got a closed one. "
+                "Call experts within the block of `connect`."
+            ) from cause
 
     def _check_thread(self, rpc: str) -> None:
         """Refuse an RPC for which grpc needs a thread that the system does not have.
@@ -273,6 +271,7 @@ class Channel:
         except grpc.RpcError as error:
             if passage.is_interrupted:
                 return
+            error.with_traceback(None)  # whose frames know it: the exception must not hold itself
             self.note_failure(error)
             place = f"server at {self.address}, {phase_of(rpc)}, {deadline}"
             raise self.error_of_call(error, place) from error
@@ -295,5 +294,5 @@ class _Beginning:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, ValueError) and (closed := self._channel.closed()) is not None:
-            raise closed from error
+        if isinstance(error, ValueError):
+            self._channel._check_open(error)

@@ -94,7 +94,10 @@ class Connection:
         with self._delivery.operations.begin() as operation:
             errors = self._finding.look(operation, may_miss=allow_missing)
         if errors and (not allow_missing or len(errors) == len(self._finding.servers.given)):
-            raise errors[0]
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # this frame is in the traceback
         return self._finding.placement.experts(as_of_now=True)
 
     def check_inputs(self, name: str, inputs: tuple[Any, ...]) -> HostedExpert:
@@ -106,7 +109,10 @@ class Connection:
             hosted = self.hosted[name]
             if (error := refusal_of(hosted, inputs)) is not None:
                 say_more(error, self._finding.changes_of(name))
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # this frame is in the traceback
         return hosted
 
     def close(self) -> None:
@@ -199,12 +205,7 @@ class Connection:
             with self._delivery.operations.begin() as operation:
                 self._delivery.deliver("Forward", jobs, operation, failures)
             for job in jobs:
-                outcome = job.outcome
-                if outcome.error is None and (
-                    wrong := mismatch_of_outputs(outcome.tensors, is_sequence=outcome.is_sequence)
-                ):
-                    place = f"expert {job.request.expert!r} at {job.address}, forward"
-                    job.outcome = Outcome(error=CorruptDataError(f"{place}: {wrong}"))
+                _check_outputs(job)
             note_failures(jobs, "forward", failures)
             is_whole = True
         finally:
@@ -263,7 +264,10 @@ class Connection:
             self.numbering.sequences(len(parts)) as (sequences, settled_below),
         ):
             if hindrance is not None and failures is None:
-                raise hindrance
+                try:
+                    raise hindrance
+                finally:
+                    del hindrance  # this frame is in the traceback
             jobs = []
             for part, sequence in zip(parts, sequences, strict=True):
                 update = self.numbering.client_id, sequence, settled_below
@@ -322,3 +326,13 @@ class Connection:
             with self._delivery.operations.begin() as operation:
                 moved = partial(self._finding.moved, to_all=True)
                 self._delivery.at_each("SetState", names_at, once, operation, moved)
+
+
+def _check_outputs(job: Job) -> None:
+    """Let a forward fail whose outputs cannot be an expert's."""
+    outcome = job.outcome
+    if outcome.error is None and (
+        wrong := mismatch_of_outputs(outcome.tensors, is_sequence=outcome.is_sequence)
+    ):
+        place = f"expert {job.request.expert!r} at {job.address}, forward"
+        job.outcome = Outcome(error=CorruptDataError(f"{place}: {wrong}"))

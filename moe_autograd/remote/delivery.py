@@ -40,6 +40,7 @@ from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.hedging import HedgePolicy, Hedging
 from moe_autograd.remote.jobs import Job, attended, by_address, error_of_lost, note_lost, say_more
 from moe_autograd.remote.operations import Operation, Operations
+from moe_autograd.remote.placement import Placement
 from moe_autograd.remote.retry import Attempts, RetryBudget, RetryPolicy, is_worth_retrying
 from moe_autograd.wire import experts_pb2 as pb
 
@@ -90,6 +91,7 @@ class Delivery:
         self.operations = Operations(finding.servers.given, settings.timeout_s)
         self._channel = finding.servers.channel
         self._budget = RetryBudget(settings.retry)
+        self._note_outcomes = partial(_note_outcomes, finding.placement, self._budget)
         self._fanout = Fanout(finding.servers.expected_number)
         self._hedging = (
             None
@@ -207,15 +209,6 @@ class Delivery:
             )
             for job in jobs
         ]
-
-    def _note_outcomes(self, address: str, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            self.finding.placement.note_answer(address, outcome.server)
-        if any(isinstance(outcome.error, ServerUnavailableError) for outcome in outcomes):
-            self.finding.placement.note_failure(address)
-        elif any(outcome.was_answered for outcome in outcomes):
-            self.finding.placement.note_success(address)
-            self._budget.note_success()
 
     def _is_looked_for(self, error: RemoteError, names: Collection[str], attempts: Attempts) -> bool:
         """Tell whether experts that a server does not host may have moved; one look tells."""
@@ -339,3 +332,15 @@ def _may_be_mended(outcome: object) -> bool:
     """Tell whether this is a failure, and not one that would be the same at every attempt."""
     is_refused = isinstance(outcome, InvalidCallError | PermissionDeniedError)
     return isinstance(outcome, RemoteError) and not is_refused
+
+
+def _note_outcomes(
+    placement: Placement, budget: RetryBudget, address: str, outcomes: Sequence[Outcome]
+) -> None:
+    for outcome in outcomes:
+        placement.note_answer(address, outcome.server)
+    if any(isinstance(outcome.error, ServerUnavailableError) for outcome in outcomes):
+        placement.note_failure(address)
+    elif any(outcome.was_answered for outcome in outcomes):
+        placement.note_success(address)
+        budget.note_success()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from moe_autograd.errors import RemoteError
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.pool import Pool
 
@@ -131,17 +132,22 @@ class Fanout:
 
 
 def attempt(do: Callable[[str, T], R], address: str, work: T) -> R | Exception:
-    """Return what `do` returned or raised."""
+    """Return what `do` returned or raised; our errors tell where, and go on without a traceback, which knows them."""
     try:
         return do(address, work)
+    except RemoteError as error:
+        return error.with_traceback(None)
     except Exception as error:
         return error
 
 
-def values_or_raise(results: Mapping[str, R | Exception]) -> list[R]:
-    """Return what servers returned, or raise what the first that failed raised."""
-    raise_first([result for result in results.values() if isinstance(result, Exception)], "servers")
-    return [result for result in results.values() if not isinstance(result, Exception)]
+def values_or_raise(results: dict[str, R | Exception]) -> list[R]:
+    """Return what servers returned, or raise what the first that failed raised; the results go from their dict."""
+    values = [result for result in results.values() if not isinstance(result, Exception)]
+    errors = [result for result in results.values() if isinstance(result, Exception)]
+    results.clear()  # as in `raise_first`
+    raise_first(errors, "servers")
+    return values
 
 
 def raise_first(errors: list[Any], of_what: str) -> None:

@@ -70,13 +70,23 @@ def note_failures(jobs: Sequence[Job], phase: str, failures: Failures | None) ->
     """Raise the first failure, or, where the user wants a list of them, add all to it."""
     if failures is None:
         errors = [job.outcome.error for job in jobs if job.outcome.error]
-        for job in jobs if errors else ():  # the traceback knows the jobs: the exception must not hold itself
-            job.outcome = _NOT_YET
+        if errors:
+            _forget_outcomes(jobs)
         raise_first(errors, "calls of this pass")
         return
+    try:
+        for job in jobs:
+            if job.outcome.error:
+                failures.append(CallFailure(job.index, job.request.expert, phase, job.outcome.error))
+    except BaseException:  # whoever keeps attendance may raise it
+        _forget_outcomes(jobs)
+        raise
+
+
+def _forget_outcomes(jobs: Sequence[Job]) -> None:
+    """Let jobs whose error is raised forget it: the traceback knows them, and the exception must not hold itself."""
     for job in jobs:
-        if job.outcome.error:
-            failures.append(CallFailure(job.index, job.request.expert, phase, job.outcome.error))
+        job.outcome = _NOT_YET
 
 
 def error_of_lost(place: str, reason: Exception) -> ServerUnavailableError:

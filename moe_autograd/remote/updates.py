@@ -138,7 +138,10 @@ class Updates:
                     rpc, gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
                 )
             elif failures is None:
-                raise hindrance
+                try:
+                    raise hindrance
+                finally:
+                    del hindrance  # this frame is in the traceback
             else:
                 failures.append(hindrance)
             if rpc == "ZeroGrad":
