@@ -40,7 +40,10 @@ def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall)
     if spec.is_certain:
         mismatch = spec.mismatch(expert, inputs)
         if mismatch is not None:
-            raise mismatch
+            try:
+                raise mismatch
+            finally:
+                del mismatch  # this frame is in the traceback: the exception must not hold itself
     wanted = call.input_requires_grad if isinstance(call, ForwardCall) else call.wants_input_grads
     if any(
         needs and not (x.is_floating_point() or x.is_complex())

@@ -32,13 +32,13 @@ class Registry(Mapping[str, ExpertQueue]):
         self._limits = limits
 
     def __getitem__(self, name: str) -> ExpertQueue:
-        try:
-            return self._queues[name]
-        except KeyError:
+        queue = self._queues.get(name)
+        if queue is None:
             raise ExpertNotFoundError(
                 f"server: expected one of its {len(self)} experts ({self._some_names()}), got {name!r}. "
                 "Ask `experts-server info` what is hosted."
-            ) from None
+            )
+        return queue
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._queues)
@@ -135,6 +135,8 @@ class Registry(Mapping[str, ExpertQueue]):
         finally:
             for _, call in calls:
                 call.is_cancelled = True
+            calls.clear()  # the traceback of one that was refused knows this frame: it must not hold itself
+            futures.clear()
 
     async def inspect(
         self, names: Sequence[str], function: Callable[[HostedExpert], Any], timeout_s: float | None = None

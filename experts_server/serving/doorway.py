@@ -100,6 +100,7 @@ class Passing:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        del traceback  # as in `_end`
         if error is not None and not isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
             await self._end(error)
         return False
@@ -108,4 +109,7 @@ class Passing:
         """End the RPC with the status that says what went wrong, which raises grpc's own error for that."""
         if not isinstance(error, MoeAutogradError):
             logger.error("a call failed in the server itself", exc_info=error)
+        error.__traceback__ = (
+            None  # which knows what has come; grpc keeps the error until the collector comes by
+        )
         await self._context.abort(*rpc_status_of(error))

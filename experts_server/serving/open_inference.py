@@ -222,10 +222,10 @@ class OpenInference:
                 num_bytes=sum(x.nbytes for x in inputs),
             )
 
-        (result,) = await self._registry.ask([request.model_name], call)
-        if not isinstance(result, Outputs):
-            raise result
-        return _response(request, result.tensors)
+        results = await self._registry.ask([request.model_name], call)
+        if not isinstance(results[0], Outputs):
+            raise results.pop()  # this frame is in the traceback: the exception must not hold itself
+        return _response(request, results[0].tensors)
 
     def _inputs_of(self, request: Any) -> tuple[Tensor, ...]:
         self._registry[request.model_name]

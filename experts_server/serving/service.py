@@ -187,8 +187,7 @@ class Service:
             writer = ParcelWriter()
             with self._weights_under_way():
                 for name in list(request.experts) or list(self.registry):
-                    (state,) = await self.registry.inspect([name], copy_state)
-                    _raise(state)
+                    state = _first(await self.registry.inspect([name], copy_state))
                     writer.add(pb.StateUpdate(num_entries=len(state)))
                     for key, tensor in state.items():
                         writer.add(pb.StateEntry(expert=name, key=key), [tensor])
@@ -198,8 +197,8 @@ class Service:
     async def _set_state(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
         async with self.doorway.passing(context, "train"):
             with self._weights_under_way():
-                head, states = await self._receive_state(requests)
-                return seal(await self._apply_state(head, states))
+                # not held here: what ends in an error grpc keeps, with its traceback, until the collector comes by
+                return seal(await self._apply_state(*await self._receive_state(requests)))
         raise AssertionError("abort raises")
 
     @contextlib.contextmanager
@@ -255,8 +254,8 @@ class Service:
         self, head: pb.StateUpdate, states: dict[str, dict[str, torch.Tensor]]
     ) -> pb.UpdateReply:
         """Check all experts before the first is changed."""
-        checks = [check_state(name, self._layout(name), state) for name, state in states.items()]
-        _raise(next((error for error in checks if error is not None), None))
+        checks = (check_state(name, self._layout(name), state) for name, state in states.items())
+        _first([*filter(None, checks), None])
         results = []
         for name, state in states.items():
             results += await self.registry.inspect([name], partial(load_state, state=state, update=head))
@@ -292,9 +291,14 @@ def _check_kind(request: pb.UpdateRequest, kind: str) -> None:
         )
 
 
-def _raise(result: Any) -> None:
-    if isinstance(result, BaseException):
-        raise result
+def _first(results: list[Any]) -> Any:
+    """Return the first result, or raise it; empties the list, since this frame is in the traceback."""
+    try:
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return results[0]
+    finally:
+        results.clear()
 
 
 def _expert_info(hosted: HostedExpert, layout: int) -> pb.ExpertInfo:

@@ -82,6 +82,7 @@ class PassStream:
         self._num_calls = 0
         self._num_held = 0
         self._has_all = False
+        self._is_over = False
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
         self._results: deque[tuple[Call, Any]] = deque()
@@ -111,6 +112,9 @@ class PassStream:
             self._hold(0)
             for call in self._outstanding.values():
                 call.is_cancelled = True
+            self._is_over = True
+            self._outstanding.clear()  # calls know the stream, by their `reply`
+            self._results.clear()
 
     # ---- in
 
@@ -214,6 +218,8 @@ class PassStream:
 
     def take_result(self, call: Call, result: Any) -> None:
         """Take the result of a call, or its exception; on a worker, or on the loop itself."""
+        if self._is_over:
+            return
         if call.reply_encoding != pb.RAW:  # encoded here, which takes long: the loop has others to serve
             result = encoded(result, call.reply_encoding)
         self._results.append((call, result))
