@@ -109,7 +109,7 @@ class Passing:
         """End the RPC with the status that says what went wrong, which raises grpc's own error for that."""
         if not isinstance(error, MoeAutogradError):
             logger.error("a call failed in the server itself", exc_info=error)
-        error.__traceback__ = (
-            None  # which knows what has come; grpc keeps the error until the collector comes by
-        )
+        error.with_traceback(
+            None
+        )  # which knows what has come; grpc keeps the error until the collector comes by
         await self._context.abort(*rpc_status_of(error))
