@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.checks import check_reached, check_returned
 from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
+from moe_autograd.autograd.offload.microbatches import Microbatches, Rows, joined
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
 from moe_autograd.autograd.once import not_twice
@@ -52,7 +52,7 @@ class _Piece(NamedTuple):
     outputs: Sequence[GradientEdge | None]
     weights: dict[str, GradientEdge]
     moved: MovedActivations | None
-    rows: tuple[int, int]
+    rows: Rows
 
 
 class OffloadedCall:
@@ -79,7 +79,7 @@ class OffloadedCall:
         self.drawing = drawing
         self._shapes: list[torch.Size] = []
         self.grad_dtypes: GradDtypes = ()  # of the results
-        self._num_rows = 0
+        self._microbatches = Microbatches(0, 1)
         self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
         self._is_in_backward = torch._C._current_graph_task_id() != -1
 
@@ -97,7 +97,8 @@ class OffloadedCall:
         leaves, spec = tree_flatten((tuple(args), kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._shapes = [tensor.shape for tensor in tensors]
-        self._num_rows = next((shape[0] for shape in self._shapes if shape), 0)
+        num_rows = next((shape[0] for shape in self._shapes if shape), 0)
+        self._microbatches = Microbatches(num_rows, self._num_microbatches or 1)
         call = functools.partial(self._call, leaves, spec)
         try:
             with self.shown("forward"):
@@ -127,10 +128,10 @@ class OffloadedCall:
         self, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
     ) -> tuple[tuple[list[Any], TreeSpec], list[Tensor]]:
         pieces = []
-        for rows in self._rows():
+        for rows in self._microbatches.rows:
             with self._held.residency.hold([self._held.weights]):
-                pieces.append(self._own(call(self._cut(tensors, rows))))
-        result = tree_flatten(_joined(pieces))
+                pieces.append(self._own(call(self._microbatches.cut(tensors, rows))))
+        result = tree_flatten(joined(pieces))
         return result, [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
     def forward(
@@ -138,9 +139,9 @@ class OffloadedCall:
     ) -> tuple[list[Tensor], list[_Piece]]:
         """Call the expert on each micro-batch; return its tensors, and the inner graphs."""
         results, pieces = [], []
-        for rows in self._rows():
+        for rows in self._microbatches.rows:
             moved = None if self._num_microbatches is None else MovedActivations(self._held.residency)
-            cut = self._cut(tensors, rows)
+            cut = self._microbatches.cut(tensors, rows)
             inputs = [_leaf_of(piece, tensor) for piece, tensor in zip(cut, tensors, strict=True)]
             with self._held.residency.hold([self._held.weights]), torch.enable_grad():
                 shown = [_uncached(leaf) for leaf in inputs]
@@ -155,7 +156,7 @@ class OffloadedCall:
             del inputs, shown, result, outputs
             if moved is not None:
                 moved.seal()
-        self._result = tree_flatten(_joined(results))
+        self._result = tree_flatten(joined(results))
         self._held.open_calls.add(self)
         return [leaf for leaf in self._result[0] if isinstance(leaf, Tensor)], pieces
 
@@ -195,7 +196,10 @@ class OffloadedCall:
             self._held.update_on_backward()
         elif updates and not is_last:
             at_end_of_backward(self._held.update_on_backward)
-        return [self._assembled(i, [of_piece[i] for of_piece in found]) for i in range(len(self._shapes))]
+        return [
+            self._microbatches.put_together(shape, [of_piece[i] for of_piece in found])
+            for i, shape in enumerate(self._shapes)
+        ]
 
     def _in_memory_for_backward(
         self, piece: _Piece, for_weights: bool, is_last: bool
@@ -211,7 +215,7 @@ class OffloadedCall:
         self, piece: _Piece, grads: Sequence[Tensor | None], for_weights: bool, keep_graph: bool
     ) -> Sequence[Tensor | None]:
         roots = [
-            (edge, grad if self._is_whole(piece.rows) else grad[slice(*piece.rows)])
+            (edge, self._microbatches.part_of(grad, piece.rows))
             for edge, grad in zip(piece.outputs, grads, strict=True)
             if edge is not None and grad is not None
         ]
@@ -226,37 +230,6 @@ class OffloadedCall:
             self._held.gather(dict(zip(weights, made[-len(weights) :], strict=True)))
         rest = iter(made)
         return [next(rest) if edge else None for edge in piece.inputs]
-
-    def _rows(self) -> list[tuple[int, int]]:
-        count = max(1, min(self._num_microbatches or 1, self._num_rows))
-        bounds = [self._num_rows * i // count for i in range(count + 1)]
-        return list(itertools.pairwise(bounds))
-
-    def _is_whole(self, rows: tuple[int, int]) -> bool:
-        return rows == (0, self._num_rows)
-
-    def _has_rows(self, shape: torch.Size) -> bool:
-        return len(shape) > 0 and shape[0] == self._num_rows
-
-    def _cut(self, tensors: Sequence[Tensor], rows: tuple[int, int]) -> list[Tensor]:
-        if self._is_whole(rows):
-            return list(tensors)
-        # without it, slices would say that they require a gradient, and lead nowhere
-        with torch.enable_grad():
-            return [tensor[slice(*rows)] if self._has_rows(tensor.shape) else tensor for tensor in tensors]
-
-    def _assembled(self, i: int, grads: list[Tensor | None]) -> Tensor | None:
-        """Put together what the micro-batches found for one tensor: its rows, or a sum."""
-        known = [grad for grad in grads if grad is not None]
-        if len(grads) == 1 or not known:
-            return grads[0]
-        if not self._has_rows(self._shapes[i]):
-            return torch.stack(known).sum(0)
-        sizes = [stop - start for start, stop in self._rows()]
-        width = self._shapes[i][1:]
-        return torch.cat(
-            [known[0].new_zeros(n, *width) if g is None else g for g, n in zip(grads, sizes, strict=True)]
-        )
 
     def _own(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
         """Detach what the expert returned; copy what lies in the weights' buffer, which will be used again.
@@ -280,7 +253,7 @@ class OffloadedCall:
 
     def _would_be_wrong(self, tensor: Tensor) -> bool:
         """Whether a tensor that is returned as it is would be: without a gradient, without memory, or a part."""
-        return tensor.requires_grad or self._held.is_borrowed(tensor) or len(self._rows()) > 1
+        return tensor.requires_grad or self._held.is_borrowed(tensor) or len(self._microbatches.rows) > 1
 
 
 class _Node(Function):
@@ -346,15 +319,3 @@ def _storage_of(tensor: Tensor) -> object:
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
-
-
-def _joined(results: list[Any]) -> Any:
-    """Put the results of micro-batches one below the other."""
-    if len(results) == 1:
-        return results[0]
-    leaves_of_pieces = [tree_flatten(result)[0] for result in results]
-    joined = [
-        torch.cat(one) if isinstance(one[0], Tensor) else one[0]
-        for one in zip(*leaves_of_pieces, strict=True)
-    ]
-    return tree_unflatten(joined, tree_flatten(results[0])[1])
