@@ -58,6 +58,7 @@ _LOOP = re.compile(  # how one begins
     r"\b(LOAD_GLOBAL (LOAD ATTRIBUTE )+((LOAD_CONST|KW_NAMES) )*CALL |LOAD ATTRIBUTE )"
     r"GET_ITER FOR_ITER (UNPACK_SEQUENCE )?(STORE )+"
 )
+_WRAPPERS = (enumerate, zip)  # as long as nobody has put something else under these names
 _BUILTINS = "__builtins__"  # of a function; typeshed does not always know of it
 _OF_LOOPS = ("ATTRIBUTE", "LOAD", "LOAD_GLOBAL", "STORE", "UNPACK_SEQUENCE")
 _TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
@@ -278,4 +279,4 @@ class _Reader:
     def _is_pythons_own(self, wrapper: str) -> bool:
         """Note what `enumerate` or `zip` is, and see that nobody has put something else in its place."""
         in_file = self._of_globals[wrapper] = self._function.__globals__.get(wrapper)
-        return in_file is None and self._what_is(builtins, wrapper) in (enumerate, zip)
+        return in_file is None and self._what_is(builtins, wrapper) in _WRAPPERS

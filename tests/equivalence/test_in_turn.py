@@ -107,6 +107,8 @@ def test_a_call_that_a_hook_is_to_see_is_not_made_by_its_group(kind: str) -> Non
     assert torch.equal(parallel_apply([module], [x])[0], module(x))
     handle.remove()
     assert torch.equal(parallel_apply([module], [x])[0], -x)
+    module.forward = lambda x: x + 1  # type: ignore[method-assign]
+    assert torch.equal(parallel_apply([module], [x])[0], x + 1)
 
 
 def test_a_call_with_more_work_gets_a_thread() -> None:
@@ -121,7 +123,7 @@ def test_a_call_with_more_work_gets_a_thread() -> None:
 class WithABuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.randn(64, 64))
+        self.register_buffer("weight", torch.zeros(1024, 1024))
         self.register_buffer("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,9 +136,10 @@ class RowsWithRows(nn.Module):
 
 
 def test_what_a_forward_that_is_read_may_multiply_with_is_work_too() -> None:
-    most_rows, row = in_turn.most_small() // 64**2, torch.randn(1, 64)
-    assert is_made_in_turn(WithABuffer(), row.expand(64, 64))
-    assert not is_made_in_turn(WithABuffer(), row.expand(most_rows + 1, 64))  # nor is it known to be large
+    most_rows, row = in_turn.most_small() // 1024**2, torch.zeros(1, 1024)
+    assert is_made_in_turn(WithABuffer(), row.expand(most_rows, 1024))
+    assert not is_made_in_turn(WithABuffer(), row.expand(most_rows + 1, 1024))  # nor is it known to be large
+    row = torch.randn(1, 64)
     assert is_made_in_turn(RowsWithRows(), row.expand(64, 64))
     assert not is_made_in_turn(RowsWithRows(), row.expand(math.isqrt(in_turn.most_small() // 64) + 1, 64))
 
@@ -290,6 +293,8 @@ def test_hooks_on_all_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         assert not is_made_in_turn(expert())
+        assert not in_turn.is_small(expert(), torch.randn(3, 4))
+        assert in_turn.is_watched(expert())
     finally:
         handle.remove()
 

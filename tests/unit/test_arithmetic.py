@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import itertools
 import threading
 import types
 import weakref
@@ -138,6 +139,7 @@ def unpacks(self: Any, x: Tensor) -> Tensor:
         ("__le__", lambda self, x: (x >= 0).sum()),
         ("__eq__", lambda self, x: (x == 0).sum()),
         ("__bool__", lambda self, x: x if x.sum() else x.sin()),
+        ("__bool__", lambda self, x: not x.sum()),
         ("__iter__", unpacks),
         ("mean", lambda self, x: x.mean()),
     ],
@@ -197,6 +199,21 @@ def forward(self, x):
     exec(source, special)
     assert only_computes(expert_with(ordinary["forward"]))
     assert not only_computes(expert_with(special["forward"]))
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        x = layer(x) + i
+    return x
+
+
+def test_what_is_put_in_the_place_of_pythons_functions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = expert_with(counts)
+    assert only_computes(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "enumerate", lambda *args: zip(itertools.count(), *args, strict=False))
+        are_known = only_computes(module), only_computes(expert_with(counts))
+    assert are_known == (False, False)
 
 
 def test_a_class_may_say_by_itself_that_it_does_more() -> None:
