@@ -348,6 +348,14 @@ def test_an_isolated_call_keeps_its_tensors_as_long_as_its_context() -> None:
     assert watch.alive == 0
 
 
+def test_an_isolated_call_holds_nothing_that_hooks_have_put_elsewhere() -> None:
+    watch = Watch()
+    with saved_tensors_hooks(lambda tensor: tensor.tolist(), torch.tensor):
+        ctx, _ = run_isolated_forward(Keeps, torch.ones(3, requires_grad=True), watch)
+    assert watch.alive == 1  # the context
+    assert torch.equal(run_isolated_backward(Keeps, ctx, torch.ones(3))[0], torch.ones(3).cos())  # type: ignore[arg-type]
+
+
 def test_idle_workers_hold_nothing() -> None:
     watch = Watch()
     barrier = threading.Barrier(NUM_CALLS)

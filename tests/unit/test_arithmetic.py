@@ -87,6 +87,7 @@ def test_what_is_changed_later_is_seen(change: Callable[[Any], object]) -> None:
     assert only_computes(module)
     change(module)
     assert not only_computes(module)
+    assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
 
 
 class Special(Tensor):

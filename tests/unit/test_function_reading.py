@@ -25,9 +25,15 @@ from tests.support.readable import (
     waits,
 )
 
+GAIN = 2.0
+
 
 def residual(self: Any, x: Tensor) -> Tensor:
     return x + self.w2(torch.nn.functional.gelu(self.w1(x)))
+
+
+def names_numbers(self: Any, x: Tensor) -> Tensor:
+    return GAIN * x + math.pi
 
 
 def with_a_branch(self: Any, x: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ def calls_methods(self: Any, x: Tensor) -> Tensor:
 
 ARITHMETIC = [
     *(swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results, with_arguments),
-    *(calls_methods, asserts, in_one_expression, with_what_may_not_be_there),
+    *(names_numbers, calls_methods, asserts, in_one_expression, with_what_may_not_be_there),
 ]
 
 
