@@ -107,7 +107,11 @@ class Passing:
 
     async def _end(self, error: BaseException) -> None:
         """End the RPC with the status that says what went wrong, which raises grpc's own error for that."""
-        if not isinstance(error, MoeAutogradError):
+        if isinstance(
+            error, grpc.aio.InternalError
+        ):  # of a write or a read: grpc often tells of the end first here
+            logger.debug("a client has gone in the midst of a call: %s", error)
+        elif not isinstance(error, MoeAutogradError):
             logger.error("a call failed in the server itself", exc_info=error)
         error.with_traceback(
             None

@@ -1,4 +1,7 @@
-"""What operators read of an expert whose module raises: where, once a minute, and nothing of what it says."""
+"""What operators read of an expert whose module raises: where, once a minute, and nothing of what it says.
+
+And of a client that goes away: nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.hosting.failing import REST_S, FailureLog
-from moe_autograd.errors import ExpertFailedError
+from moe_autograd.errors import CorruptDataError, ExpertFailedError
+from moe_autograd.remote import connect
 from tests.support.servers import WireClient, wait_until
 
 SECRET = "1234.5678"
@@ -202,3 +206,23 @@ def test_what_a_failing_call_was_given_goes_without_the_garbage_collector(where:
                 client.backward("e", torch.ones(1, 4), call_id=call_id, wants_weight_grads=False)
                 client.forget(e=call_id)
         wait_until(lambda: module.given() is None, 20.0)
+
+
+class Wide(nn.Module):
+    """Has an answer of many messages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 2_000_000)
+
+
+def test_a_client_that_goes_away_in_the_midst_of_an_answer_is_no_failure_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with ExpertsServer({"e": Wide()}) as server:
+        for _ in range(40):  # grpc tells of it in the write or by a cancellation: of 60 in the write 19 times
+            with (
+                connect(server.address, max_tensor_bytes=1000) as experts,
+                pytest.raises(CorruptDataError, match="got shape"),
+            ):
+                experts["e"](torch.ones(1, 1))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
