@@ -192,9 +192,9 @@ class _Names(Sequence[str]):
 
 @uncompiled
 def parallel_apply(
-    modules: Sequence[Callable[..., Any]],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    modules: Iterable[Callable[..., Any]],
+    inputs: Iterable[Any],
+    kwargs_tup: Iterable[Mapping[str, Any]] | None = None,
     *,
     max_concurrency: int | None = None,
     recompute: bool | Recompute = False,
@@ -299,8 +299,8 @@ def _as_list(modules: Any) -> list[Callable[..., Any]]:
 
 def _checked_arguments(
     modules: Sequence[Any],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None,
+    inputs: Iterable[Any],
+    kwargs_tup: Iterable[Mapping[str, Any]] | None,
     names: Sequence[str] | None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     args = [x if type(x) is tuple else _as_tuple(x) for x in inputs]
