@@ -15,7 +15,13 @@ try:
     import click  # noqa: F401
     import google.protobuf  # noqa: F401
     import grpc  # noqa: F401
+    import grpc_health  # noqa: F401
+    import grpc_reflection  # noqa: F401
+    import prometheus_client  # noqa: F401
     import pydantic  # noqa: F401
+    import rich  # noqa: F401
+    import safetensors  # noqa: F401
+    import xxhash  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"experts_server: expected what a server needs, got {str(error)!r}. Install moe-autograd with its extra "

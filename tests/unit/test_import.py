@@ -32,7 +32,19 @@ def test_importing_the_library_loads_neither_grpc_nor_the_server_nor_what_they_n
         ("moe_autograd.remote", "grpc", "remote"),
         ("moe_autograd.remote", "xxhash", "remote"),
         ("experts_server", "click", "server"),
-        ("experts_server", "grpc", "server"),
+        *(
+            ("experts_server", module, "server")
+            for module in (
+                "grpc",
+                "grpc_health",
+                "grpc_reflection",
+                "prometheus_client",
+                "pydantic",
+                "rich",
+                "safetensors",
+                "xxhash",
+            )
+        ),
     ],
 )
 def test_importing_what_needs_an_extra_names_it(package: str, missing: str, extra: str) -> None:
