@@ -234,6 +234,10 @@ class Channel:
         """Go on without waiting for the end of a stream that has brought all that it should."""
         self._left.add(stream)
 
+    def end_left(self) -> None:
+        """End the streams that were left."""
+        self._left.end_all_but(0)  # each would keep its connection
+
     def error_of_call(self, error: grpc.RpcError, place: str) -> RemoteError:
         """Return our error for gRPC's; after `note_failure`."""
         call = cast(Any, error)  # in grpc the exception is also the call that failed
@@ -251,7 +255,7 @@ class Channel:
         self._link.close()
         for call in tuple(self._told):  # those on a gRPC channel that was replaced
             call.cancel()
-        self._left.end_all_but(0)  # each would keep its connection
+        self.end_left()
 
     def __repr__(self) -> str:
         return f"Channel({self.address!r})"

@@ -113,7 +113,7 @@ class Delivery:
 
         Where that does not arrive, `if_lost` is called, from any thread; at once if the server is lost.
         """
-        if not self.operations.is_here or self.finding.placement.is_lost(address):
+        if not self.operations.is_here or self.finding.is_lost(address):
             if_lost()
             return
         experts, call_ids = zip(*calls, strict=True)
@@ -142,7 +142,7 @@ class Delivery:
     def _deliver_from(self, rpc: str, jobs: Sequence[Job], operation: Operation) -> None:
         attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
         lost: Mapping[str, Exception] = {}
-        if self.finding.placement.is_lost(jobs[0].address):
+        if self.finding.is_lost(jobs[0].address):
             lost = self._find_anew(rpc, jobs, operation)
         while True:
             for address, group in by_address(jobs).items():
@@ -225,7 +225,7 @@ class Delivery:
         """Choose where jobs go next; return the servers that are lost, and why."""
         placement = self.finding.placement
         lost: Mapping[str, Exception] = {}
-        if self.finding.servers.may_change or any(placement.is_lost(job.address) for job in jobs):
+        if self.finding.servers.may_change or any(self.finding.is_lost(job.address) for job in jobs):
             lost = self.finding.look_briefly(operation)
         for job in jobs:
             name = job.request.expert
@@ -277,7 +277,7 @@ class Delivery:
         operation = errand.operation
         attempts = Attempts(self.settings.retry, self._budget, operation.deadline)
         lost: Mapping[str, Exception] = {}
-        may_have_moved = self.finding.placement.is_lost(address)
+        may_have_moved = self.finding.is_lost(address)
         while True:
             if may_have_moved:
                 lost = self.finding.look_briefly(operation)

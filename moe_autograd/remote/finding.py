@@ -90,6 +90,10 @@ class Finding:
         """
         return self.placement.hosts_of(name) or self.hosted[name].addresses
 
+    def is_lost(self, address: str) -> bool:
+        """Tell whether a server has failed and not answered since, or is known no more."""
+        return self.placement.is_lost(address) or address not in self.servers.addresses
+
     def moved(self, address: str, names: Iterable[str], *, to_all: bool = False) -> dict[str, list[str]]:
         """Return, by address, where experts are now that were at one; empty: all of them are still there.
 
@@ -149,6 +153,7 @@ class Finding:
                 address for address in self.servers.addresses if address in counted or address not in replies
             ]
             self.placement.note_replies(known, counted)
+            self.placement.forget_all_but(self.servers.addresses)
             # What a server has dropped is still known, for a clear error.
             self.hosted = {**self.hosted, **self.placement.experts()}
             self._first_told = {**self.hosted, **self._first_told}

@@ -119,6 +119,17 @@ class Placement:
             self._found = {}
             self._note_replicas()
 
+    def forget_all_but(self, addresses: Collection[str]) -> None:
+        """Forget servers that are known no more, but for which replicas they had: what is there has not moved."""
+        with self._lock:
+            for known in (self._layouts, self._marks, self._rests):
+                for address in known.keys() - {*addresses}:
+                    del known[address]
+            for address in self._beside.keys() - {*addresses}:
+                if all(beside <= {address} for beside in self._beside[address].values()):
+                    del self._beside[address]
+            self._strangers &= {*addresses}
+
     def _note_replicas(self) -> None:
         hosts: dict[str, frozenset[str]] = {}
         for address in self._answered:

@@ -12,8 +12,10 @@ Rules:
 5. A server is called by a name that stands for it now: those of two names may have changed places, and each has a
    certificate of its own.
 
-Mutable state: `_channels`, which only grows, and `_behind`, replaced as wholes under `_lock`; `_resolved`, by one
-assignment an address.
+A channel to an address that stands for nothing any more is let go. RPCs under way keep it until they end; whoever asks
+for it later, as the backward of a forward there does, gets a new one.
+
+Mutable state: `_channels` and `_behind`, replaced as wholes under `_lock`; `_resolved`, by one assignment an address.
 
 Threads: any.
 """
@@ -88,7 +90,20 @@ class Servers:
 
     def channel(self, address: str) -> Channel:
         """Return the channel to a server that is or was known."""
-        return self._channels[address]
+        channel = self._channels.get(address)
+        return self._reopened(address) if channel is None else channel
+
+    def _reopened(self, address: str) -> Channel:
+        """Return a new channel to an address that stood behind a name; it is let go again as others are."""
+        with self._lock:
+            if (channel := self._channels.get(address)) is not None:
+                return channel
+            channel = self._open_channel(address, next(iter(self._names), address))
+            if self._is_open:
+                self._channels = {**self._channels, address: channel}
+            else:
+                channel.close()
+            return channel
 
     def resolve(self, operation: Operation) -> dict[str, ServerUnavailableError]:
         """Resolve all names anew (rule 2); return why those that could not be keep what they had."""
@@ -124,6 +139,7 @@ class Servers:
         for name in self._names:
             keeps = {*self._resolved.get(name, ()), *replies, *needed}
             self._change_behind(name, (), keeps)
+        self._let_go()
         first_of: dict[str, str] = {}
         for address in self.addresses:
             if address in replies:
@@ -177,6 +193,16 @@ class Servers:
                 if address in self._channels and (keeps is None or address in keeps)
             )
             self._behind = {**self._behind, given: kept}
+
+    def _let_go(self) -> None:
+        """Let go of channels to addresses that stand for nothing any more."""
+        with self._lock:
+            known = {*self.addresses}
+            gone = [channel for address, channel in self._channels.items() if address not in known]
+            if gone and self._is_open:
+                self._channels = {a: channel for a, channel in self._channels.items() if a in known}
+        for channel in gone:
+            channel.end_left()
 
     def __repr__(self) -> str:
         return f"Servers({', '.join(self.given)}: {', '.join(self.addresses)})"

@@ -274,6 +274,35 @@ class TestReturnsElsewhere:
                 assert torch.equal(experts["ffn.0"](torch.ones(1, 4)), expected)
                 assert experts.connection.addresses == (new.address,)
 
+    def test_what_belongs_to_addresses_that_are_gone_goes_and_a_backward_from_there_comes_through(
+        self, name_server, started
+    ):
+        modules = make_modules(0)
+        (first,) = started(modules)
+        name_server.hosts = ["127.0.0.1"]
+        x = torch.randn(3, 4, requires_grad=True)
+        with connect(named(first), timeout_s=120.0, retry=PATIENT) as experts:
+            optimizer, y = RemoteOptimizer(experts), experts["ffn.0"](x)
+            servers, placement = experts.connection._finding.servers, experts.connection._finding.placement
+            old = first
+            for _ in range(3):
+                old.stop()
+                with move(modules, old, name_server) as old:
+                    experts["ffn.0"](x)
+            old = serve(modules, old.address)
+            try:
+                experts["ffn.0"](x)
+                assert [*servers._channels] == [*placement._marks] == [*placement._layouts] == [old.address]
+                assert [*placement._beside] == [old.address]
+                y.sum().backward()
+                optimizer.step()
+                assert old.num_updates == {"ffn.0": 1}
+                assert experts.info().keys() == {"ffn.0"}
+                assert [*servers._channels] == [old.address]
+                assert [*placement._rests] == []
+            finally:
+                old.stop()
+
     def test_a_backward_finds_it_and_training_goes_on(self, name_server, started):
         modules = make_modules(0)
         twin = copy.deepcopy(modules["ffn.0"])
