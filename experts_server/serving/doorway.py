@@ -107,13 +107,10 @@ class Passing:
 
     async def _end(self, error: BaseException) -> None:
         """End the RPC with the status that says what went wrong, which raises grpc's own error for that."""
-        if isinstance(
-            error, grpc.aio.InternalError
-        ):  # of a write or a read: grpc often tells of the end first here
+        if isinstance(error, grpc.aio.InternalError):  # of a write or read, where grpc may tell of it first
             logger.debug("a client has gone in the midst of a call: %s", error)
         elif not isinstance(error, MoeAutogradError):
             logger.error("a call failed in the server itself", exc_info=error)
-        error.with_traceback(
-            None
-        )  # which knows what has come; grpc keeps the error until the collector comes by
+        # The traceback knows what has come; grpc keeps the error until the garbage collector comes by.
+        error.with_traceback(None)
         await self._context.abort(*rpc_status_of(error))
