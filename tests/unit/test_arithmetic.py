@@ -296,7 +296,7 @@ def without_a_part_that_drops(forward: Any) -> nn.Module:
 )
 def test_dropout_in_turn_is_that_on_threads(make: Callable[[], nn.Module]) -> None:
     """And the caller's stream goes on as if the map had drawn once; in evaluation as if it had not."""
-    modules = [make() for _ in range(4)]
+    modules = [*[make() for _ in range(3)], nn.Linear(4, 4)]  # of which the last draws nothing
     xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
 
     def draw(called: Any) -> list[Tensor]:
