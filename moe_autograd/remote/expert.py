@@ -67,12 +67,13 @@ class RemoteExpert(nn.Module):
         self._freeze.is_on = not requires_grad
         return self
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor, **named: Any) -> Any:
         """Compute on the server.
 
         Args:
             inputs: dense tensors of any shape that the expert takes. Under autocast, floating ones are converted to
                 the dtype that the server says it takes (`hosted.inputs`).
+            named: refused, whatever they are: only positional tensors travel.
 
         Returns:
             What the expert returns: a tensor, or a tuple of tensors, on the device of the first input.
@@ -80,10 +81,10 @@ class RemoteExpert(nn.Module):
         Raises:
             InvalidCallError: the expert does not take such inputs.
             RemoteError: or another of its subclasses.
-            TypeError: an input is no dense tensor.
+            TypeError: an input is no dense tensor, or has a name.
             UnsupportedTransformError: inside a `torch.func` transform or a trace, or with forward-mode tangents.
         """
-        return call_alone(self, inputs, {})
+        return call_alone(self, inputs, named)
 
     def extra_repr(self) -> str:
         """Show the name and where it is."""

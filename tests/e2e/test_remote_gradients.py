@@ -369,8 +369,10 @@ class TestModule:
         assert repr(remote["linear"]) == f"RemoteExpert('linear', kind='Linear', address='{server.address}')"
 
     def test_keyword_arguments_are_refused(self, remote):
+        with pytest.raises(TypeError, match=r"keyword arguments \['x'\]\. Only positional tensors travel"):
+            remote["linear"](x=torch.ones(1, 4))
         with pytest.raises(TypeError, match="keyword arguments"):
-            remote["linear"].call_group.call_together([remote["linear"]], [()], [{"x": torch.ones(1, 4)}])
+            parallel_apply([remote["linear"]], [()], [{"x": torch.ones(1, 4)}])
 
     @pytest.mark.parametrize(("inputs", "error"), [((3,), TypeError), ((), ValueError)])
     def test_what_is_no_tensor_is_refused_here(self, remote, inputs, error):
