@@ -111,7 +111,7 @@ def connect(
         certificates=None if tls is None else Certificates(tls),
         server_name=None if tls is None else tls.server_name,
         encodings=settings.encodings,
-        limits=TensorLimits(max_tensor_bytes=max_tensor_bytes),
+        limits=TensorLimits.of_one_tensor(max_tensor_bytes),
     )
     connection = Connection(Servers(listed, open_channel), settings)
     try:

@@ -65,6 +65,11 @@ class TensorLimits:
     max_tensors: int = 1024
     max_unfinished_parcels: int = 65536
 
+    @classmethod
+    def of_one_tensor(cls, max_tensor_bytes: int) -> TensorLimits:
+        """Return limits under which a tensor of so many bytes comes through."""
+        return cls(max_tensor_bytes, max(cls.max_unfinished_bytes, max_tensor_bytes))
+
 
 class TensorForm(NamedTuple):
     """A tensor's description, once it has been checked."""

@@ -248,3 +248,10 @@ class TestMalformed:
 
 def sealed_bytes(fields: bytes) -> bytes:
     return fields + b"\x79" + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("max_tensor_bytes", [1000, 1 << 30, 3 << 30])
+def test_a_tensor_of_the_largest_size_finds_room_in_a_stream(max_tensor_bytes: int) -> None:
+    limits = TensorLimits.of_one_tensor(max_tensor_bytes)
+    assert limits.max_tensor_bytes == max_tensor_bytes
+    assert limits.max_unfinished_bytes >= max(max_tensor_bytes, TensorLimits().max_unfinished_bytes)
