@@ -54,7 +54,7 @@ class Shared(NamedTuple):
             and grad.dtype is self.dtype
             and grad.device == self.device
             and not grad.requires_grad
-            and not grad._is_zerotensor()  # added to another, it gives a view of that, and is never changed
+            and not grad._is_zerotensor()  # a sum of such is one, too, and cannot be changed in place
             and not torch._C._functorch.is_legacy_batchedtensor(grad)
         )
 

@@ -167,18 +167,34 @@ ODD_GRADS: dict[str, Callable[[], Tensor | None]] = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 4, NUM_CALLS - 1])
+@pytest.mark.parametrize("places", [{0}, {4}, {NUM_CALLS - 1}, {NUM_CALLS - 2, NUM_CALLS - 1}], ids=str)
 @pytest.mark.parametrize("odd", ODD_GRADS)
-def test_gradients_that_are_not_like_the_others(odd: str, place: int) -> None:
+def test_gradients_that_are_not_like_the_others(odd: str, places: set[int]) -> None:
     def program(apply: MapFunction) -> Any:
         shared = torch.zeros(4, 8, requires_grad=True)
         usual = [functools.partial(torch.full, (4, 8), 10.0 ** (i - 4)) for i in range(NUM_CALLS)]
-        calls = [(shared, ODD_GRADS[odd] if i == place else usual[i]) for i in range(NUM_CALLS)]
+        calls = [(shared, ODD_GRADS[odd] if i in places else usual[i]) for i in range(NUM_CALLS)]
         torch.stack(apply(Tells, *calls)).sum().backward()
         return shared.grad
 
     is_handed_on = odd in ("another dtype", "sparse", "to be reduced") and accumulating.LEAST_ADDED == 1
     assert_same_program(program, tolerance=1e-6 if is_handed_on else 0.0)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, None])
+def test_they_are_added_in_the_dtype_that_their_tensor_asks_for(grad_dtype: torch.dtype | None) -> None:
+    """In bfloat16 a sum has no digits for the small ones."""
+
+    def program(apply: MapFunction) -> Any:
+        shared = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
+        shared.grad_dtype = grad_dtype
+        grads = [
+            functools.partial(torch.full, (4, 8), 2.0 ** (i - 9), dtype=torch.bfloat16) for i in range(10)
+        ]
+        torch.stack(apply(Tells, *[(shared, grad) for grad in grads])).sum().backward()
+        return shared.grad
+
+    assert_same_program(program)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
