@@ -278,3 +278,18 @@ def test_a_context_of_another_kind_is_refused() -> None:
         TypeError, match="expected the context that run_isolated_forward returned, got Tensor"
     ):
         run_isolated_backward(SavesInput, torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "func", [SavesInput.apply, SavesInput.backward, torch.sin], ids=["apply", "backward", "sin"]
+)
+def test_what_is_no_autograd_function_is_refused(func: Any) -> None:
+    _, ctx = run_isolated_forward(SavesInput, torch.ones(1, requires_grad=True))
+    for caller, call in (
+        ("run_isolated_forward", lambda: run_isolated_forward(func, torch.ones(1))),
+        ("run_isolated_backward", lambda: run_isolated_backward(func, ctx, torch.ones(1))),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"^{caller}: expected a subclass of torch\.autograd\.Function, got"
+        ):
+            call()
