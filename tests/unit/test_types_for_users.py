@@ -81,16 +81,20 @@ def remote(up: ExpertsServer) -> None:
 """
 
 
+OPTIONS = """
+[mypy]
+strict = true
+# What is installed is not checked; here it is found by its folder, so that has to be said, and of its stubs again.
+follow_imports = silent
+follow_imports_for_stubs = true
+"""
+
+
 def test_a_users_program_passes_a_strict_type_checker(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
+    program, config = tmp_path / "program.py", tmp_path / "mypy.ini"
     program.write_text(PROGRAM)
-    options = [
-        "--strict",
-        "--follow-imports=silent",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "--config-file=",
-    ]
+    config.write_text(OPTIONS)
+    options = ["--config-file", str(config), "--cache-dir", str(tmp_path / "cache")]
     ended = subprocess.run(
         [sys.executable, "-m", "mypy", *options, str(program)],
         cwd=tmp_path,
