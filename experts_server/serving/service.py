@@ -255,7 +255,7 @@ class Service:
     ) -> pb.UpdateReply:
         """Check all experts before the first is changed."""
         checks = (check_state(name, self._layout(name), state) for name, state in states.items())
-        _first([*filter(None, checks), None])
+        _first([*filter(None, checks), None])  # nobody here is to hold what is raised
         results = []
         for name, state in states.items():
             results += await self.registry.inspect([name], partial(load_state, state=state, update=head))

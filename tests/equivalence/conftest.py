@@ -28,3 +28,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(failures, "time", clock)
     return clock
+
+
+@pytest.fixture
+def some_are_small(nothing_is_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of calls that are made in turn."""
+    monkeypatch.setattr(in_turn, "MOST_SMALL", 1 << 20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, einsum, nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -22,26 +21,19 @@ from moe_autograd.timeline import record_timeline
 from tests.support.comparing_modules import PROGRAMS
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
+from tests.support.made_in_turn import is_made_in_turn
 from tests.support.operators import CountOperators
 from tests.support.subprocesses import ROOT
 
 NUM_CALLS = 4
 ORDER = 1e-6  # gradients that meet are added in another order
-SMALL_ENOUGH = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def some_are_small(nothing_is_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_turn, "MOST_SMALL", SMALL_ENOUGH)
+pytestmark = pytest.mark.usefixtures("some_are_small")
 
 
 def expert() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-
-
-def is_made_in_turn(module: Callable[..., Any], x: Any = None) -> bool:
-    x = torch.randn(3, 4, requires_grad=True) if x is None else x
-    return in_turn.call_in_turn([module], [(x,)], [{}]) is not None
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -109,130 +101,6 @@ def test_a_call_that_a_hook_is_to_see_is_not_made_by_its_group(kind: str) -> Non
     assert torch.equal(parallel_apply([module], [x])[0], -x)
     module.forward = lambda x: x + 1  # type: ignore[method-assign]
     assert torch.equal(parallel_apply([module], [x])[0], x + 1)
-
-
-def test_a_call_with_more_work_gets_a_thread() -> None:
-    module = nn.Linear(64, 64, bias=False)
-    most_rows = in_turn.most_small() // 64**2
-    row = torch.randn(1, 64)
-    assert is_made_in_turn(module, row.expand(most_rows, 64))
-    assert not is_made_in_turn(module, row.expand(most_rows + 1, 64))
-    assert not is_made_in_turn(nn.GELU(), torch.empty(1).expand(in_turn.most_small() + 1))
-
-
-class WithABuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(1024, 1024))
-        self.register_buffer("bias", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class RowsWithRows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(x @ x.mT, -1) @ x
-
-
-def test_what_a_forward_that_is_read_may_multiply_with_is_work_too() -> None:
-    most_rows, row = in_turn.most_small() // 1024**2, torch.zeros(1, 1024)
-    assert is_made_in_turn(WithABuffer(), row.expand(most_rows, 1024))
-    assert not is_made_in_turn(WithABuffer(), row.expand(most_rows + 1, 1024))  # nor is it known to be large
-    row = torch.randn(1, 64)
-    assert is_made_in_turn(RowsWithRows(), row.expand(64, 64))
-    assert not is_made_in_turn(RowsWithRows(), row.expand(math.isqrt(in_turn.most_small() // 64) + 1, 64))
-
-
-class ColumnsWithColumns(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("ni,nj->ij", x, x)
-
-
-class ColumnsWithColumnsByName(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return einsum("ni,nj->ij", x, x)
-
-
-class InALoop(nn.Module):
-    def __init__(self, num_rounds: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Tanh() for _ in range(num_rounds)])
-        self.shared = nn.Linear(64, 64, bias=False)
-        self.count = 3
-
-
-class SharesALayer(InALoop):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(self.again(x))
-        return x
-
-    def again(self, x: Tensor) -> Tensor:
-        return self.shared(x)  # type: ignore[no-any-return]
-
-
-class LoopsAlone(InALoop):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.shared(x)
-        for layer in self.layers:
-            x = layer(x) + self.count
-        return x
-
-
-class RowsWithRowsInALoop(InALoop):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x @ x.mT @ x)
-        return x
-
-
-@pytest.mark.parametrize("kind", [ColumnsWithColumns, ColumnsWithColumnsByName])
-def test_columns_with_columns_are_work_too(kind: Callable[[], nn.Module]) -> None:
-    width = math.isqrt(in_turn.most_small())
-    assert is_made_in_turn(kind(), torch.empty(1, 1).expand(1, width))
-    for module in (kind(), nn.Sequential(kind(), LoopsAlone(0)), nn.Sequential(LoopsAlone(0), kind())):
-        assert not is_made_in_turn(module, torch.empty(1, 1).expand(2, width))
-
-
-def test_what_is_used_again_in_each_round_of_a_loop_is_so_much_work() -> None:
-    most_rows, row, num_rounds = in_turn.most_small() // 64**2, torch.randn(1, 64), 8
-    assert is_made_in_turn(LoopsAlone(num_rounds), row.expand(8, 64))
-    assert is_made_in_turn(SharesALayer(num_rounds), row.expand(8, 64))
-    assert not is_made_in_turn(SharesALayer(num_rounds), row.expand(most_rows // num_rounds + 1, 64))
-    most_rows = math.isqrt(in_turn.most_small() // 64)
-    assert is_made_in_turn(RowsWithRows(), row.expand(most_rows, 64))
-    assert not is_made_in_turn(RowsWithRowsInALoop(num_rounds), row.expand(most_rows // 2, 64))
-
-
-@pytest.fixture
-def num_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def test_where_a_loop_keeps_no_other_core_busy_less_work_is_worth_a_thread(
-    num_threads: Callable[[int], None],
-) -> None:
-    num_threads(1)
-    alone = in_turn.most_small()
-    num_threads(2)
-    assert in_turn.most_small() > alone
-
-
-def test_a_large_call_gets_no_thread_where_its_operators_keep_all_cores_busy(
-    num_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(in_turn, "MOST_SMALL", 64)
-    monkeypatch.setattr(in_turn, "LEAST_LARGE", 1 << 14)
-    monkeypatch.setattr(in_turn, "num_cores", lambda: 2)
-    module, large = nn.Linear(64, 64, bias=False), torch.randn(8, 64)
-    num_threads(2)
-    assert is_made_in_turn(module, large)
-    assert not is_made_in_turn(module, large[1:])
-    num_threads(1)
-    assert not is_made_in_turn(module, large)
 
 
 class Waits(nn.Linear):

@@ -1,0 +1,15 @@
+"""Whether a call is made as the plain loop that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_autograd.autograd import in_turn
+
+
+def is_made_in_turn(module: Callable[..., Any], x: Any = None) -> bool:
+    x = torch.randn(3, 4, requires_grad=True) if x is None else x
+    return in_turn.call_in_turn([module], [(x,)], [{}]) is not None
