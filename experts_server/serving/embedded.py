@@ -26,7 +26,7 @@ class ExpertsServer:
     The modules are trained in place: what clients do to them can be read off them afterwards.
 
     Args:
-        experts: modules by name, such as `{"ffn.0": module}`.
+        experts: modules by name, such as `{"ffn.0": module}`, or an `nn.ModuleDict`.
         optimizer: makes the optimizer of an expert from its parameters; `None`: they are not trained.
         listen: `HOST:PORT`; port 0 takes a free one. By default that of `config` if it sets one, else a free port of
             loopback.
@@ -54,7 +54,7 @@ class ExpertsServer:
 
     def __init__(
         self,
-        experts: Mapping[str, nn.Module],
+        experts: Mapping[str, nn.Module] | nn.ModuleDict,
         *,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         listen: str | None = None,
@@ -177,7 +177,7 @@ def _settings_of(config: ServingConfig | Mapping[str, Any] | None) -> dict[str, 
 
 
 def _check_types(experts: Any, optimizer: Any) -> None:
-    if not isinstance(experts, Mapping):
+    if not isinstance(experts, Mapping | nn.ModuleDict):
         raise TypeError(
             f"ExpertsServer: expected modules by name, got {type(experts).__name__}. "
             'Pass a mapping such as {"ffn.0": module}.'

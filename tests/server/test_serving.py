@@ -53,6 +53,14 @@ def test_output_and_input_gradient_are_those_of_the_module(client: WireClient) -
     torch.testing.assert_close(backward.tensors, (expected_grad,))
 
 
+def test_experts_of_a_module_dict_are_hosted_under_its_keys() -> None:
+    experts = nn.ModuleDict({"wide": nn.Linear(D, 32), "narrow": nn.Linear(D, 4)})
+    with ExpertsServer(experts) as server, WireClient(server.address) as client:
+        for name, module in experts.items():
+            forward = client.forward(name, tokens(3, D))
+            torch.testing.assert_close(forward.tensors, (module(tokens(3, D)),))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_end_in_the_weights_that_plain_training_ends_in(name: str) -> None:
     hosted = [module(), SwiGLUExpert(D, 32)]
