@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
 import io
+import random
 import re
+import threading
 import types
 import weakref
 from collections import deque
@@ -73,6 +76,55 @@ def test_transforms() -> None:
         with pytest.raises(UnsupportedTransformError):
             transform(total)(torch.ones(2))
     assert in_call(torch.func.grad(lambda x: x.sin().sum()), torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+@of("a lock which the caller holds waits for ever, also for an `RLock`")
+@of("What a call sets in a context variable, and does not reset, its caller may see or not")
+@of("`max_concurrency=1` makes all calls and their backwards on the calling thread")
+def test_what_belongs_to_a_thread() -> None:
+    lock, own = threading.RLock(), contextvars.ContextVar("own", default="")
+    has_lock: dict[str, bool] = {}
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str, meet: Callable[[], object]) -> Tensor:
+            meet()
+            own.set(name)
+            has_lock[name] = lock.acquire(blocking=False)
+            ctx.name = name
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            has_lock[f"{ctx.name}, backward"] = lock.acquire(blocking=False)
+            return 2 * grad, None, None
+
+    with lock:
+        meet = threading.Barrier(2, timeout=60).wait
+        map_with_parallel_backward(Looks, (leaf(), "a", meet), (leaf(), "b", meet))
+        assert sorted(has_lock.values()) == [False, True]
+        assert has_lock.get(own.get())  # the caller sees what was set on its thread alone
+        results = map_with_parallel_backward(Looks, (leaf(), "c", int), (leaf(), "d", int), max_concurrency=1)
+        torch.stack(results).sum().backward()
+        assert list(has_lock.values())[2:] == [True] * 4
+
+
+@of("**Random numbers of Python's `random` and of numpy**")
+def test_random_numbers_that_are_not_torchs() -> None:
+    def draws(has_drawn: threading.Event) -> float:
+        number = random.random()
+        has_drawn.set()
+        return number
+
+    def draws_later(has_drawn: threading.Event) -> float:
+        assert has_drawn.wait(60)
+        return random.random()
+
+    numbers = []
+    for calls in ([draws, draws_later], [draws_later, draws]):
+        random.seed(0)
+        numbers += parallel_apply(calls, [(threading.Event(),)] * 2)
+    assert numbers[:2] == numbers[:1:-1]  # the same ones, of each other's calls
 
 
 @of("must be taken by nobody else")
