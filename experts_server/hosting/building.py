@@ -35,6 +35,10 @@ _CANNOT_STEP_ALONE: dict[Any, str] = {
     torch.optim.LBFGS: "wants a closure that computes the loss again",
     torch.optim.SparseAdam: "wants sparse gradients",
     lr_scheduler.ReduceLROnPlateau: "wants a metric at each step",
+    lr_scheduler.LambdaLR: "wants a function, which a configuration cannot hold",
+    lr_scheduler.MultiplicativeLR: "wants a function, which a configuration cannot hold",
+    lr_scheduler.SequentialLR: "wants other schedules (OneCycleLR alone warms up and anneals)",
+    lr_scheduler.ChainedScheduler: "wants other schedules",
 }
 
 _CANNOT_STEP_WITH = {

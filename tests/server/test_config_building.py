@@ -93,6 +93,11 @@ class Script(torch.nn.Module):
             {**FFN, "optimizer": {"schedule": {"name": "ReduceLROnPlateau"}}},
             "which wants a metric at each step",
         ),
+        ({**FFN, "optimizer": {"schedule": {"name": "LambdaLR"}}}, "got 'LambdaLR', which wants a function"),
+        (
+            {**FFN, "optimizer": {"schedule": {"name": "sequentiallr"}}},
+            "got 'SequentialLR', which wants other schedules (OneCycleLR alone warms up",
+        ),
         ({**FFN, "optimizer": {"schedule": {"name": "StepLR"}}}, "key 'optimizer.schedule.args': expected"),
     ],
 )
@@ -109,6 +114,13 @@ def test_an_optimizer_that_is_refused_is_not_offered() -> None:
     with pytest.raises(ConfigError, match="Adam, AdamW") as refused:
         from_config(config)
     assert not any(name in str(refused.value) for name in ("LBFGS", "SparseAdam"))
+
+
+def test_a_schedule_that_no_file_can_describe_is_not_offered() -> None:
+    config = checked({"experts": {"e": {**FFN, "optimizer": {"schedule": {"name": "warmup"}}}}})
+    with pytest.raises(ConfigError, match="LinearLR, MultiStepLR, OneCycleLR") as refused:
+        from_config(config)
+    assert not any(name in str(refused.value) for name in ("LambdaLR", "SequentialLR", "ChainedScheduler"))
 
 
 @pytest.mark.parametrize("option", ["differentiable", "capturable"])
