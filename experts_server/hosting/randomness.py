@@ -4,7 +4,7 @@ torch has one CPU generator for the whole process. Experts run on several thread
 again, for its backward or by another server, has to see the same dropout mask. So a client sends a seed with each
 forward, and an expert that may draw random numbers draws them from generators of that seed (`moe_autograd._random`
 hands them to the operators). Where none came, forwards that may have a backward take one from the expert's own stream,
-and all else draws from that. An expert made only of layers known to draw nothing pays nothing for this.
+and all else draws from that. An expert made only of layers known to draw nothing, without hooks, pays nothing for this.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from experts_server.hosting.separating import ROW_WISE
 from moe_autograd._random import CallSeeds, GivenSeeds, own_streams, running
+from moe_autograd.autograd.in_turn import is_watched
 
 DRAWS_NOTHING = ROW_WISE | frozenset(
     [
@@ -35,7 +36,7 @@ class RandomStream:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        may_draw = any(type(part) not in DRAWS_NOTHING for part in module.modules())
+        may_draw = any(type(part) not in DRAWS_NOTHING or is_watched(part) for part in module.modules())
         self._seeds = CallSeeds() if may_draw else None
         if self._seeds is not None:  # seeded now: not by which expert happens to draw first
             self._seeds.draw(0, torch.device("cpu"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from experts_server import ExpertsServer
 from experts_server.hosting.randomness import RandomStream
 from tests.support.checkpointing import served
 from tests.support.hosting import ShowsItsMask
@@ -30,6 +31,19 @@ def test_what_an_expert_draws_does_not_depend_on_who_draws_first() -> None:
         assert torch.equal(one[index], other[index])
     assert not torch.equal(one[0], one[1])
     assert not torch.equal(one[1], one[2])
+
+
+def test_what_a_hook_draws_is_drawn_again_for_the_backward() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    layer.register_forward_hook(lambda _, __, y: y * torch.rand_like(y))
+    with ExpertsServer({"e": layer}) as server, WireClient(server.address) as client:
+        x = torch.ones(2, 4)
+        y = client.forward("e", x, random_seed=5).tensors[0]
+        again = {"inputs": [x], "random_seed": 5, "wants_input_grads": [True]}
+        given = client.backward("e", torch.ones(2, 4), call_id=2, **again).tensors[0]
+    assert y is not None
+    noise = y / (x @ layer.weight.detach().T)
+    torch.testing.assert_close(given, noise @ layer.weight.detach())
 
 
 def test_after_a_restart_an_expert_draws_on_from_where_it_was(tmp_path: Path) -> None:
