@@ -29,7 +29,7 @@ from experts_server.hosting.calling import ModuleCaller
 from experts_server.hosting.calls import BackwardCall, ForwardCall, Outputs
 from experts_server.hosting.gradients import Gradients
 from experts_server.hosting.kept import KeptForward
-from experts_server.hosting.separating import ROW_WISE, LinearTape, is_separable
+from experts_server.hosting.separating import LinearTape, is_row_wise, is_separable
 from experts_server.hosting.training import Training
 from moe_autograd.errors import ExpertFailedError
 
@@ -48,7 +48,7 @@ class Joiner:
     def __init__(self, caller: ModuleCaller, training: Training | None, *, can_join: bool) -> None:
         self.can_join = can_join and caller.spec.width is not None and not _mixes_rows(caller.module)
         self.draws_random_numbers = False  # in training; found out
-        self._is_known = all(type(part) in ROW_WISE for part in caller.module.modules())
+        self._is_known = is_row_wise(caller.module)
         self._num_joined = 0
         self._caller = caller
         self._can_take_in = (

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from experts_server.hosting.gradients import Gradients
 from experts_server.hosting.modules import IdentityExpert
+from moe_autograd.autograd.in_turn import is_watched
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 
 ROW_WISE = frozenset(
@@ -33,14 +34,23 @@ ROW_WISE = frozenset(
 )
 
 
+def is_row_wise(module: nn.Module) -> bool:
+    """Whether every part of `module` is of a class known to treat rows one by one, and no hook makes it do more."""
+    return all(type(part) in ROW_WISE and not is_watched(part) for part in module.modules())
+
+
 def is_separable(module: nn.Module) -> bool:
-    """Whether every part of `module` treats rows one by one, and all trained weights are those of linear layers."""
-    own = {
-        id(p) for part in module.modules() if type(part) is nn.Linear for p in part.parameters(recurse=False)
-    }
-    return all(type(part) in ROW_WISE for part in module.modules()) and all(
-        id(p) in own for p in module.parameters() if p.requires_grad
-    )
+    """Whether every part of `module` treats rows one by one, and all trained weights are those of linear layers.
+
+    Not where a part works in place: a layer's output is then no longer what came out of it, nor is its gradient. Nor
+    where a weight has a hook, which would not see its gradient.
+    """
+    layers = [part for part in module.modules() if type(part) is nn.Linear]
+    own = {id(weight) for layer in layers for weight in (layer.weight, layer.bias)}
+    is_in_place = any(getattr(part, "inplace", False) for part in module.modules())
+    trained = [p for p in module.parameters() if p.requires_grad]
+    are_plain = all(id(p) in own and not p._backward_hooks for p in trained)
+    return is_row_wise(module) and not is_in_place and are_plain
 
 
 class LinearTape:
