@@ -48,7 +48,7 @@ class Saver:
         self._taking: asyncio.Future[list[Any]] | None = None
         self._is_ending = False
         self._clock = clock
-        self._saved_at = clock()
+        self._saved_at = self._failed_at = clock()
         self._thread = ThreadPoolExecutor(1, "experts-server-saver")
 
     @property
@@ -141,13 +141,14 @@ class Saver:
         An expert that hangs keeps the state that was saved before, and holds up no other's. None is due before the last
         save, nor while another one is under way.
         """
-        is_due = self.age_s >= self._config.checkpoint_interval_s
+        rested_s = self._clock() - max(self._saved_at, self._failed_at)
+        is_due = rested_s >= self._config.checkpoint_interval_s
         if self._folder is None or not is_due or self._is_ending or self._is_saving.locked():
             return
         try:
             await self._save(self._folder, SNAPSHOT_TIMEOUT_S, goes_on=True)
         except CheckpointError as error:
-            self._saved_at = self._clock()
+            self._failed_at = self._clock()
             logger.error("%s", error)
 
     async def _save(
