@@ -123,8 +123,9 @@ class PassStream:
             while not self._has_all:
                 await self._receive_one()
         except BaseException as error:
-            self._failure = error
-            self._wake.set()
+            if not self._is_over:  # else nobody takes it from here, and its traceback leads back
+                self._failure = error
+                self._wake.set()
 
     async def _receive_one(self) -> None:
         """Take the next message, or note that all have come."""

@@ -5,9 +5,11 @@ grpc keeps the error that ends an RPC, in a cycle, and it may be long until the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +17,9 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from experts_server.serving.streams import PassStream
 from moe_autograd.wire import methods
+from moe_autograd.wire.heads import FORWARD
 from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.held import Held
 from tests.support.hosting import sgd
@@ -88,4 +92,40 @@ def test_calls_go_with_a_stream_that_was_cut(server: ExpertsServer, client: Wire
     wait_until_inside(server, 0)
     held.may_go.set()
     client.forward("held", x())  # after those
+    assert num_left() == 0
+
+
+class Silent:
+    """The context of an RPC whose client has sent one message and says no more."""
+
+    def __init__(self, message: bytes) -> None:
+        self._messages = [message]
+        self.is_waited_for = asyncio.Event()
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def read(self) -> bytes:
+        if not self._messages:
+            self.is_waited_for.set()
+            await asyncio.Event().wait()
+        return self._messages.pop()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_call_that_has_not_come_whole_goes_with_a_stream_that_was_cut(
+    server: ExpertsServer, client: WireClient
+) -> None:
+    writer = ParcelWriter()
+    writer.add(*client.forward_call("a", torch.ones(1 << 17, D)))  # several messages
+
+    async def run() -> None:
+        context: Any = Silent(next(messages_of(writer)))
+        assert server._server is not None
+        stream = asyncio.ensure_future(PassStream(server._server.service, FORWARD, context).run())
+        await context.is_waited_for.wait()
+        stream.cancel()
+        await asyncio.wait([stream])
+
+    asyncio.run(run())
     assert num_left() == 0
