@@ -44,18 +44,24 @@ def check_credentials(config: SecurityConfig) -> None:
 
 
 _Contents = tuple[bytes, bytes, bytes | None]  # of key, certificate and client_ca
+_REPLACED = (
+    "config, key 'security.tls_cert': expected files that stay as they are while they are read, got some that are "
+    "replaced. Try again."
+)
 
 
 class _Certificates:
     """What is in the certificates' files, which are replaced before it expires.
 
     grpc asks for each new connection, on threads of its own, whether there is something new. What does not belong
-    together (the new certificate and still the old key) is passed over: clients see what they saw before.
+    together (the new certificate and still the old key) is passed over: clients see what they saw before. It is looked
+    at again for the next connection, and told of once.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._seen: _Contents | None = None
+        self._in_use: _Contents | None = None
+        self._trouble = ""
 
     def read(self) -> _Contents:
         """Return what is in the files now; raises `ConfigError`."""
@@ -63,11 +69,20 @@ class _Certificates:
         return read_file(self._key, "tls_key"), read_file(self._cert, "tls_cert"), client_ca
 
     def check(self, now: _Contents) -> grpc.ServerCertificateConfiguration:
-        """Return what was read in grpc's form; raises `ConfigError`."""
-        self._seen = now
-        _check_certificates(self._cert, self._key, self._client_ca)
-        if (reason := _why_no_client_trusts(self._cert, self._key)) is not None:
+        """Return what was read in grpc's form; raises `ConfigError`.
+
+        OpenSSL reads the files themselves, which may be others by then: so what was read has to be in them still.
+        """
+        try:
+            _check_certificates(self._cert, self._key, self._client_ca)
+            reason = _why_no_client_trusts(self._cert, self._key)
+        except OSError as error:
+            raise ConfigError(_REPLACED) from error
+        if self.read() != now:
+            raise ConfigError(_REPLACED)
+        if reason is not None:
             logger.error("%s", _untrusted(self._cert, reason))
+        self._in_use, self._trouble = now, ""
         key, cert, client_ca = now
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
 
@@ -75,9 +90,11 @@ class _Certificates:
         """Return what clients get to see from now on, or None for no change."""
         try:
             now = self.read()
-            return None if now == self._seen else self.check(now)
+            return None if now == self._in_use else self.check(now)
         except ConfigError as error:
-            logger.warning("certificates stay as they were: %s", error)
+            if self._trouble != (told := str(error)):
+                logger.warning("certificates stay as they were: %s", told)
+            self._trouble = told
             return None
 
 

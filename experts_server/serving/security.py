@@ -50,7 +50,8 @@ class Gate:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._seen = _stamp(file)
+        self._read = _stamp(file)
+        self._trouble = ""
         self._tokens = None if file is None else read_tokens(file)
         self._look_at = time.monotonic() + _LOOK_INTERVAL_S
 
@@ -82,16 +83,18 @@ class Gate:
             )
 
     def _look(self) -> None:
-        """Take what is in the file, if that has changed and is a whole one."""
+        """Take what is in the file, if that has changed and is a whole one; until it is, look again, and tell once."""
         self._look_at = time.monotonic() + _LOOK_INTERVAL_S
-        if self._file is None or (stamp := _stamp(self._file)) == self._seen:
+        if self._file is None or (stamp := _stamp(self._file)) == self._read:
             return
-        self._seen = stamp
         try:
             self._tokens = read_tokens(self._file)
         except ConfigError as error:
-            logger.warning("tokens stay as they were: %s", error)
+            if self._trouble != (told := str(error)):
+                logger.warning("tokens stay as they were: %s", told)
+            self._trouble = told
         else:
+            self._read, self._trouble = stamp, ""
             logger.info("tokens: %d, read again from %s", len(self._tokens), self._file)
 
     def _find(self, token: str) -> Permission | None:

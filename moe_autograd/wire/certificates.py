@@ -6,6 +6,7 @@ What grpc says of a file that is no certificate is that a handshake failed, with
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 
 import grpc
@@ -27,25 +28,34 @@ def channel_credentials(
         OSError: a file cannot be read.
         ValueError: one is not what it should be.
     """
-    read = [None if file is None else read_certificate(file) for file in (ca_file, key_file, cert_file)]
+    files = (ca_file, key_file, cert_file)
+    read = _contents(files)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if ca_file is not None:
             context.load_verify_locations(ca_file)
-    except ssl.SSLError as error:
+    except OSError as error:  # of OpenSSL, or a file has gone since
         raise ValueError(
-            f"TLS: expected certificates as PEM, got {str(ca_file)!r} ({error.reason or error}). "
+            f"TLS: expected certificates as PEM, got {str(ca_file)!r} ({getattr(error, 'reason', None) or error}). "
             "Take the file of the authority that signed the server's."
         ) from error
     try:
         if cert_file is not None:
             context.load_cert_chain(cert_file, key_file, password="")
-    except ssl.SSLError as error:
+    except OSError as error:  # of OpenSSL, or a file has gone since
         raise ValueError(
             f"TLS: expected a certificate and its key, unencrypted, as PEM, got {str(cert_file)!r} and "
-            f"{str(key_file)!r} ({error.reason or error}). Check that they belong together."
+            f"{str(key_file)!r} ({getattr(error, 'reason', None) or error}). Check that they belong together."
         ) from error
+    if _contents(files) != read:  # OpenSSL has seen others
+        raise ValueError(
+            "TLS: expected files that stay as they are while they are read, got some that are replaced. Try again."
+        )
     return grpc.ssl_channel_credentials(*read)
+
+
+def _contents(files: Iterable[File | None]) -> list[bytes | None]:
+    return [None if file is None else read_certificate(file) for file in files]
 
 
 def read_certificate(file: File) -> bytes:
