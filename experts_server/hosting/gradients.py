@@ -97,7 +97,7 @@ class GraphWeigher:
     @contextlib.contextmanager
     def weighing(self) -> Iterator[None]:
         """Count what is saved within."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
     def weigh(self, tensor: Tensor) -> None:
@@ -107,10 +107,21 @@ class GraphWeigher:
                 self._seen.add(memory.data_ptr())
                 self.num_bytes += memory.nbytes()
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         self.num_saved += 1
         self.weigh(tensor)
-        return tensor.detach()  # the tensor itself could be the node's own output: a cycle
+        return tensor.detach(), tensor._version  # the tensor itself could be the node's own output: a cycle
+
+
+def _unpack(saved: tuple[Tensor, int]) -> Tensor:
+    """Return what was saved; where there are hooks, torch does not look whether it was changed since."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {version}."
+        )
+    return tensor
 
 
 _CAN_BE_INFINITE = frozenset(

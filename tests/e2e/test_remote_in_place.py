@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import LimitsConfig, MemoryConfig, ServingConfig
+from moe_autograd.errors import ExpertFailedError
 from moe_autograd.remote import RemoteOptimizer, connect
 from tests.support.hosting import LR, sgd
 
@@ -26,6 +27,18 @@ class AddsOne(nn.Module):
 class ChangesTheSecond(AddsOne):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.linear(x) * y.mul_(2)
+
+
+class ChangesWhatItNeeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = y.square()
+        y.add_(1)
+        return z
 
 
 MODULES = {
@@ -82,3 +95,14 @@ def test_its_masks_are_those_of_the_forward_where_that_was_begun_twice() -> None
             y = experts["e"](x)
             y.sum().backward()
             torch.testing.assert_close(x.grad, y.detach())
+
+
+def test_a_change_of_what_the_backward_needs_raises_as_in_torch() -> None:
+    module = ChangesWhatItNeeds()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        copy.deepcopy(module)(torch.ones(3, 4)).sum().backward()
+    with ExpertsServer({"e": module}) as server, connect(server.address) as experts:
+        for _ in range(2):  # its graph is weighed, the first time
+            y = experts["e"](torch.ones(3, 4, requires_grad=True))
+            with pytest.raises(ExpertFailedError, match="modified by an inplace operation"):
+                y.sum().backward()
