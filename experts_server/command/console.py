@@ -29,8 +29,10 @@ from moe_autograd.wire.framing import seal, unseal
 from moe_autograd.wire.options import CHANNEL_OPTIONS
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import error_of, error_of_rpc
+from moe_autograd.wire.tensors import TensorLimits
 from moe_autograd.wire.tokens import read_token
 
+MOST_BYTES = 1 << 40  # of one tensor: whatever a server hosts can be exported
 STANDARD = "-"  # output, or input, in place of a file; a file of that name is `./-`
 
 
@@ -142,7 +144,7 @@ def export_weights(address: str, expert: str, file: str, **connection: Any) -> N
 
 
 def _fetched_state(address: str, expert: str, connection: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    reader = ParcelReader()
+    reader = ParcelReader(TensorLimits.of_one_tensor(MOST_BYTES))
     state: dict[str, torch.Tensor] = {}
     num_entries = None
     with _connected(address, **connection) as line:

@@ -20,6 +20,7 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
+from moe_autograd.wire.tensors import TensorLimits
 from tests.support.parcels import messages_of
 
 
@@ -59,6 +60,15 @@ def entries(*parcels: tuple[Any, list[Tensor | None]]) -> list[bytes]:
 
 
 GOOD = pb.StateEntry(expert="e", key="weight"), [torch.ones(3)]
+
+
+def test_weights_larger_than_a_client_takes_by_default_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, *others = TensorLimits.__init__.__defaults__
+    monkeypatch.setattr(TensorLimits.__init__, "__defaults__", (8, *others))  # for 1 GiB
+    assert exported(entries(GOOD), tmp_path).exit_code == 0
+    assert load_file(tmp_path / "e.safetensors").keys() == {"weight"}
 
 
 @pytest.mark.parametrize(
