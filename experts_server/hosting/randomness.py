@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from experts_server.hosting.separating import ROW_WISE
+from experts_server.hosting.separating import ROW_WISE, is_its_class
 from moe_autograd._random import CallSeeds, GivenSeeds, own_streams, running
-from moe_autograd.autograd.in_turn import is_watched
 
 DRAWS_NOTHING = ROW_WISE | frozenset(
     [
@@ -36,7 +35,7 @@ class RandomStream:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        may_draw = any(type(part) not in DRAWS_NOTHING or is_watched(part) for part in module.modules())
+        may_draw = not all(type(part) in DRAWS_NOTHING and is_its_class(part) for part in module.modules())
         self._seeds = CallSeeds() if may_draw else None
         if self._seeds is not None:  # seeded now: not by which expert happens to draw first
             self._seeds.draw(0, torch.device("cpu"))

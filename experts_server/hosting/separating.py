@@ -34,9 +34,15 @@ ROW_WISE = frozenset(
 )
 
 
+def is_its_class(part: nn.Module) -> bool:
+    """Whether a part does what its class says: no hook makes it do more, nor an activation that is somebody's own."""
+    is_given_a_function = isinstance(part, FeedForwardExpert) and not part.only_computes()
+    return not (is_watched(part) or is_given_a_function)
+
+
 def is_row_wise(module: nn.Module) -> bool:
-    """Whether every part of `module` is of a class known to treat rows one by one, and no hook makes it do more."""
-    return all(type(part) in ROW_WISE and not is_watched(part) for part in module.modules())
+    """Whether every part of `module` is known to treat rows one by one."""
+    return all(type(part) in ROW_WISE and is_its_class(part) for part in module.modules())
 
 
 def is_separable(module: nn.Module) -> bool:

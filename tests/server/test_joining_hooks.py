@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from moe_autograd.errors import ExpertFailedError
+from moe_autograd.moe.experts import FeedForwardExpert
 from tests.server.test_joining import D, backward_call, forward_call, hosted, rows, step
 
 
@@ -31,6 +32,7 @@ CHANGED_ON_THE_WAY: dict[str, Callable[[], nn.Module]] = {
     "pruned": lambda: prune.random_unstructured(nn.Linear(D, D).double(), "weight", 0.5),
     "hook on a layer": lambda: _with_a_hook(lambda _, __, y: 2 * y),
     "hook on a weight": _with_a_mask,
+    "activation in place": lambda: FeedForwardExpert(D, activation=torch.relu_, dtype=torch.float64),
 }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.hosting.randomness import RandomStream
+from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.checkpointing import served
 from tests.support.hosting import ShowsItsMask
 from tests.support.servers import WireClient
@@ -33,17 +36,27 @@ def test_what_an_expert_draws_does_not_depend_on_who_draws_first() -> None:
     assert not torch.equal(one[1], one[2])
 
 
-def test_what_a_hook_draws_is_drawn_again_for_the_backward() -> None:
+def noisy(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+def with_a_hook() -> nn.Module:
     layer = nn.Linear(4, 4, bias=False)
-    layer.register_forward_hook(lambda _, __, y: y * torch.rand_like(y))
-    with ExpertsServer({"e": layer}) as server, WireClient(server.address) as client:
-        x = torch.ones(2, 4)
-        y = client.forward("e", x, random_seed=5).tensors[0]
-        again = {"inputs": [x], "random_seed": 5, "wants_input_grads": [True]}
-        given = client.backward("e", torch.ones(2, 4), call_id=2, **again).tensors[0]
-    assert y is not None
-    noise = y / (x @ layer.weight.detach().T)
-    torch.testing.assert_close(given, noise @ layer.weight.detach())
+    layer.register_forward_hook(lambda _, __, y: noisy(y))
+    return layer
+
+
+@pytest.mark.parametrize("make", [with_a_hook, lambda: FeedForwardExpert(4, activation=noisy)])
+def test_what_is_drawn_in_a_part_known_to_draw_nothing_is_drawn_again_for_the_backward(
+    make: Callable[[], nn.Module],
+) -> None:
+    with ExpertsServer({"e": make()}) as server, WireClient(server.address) as client:
+        x, grad = torch.ones(2, 4), torch.ones(2, 4)
+        client.forward("e", x, call_id=1, random_seed=5, keep_graph=True)
+        again = {"inputs": [x], "random_seed": 5}
+        answers = [client.backward("e", grad, call_id=n, wants_input_grads=[True], **again) for n in (1, 2)]
+    assert answers[0].tensors[0] is not None
+    torch.testing.assert_close(answers[1].tensors, answers[0].tensors)
 
 
 def test_after_a_restart_an_expert_draws_on_from_where_it_was(tmp_path: Path) -> None:
