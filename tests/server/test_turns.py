@@ -140,6 +140,22 @@ def test_with_a_waiting_time_calls_that_come_one_after_the_other_are_joined() ->
             client.channel.close()
 
 
+def test_with_a_waiting_time_small_calls_are_joined_as_well() -> None:
+    batching = BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000)
+    with serving({"e": torch.nn.Linear(D, D)}, batching=batching) as server:
+        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
+        waiting = [
+            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
+            for c, r in zip(clients, (2, 3), strict=True)
+        ]
+        assert [w.result().code for w in waiting] == ["OK", "OK"]
+        assert server._server is not None
+        batches = server._server.registry["e"].stats.kinds["forward"].batch_calls
+        assert (batches.total, batches.buckets()[-1]) == (2, ("+Inf", 1))
+        for client in clients:
+            client.channel.close()
+
+
 def test_a_call_that_has_waited_in_vain_for_others_is_computed_alone() -> None:
     gated = Gated()
     gated.let_go()
