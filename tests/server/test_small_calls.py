@@ -101,9 +101,17 @@ def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.M
         (Own(D, D), 3),
         (nn.Sequential(nn.Linear(D, D), nn.Dropout()), 3),
         (nn.Linear(D, D), 20_000),
+        (nn.Linear(D, D), 0),
         (compiled(), 3),
     ],
-    ids=["a hook", "a class of one's own", "random numbers", "many rows", "what is to be compiled"],
+    ids=[
+        "a hook",
+        "a class of one's own",
+        "random numbers",
+        "many rows",
+        "no rows",
+        "what is to be compiled",
+    ],
 )
 def test_all_others_are_given_to_a_worker(module: nn.Module, num_rows: int) -> None:
     with ExpertsServer({"e": module}) as server:
