@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
 
 from experts_server.checkpoints.checkpoint import CheckpointFolder
-from experts_server.checkpoints.snapshot import Snapshot, restore, take
+from experts_server.checkpoints.snapshot import Snapshot, check_fits, restore, take
 from experts_server.configuration.config import ServingConfig
 from experts_server.queues.registry import Registry
 from moe_autograd.errors import CheckpointError
@@ -80,8 +80,10 @@ class Saver:
                 f"{_some(snapshots)}. Configure what was saved, or use another checkpoint_dir, and "
                 "bring the weights there by experts-server export and import."
             )
-        for expert, snapshot in snapshots.items():
-            hosted = self._registry[expert].hosted
+        fitting = [(self._registry[expert].hosted, snapshot) for expert, snapshot in snapshots.items()]
+        for hosted, snapshot in fitting:
+            check_fits(hosted, snapshot)
+        for hosted, snapshot in fitting:  # only now: all of them are restored, or none
             with hosted.in_memory(for_update=True):
                 restore(hosted, snapshot)
         logger.info("loaded %s", name)

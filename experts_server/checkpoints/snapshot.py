@@ -74,12 +74,7 @@ def take(hosted: HostedExpert) -> Snapshot:
 
 
 def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
-    """Become what `take` saw; for a server that is not serving yet.
-
-    Raises:
-        CheckpointError: the snapshot is of another class, other shapes, or another optimizer. Nothing was changed.
-    """
-    _check_fits(hosted, snapshot)
+    """Become what `take` saw, if it fits (`check_fits`); for a server that is not serving yet."""
     weights = _group(snapshot.tensors, "weights")
     with torch.no_grad():
         hosted.module.load_state_dict(weights)
@@ -207,7 +202,8 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device
             trainer.gathered.note_lost(bytes.fromhex(client))
 
 
-def _check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
+def check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
+    """Raise `CheckpointError` if the snapshot is of another class, other shapes or another optimizer."""
     mine, saved = _identity(hosted), {key: snapshot.plain.get(key) for key in _identity(hosted)}
     if mine != saved:
         raise CheckpointError(

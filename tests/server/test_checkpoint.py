@@ -201,6 +201,7 @@ def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: 
     [
         ({"ffn.0": FeedForwardExpert(D)}, adam, "expected the configured experts ffn.0, got ffn.0, glu.0"),
         ({**experts(), "ffn.0": FeedForwardExpert(D, 4)}, adam, "'up.bias': '(4,) float32'"),
+        ({**experts(), "glu.0": SwiGLUExpert(D, 8)}, adam, "'up.weight': '(8, 8) float32'"),
         (
             {**experts(), "ffn.0": SwiGLUExpert(D, 4)},
             adam,
@@ -208,16 +209,21 @@ def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: 
         ),
         (experts(), lambda p: torch.optim.SGD(p, lr=1), "'optimizer': 'SGD'} as configured, got"),
     ],
-    ids=["other experts", "other shapes", "other class", "other optimizer"],
+    ids=["other experts", "other shapes", "other shapes of the last", "other class", "other optimizer"],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_with_both_sides_named(
     tmp_path: Path, modules: dict[str, nn.Module], optimizer: Any, text: str
 ) -> None:
     with served(tmp_path):
         pass
+    given = copy.deepcopy(modules)
+    for module in given.values():
+        nn.init.zeros_(next(module.parameters()))
+    before = copy.deepcopy([module.state_dict() for module in given.values()])
     with pytest.raises(CheckpointError) as refused:
-        served(tmp_path, copy.deepcopy(modules), optimizer).start()
+        served(tmp_path, given, optimizer).start()
     assert text in str(refused.value)
+    torch.testing.assert_close([module.state_dict() for module in given.values()], before, rtol=0, atol=0)
     with served(tmp_path):
         pass  # it is still there, and the folder is free again
 
