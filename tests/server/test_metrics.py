@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +47,7 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
 
 def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     experts = {"ffn.0": FeedForwardExpert(D), "ffn.1": FeedForwardExpert(D)}
-    config = ServingConfig(metrics_listen="127.0.0.1:0")
+    config, began = ServingConfig(metrics_listen="127.0.0.1:0"), time.monotonic()
     with ExpertsServer(experts, optimizer=sgd, config=config) as server, WireClient(server.address) as client:
         for call_id in range(3):
             client.forward("ffn.0", tokens(5, D), call_id=call_id)
@@ -75,6 +76,7 @@ def test_metrics_count_calls_tokens_bytes_times_and_updates_by_expert() -> None:
     assert (shown["experts_updates", "ffn.0"], shown["experts_updates", "ffn.1"]) == (1, 0)
     assert shown["experts_compute_seconds_bucket", "ffn.0", "forward", "+Inf"] == 4
     assert shown["experts_queue_seconds_count", "ffn.0", "forward"] == 4
+    assert 0 < shown["experts_queue_seconds_sum", "ffn.0", "forward"] < 4 * (time.monotonic() - began)
     assert shown["experts_batch_calls_bucket", "ffn.0", "forward", "1"] == 4
     assert shown[("experts_server_ready",)] == 1
     assert shown[("experts_server_gathered_gradient_bytes",)] > 0
