@@ -81,6 +81,7 @@ def _first_layer_is_linear() -> nn.Module:
         ("ffn.0", torch.tensor(1.0), "INVALID_CALL", "expected shape (num_tokens, 16), got ()"),
         ("ffn.0", torch.full((3, D), float("nan")), "INVALID_CALL", "expected finite values, got 48 of 48"),
         ("ffn.0", torch.full((3, D), float("inf")), "INVALID_CALL", "expected finite values, got 48 of 48"),
+        ("grumpy", torch.full((3, D), complex(1, torch.nan)), "INVALID_CALL", "expected finite values, got 48 of 48"),
         ("custom", tokens(3, D + 1), "INVALID_CALL", "got (3, 17)"),
         ("custom", tokens(3, D + 1), "INVALID_CALL", "mat1 and mat2 shapes"),
         ("words", torch.tensor([2, 9]), "EXPERT_FAILED", "its module raised IndexError: index out of range"),
@@ -88,7 +89,7 @@ def _first_layer_is_linear() -> nn.Module:
         ("grumpy", 9 * torch.ones(3, D), "EXPERT_FAILED", "a sequence of tensors from its module, got str."),
         ("grumpy", 11 * torch.ones(3, D), "EXPERT_FAILED", "from its module, got a tuple of Tensor, list."),
     ],
-    ids=[f"wrong {n}" for n in range(15)],
+    ids=[f"wrong {n}" for n in range(16)],
 )  # fmt: skip
 def test_a_wrong_forward_is_refused_and_its_neighbours_are_served(
     client: WireClient, expert: str, x: Tensor, code: str, text: str
