@@ -153,15 +153,14 @@ class RemoteOptimizer:
     @uncompiled
     def _update(self, rpc: str) -> None:
         self.failures = []
-        for connection, experts in self._experts.items():
-            self._trained.update(expert for expert in experts if expert.hosted.is_trained)
-            own = [expert for expert in experts if expert in self._trained]
-            if rpc == "Step":
-                _check_still_trained(own)
-            if own:
-                connection.update(
-                    rpc, [expert.name for expert in own], self.failures if self._may_drop else None
-                )
+        experts = [expert for own in self._experts.values() for expert in own]
+        self._trained.update(expert for expert in experts if expert.hosted.is_trained)
+        if rpc == "Step":  # before any server makes it
+            _check_still_trained([expert for expert in experts if expert in self._trained])
+        for connection, own in self._experts.items():
+            names = [expert.name for expert in own if expert in self._trained]
+            if names:
+                connection.update(rpc, names, self.failures if self._may_drop else None)
 
 
 def _check_still_trained(experts: Iterable[RemoteExpert]) -> None:

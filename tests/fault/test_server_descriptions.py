@@ -88,6 +88,24 @@ def test_an_expert_that_is_trained_no_more_is_an_error_at_the_step(
                 train(optimizer, experts["e"], x)
 
 
+def test_experts_of_other_servers_are_not_stepped_beside_one_that_is_trained_no_more(place: Place) -> None:
+    module, other = nn.Linear(D, D), nn.Linear(D, D)
+    place.host(module)
+    with (
+        ExpertsServer({"other": other}, optimizer=sgd) as server,
+        connect(server.address) as others,
+        connect(place.address) as experts,
+    ):
+        optimizer = RemoteOptimizer([others["other"], experts["e"]])
+        before = other.weight.detach().clone()
+        others["other"](torch.ones(2, D)).sum().backward()
+        place.host(module, None)
+        experts.info()
+        with pytest.raises(InvalidCallError, match="Nothing was changed"):
+            optimizer.step()
+        assert torch.equal(other.weight, before)
+
+
 def test_a_server_refuses_to_step_with_gradients_that_an_untrained_expert_cannot_have(place: Place) -> None:
     place.host(nn.Linear(D, D), None)
     with connect(place.address) as experts:
