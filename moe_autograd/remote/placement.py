@@ -228,8 +228,8 @@ class Placement:
             lost: the server.
             replica: which of several was there: it has moved to where it is now; 0: whichever.
         """
-        hosts = self.hosts_of(name)
         with self._lock:
+            hosts = self._ordered_hosts(name)
             places = [a for a in hosts if a in self._answered and self._replies[a][name].replica == replica]
             if replica and places:
                 return tuple(places)

@@ -153,6 +153,20 @@ class TestPlacement:
         placement.note_replies("abc", {"b": reply("ffn.0"), "c": reply("ffn.0")})
         assert placement.moved_to("ffn.0", "a") == ("c",)
 
+    def test_where_it_has_moved_may_be_asked_while_another_thread_is_told_that_it_is_there_no_longer(self):
+        placement = self.make(a=("ffn.0",), b=("ffn.0",))
+        assert placement.hosts_of("ffn.0") == ("a", "b")
+
+        class Lock:
+            def __enter__(self) -> None:
+                placement._lock = threading.Lock()
+                placement.note_replies("ab", {"a": reply(), "b": reply()})
+
+            def __exit__(self, *_: object) -> None: ...
+
+        placement._lock = Lock()
+        assert placement.moved_to("ffn.0", "a") == ()
+
     def test_a_replica_that_once_did_not_answer_in_time_is_one_still(self):
         placement = self.make(a=("ffn.0",), b=("ffn.0",))
         placement.note_replies("ab", {"a": reply("ffn.0")})
