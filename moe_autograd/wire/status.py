@@ -59,6 +59,7 @@ _NOT_CONNECTED = re.compile(
     r"|errors resolving .*: )(.*?)\.?\]?",
     re.DOTALL,
 )
+_BROKEN_OFF = re.compile(r"Stream removed \((.*)\)", re.DOTALL)
 _CLOSED_HERE = ("Locally cancelled by application!", "Channel closed!")
 _TLS_FAILURES = (
     (
@@ -160,9 +161,13 @@ def _certificate_trouble(details: str) -> str | None:
 
 
 def _in_our_words(details: str) -> str:
-    """Return what to say of a connection that grpc could not make; other details are a server's, and ours already."""
+    """Return what to say of a connection that grpc could not make, or lost; other details are a server's, and ours."""
     if details in _CLOSED_HERE:
         return "expected to be waited for, got cancelled here. Was the connection closed meanwhile?"
+    if (broken := _BROKEN_OFF.fullmatch(details)) is not None:
+        return (
+            f"expected an answer, got a connection that broke off ({broken[1]!r}). Is the server still there?"
+        )
     failed = _NOT_CONNECTED.fullmatch(details)
     if failed is None:
         return details

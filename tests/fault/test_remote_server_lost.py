@@ -101,6 +101,7 @@ class TestNoticed:
             thread.join(200)
             assert isinstance(became[0], ServerUnavailableError)
             assert "expert 'ffn.0' at" in str(became[0])
+            assert "): expected " in str(became[0]), "in our words"
             with pytest.raises(ServerUnavailableError):
                 experts["ffn.1"](torch.ones(1, 8))
 
