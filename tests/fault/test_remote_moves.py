@@ -363,11 +363,18 @@ class TestGatheredAtTwoPlaces:
         yield replicas
         replicas.stop()
 
-    def test_one_step_is_of_both(self, replicas):
-        with connect(replicas.addresses, timeout_s=200.0, retry=PATIENT, allow_missing=True) as experts:
+    @pytest.mark.parametrize("lives", [False, True], ids=["its server is gone", "its server lives"])
+    def test_one_step_is_of_both(self, replicas, lives):
+        with (
+            contextlib.ExitStack() as other,
+            connect(replicas.addresses, timeout_s=200.0, retry=PATIENT, allow_missing=True) as experts,
+        ):
             optimizer = RemoteOptimizer(experts)
             experts["ffn.0"](X).sum().backward()
             replicas.restart([None, 0])
+            if lives:
+                other.enter_context(ExpertsServer({"ffn.9": nn.Linear(4, 4)}, listen=replicas.addresses[0]))
+            wait_until(lambda: not is_lost(experts, replicas.addresses[1]))
             experts["ffn.0"](2 * X).sum().backward()
             optimizer.step()
             assert replicas.num_updates(0) == 1
