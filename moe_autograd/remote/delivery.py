@@ -155,10 +155,6 @@ class Delivery:
             if not (errors and _has_paused(attempts, errors, operation)):
                 for job in jobs:
                     job.request.on_settled(False)
-                if attempts.num_retries:
-                    why = attempts.why_given_up or "the operation was cancelled"
-                    for error in errors:
-                        error.add_note(f"Given up after {attempts.num_retries} retries: {why}.")
                 return
             lost = self._find_anew(rpc, jobs, operation)
 
@@ -323,9 +319,15 @@ class Delivery:
 
 
 def _has_paused(attempts: Attempts, errors: Sequence[RemoteError], operation: Operation) -> bool:
-    """Wait before what failed is tried again; return False at once if it should not be, or if it is cancelled."""
+    """Wait before what failed is tried again; return False at once if it should not be, and let its errors say why."""
     pause_s = attempts.pause_before_next(errors)
-    return pause_s is not None and not operation.cancellation.wait(pause_s)
+    if pause_s is not None and not operation.cancellation.wait(pause_s):
+        return True
+    if attempts.num_retries:
+        why = attempts.why_given_up or "the operation was cancelled"
+        for error in errors:
+            error.add_note(f"Given up after {attempts.num_retries} retries: {why}.")
+    return False
 
 
 def _may_be_mended(outcome: object) -> bool:

@@ -130,12 +130,20 @@ class TestComesBack:
             thread.join(60)
             torch.testing.assert_close(became[0], expected)
 
-    def test_a_server_that_is_gone_for_good_ends_the_patience(self):
+    @pytest.mark.parametrize("operation", ["forward", "step", "state_dict"])
+    def test_a_server_that_is_gone_for_good_ends_the_patience(self, operation):
         retry = RetryPolicy(patience_s=0.5)
         with ServerProcess(*SERVE) as server, connect(server.address, retry=retry) as experts:
+            optimizer = RemoteOptimizer(experts)
+            experts["ffn.0"](torch.ones(1, 8)).sum().backward()
             server.kill()
+            operations = {
+                "forward": lambda: experts["ffn.0"](torch.ones(1, 8)),
+                "step": optimizer.step,
+                "state_dict": experts.state_dict,
+            }
             with pytest.raises(ServerUnavailableError) as raised:
-                experts["ffn.0"](torch.ones(1, 8))
+                operations[operation]()
         note = raised.value.__notes__[-1]
         assert note.startswith("Given up after ")
         assert note.endswith(
