@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from experts_server import ExpertsServer
 from experts_server.hosting.kept import KeptForwards
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertFailedError, ServerUnavailableError
-from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, hedging
+from moe_autograd.remote import (
+    HedgePolicy,
+    RemoteExperts,
+    RemoteOptimizer,
+    RetryPolicy,
+    connect,
+    hedging,
+    in_thread,
+)
 from moe_autograd.remote.calls import Request
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
@@ -211,6 +220,28 @@ def test_closing_ends_a_call_that_both_servers_keep_waiting(replicas):
     assert isinstance(became[0], ServerUnavailableError)
     with pytest.raises(ServerUnavailableError, match="closed"):
         experts["ffn.1"](torch.ones(1, 4))
+
+
+def test_cancelling_a_task_ends_its_call_that_both_servers_keep_waiting(replicas):
+    experts, first, other = connected(replicas)
+    for replica in (first, other):
+        replica.modules["ffn.0"].gate.clear()
+    became: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            experts["ffn.0"](torch.ones(1, 4))
+        except BaseException as error:
+            became.append(error)
+
+    async def cancel_it() -> None:
+        task = asyncio.create_task(in_thread(call))
+        assert await asyncio.to_thread(other.modules["ffn.0"].begun.wait, PATIENCE_S)
+        task.cancel()
+
+    with experts:
+        asyncio.run(cancel_it())  # which waits for its threads
+    assert isinstance(became[0], ServerUnavailableError), "and not only with its deadline"
 
 
 def test_a_call_ends_with_its_deadline_whatever_its_requests_do(monkeypatch):
