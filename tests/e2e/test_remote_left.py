@@ -239,3 +239,13 @@ def test_a_client_forgets_its_own_forwards_only(server: ExpertsServer) -> None:
         assert num_kept(server) == 1
         one.forget(a=7, b=7)
         assert num_kept(server) == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_can_have_no_backward_is_not_kept(
+    server: ExpertsServer, expert: RemoteExpert, mode: Callable[[], torch.no_grad]
+) -> None:
+    num_before = num_kept(server)
+    with mode():
+        expert(torch.ones(2, D))
+    assert num_kept(server) <= num_before
