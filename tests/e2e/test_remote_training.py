@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
-from moe_autograd.remote import RemoteOptimizer, connect
+from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote.retry import RetryBudget
+from tests.support.held import Held
+from tests.support.hosting import sgd
+from tests.support.servers import START_S, wait_until
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -246,3 +251,28 @@ class TestOptimizer:
             with pytest.raises(AttributeError, match="'RemoteOptimizer' object has no attribute 'stpe'"):
                 optimizer.stpe()
             assert repr(copy.deepcopy(optimizer)) == repr(optimizer)
+
+
+def test_a_step_that_waits_longer_than_one_attempt_may_take_is_made_once():
+    held = Held("forward")
+    short = RetryPolicy(update_attempt_s=0.5, max_retries=1000, budget=1000.0)
+    held.may_go.set()
+    with (
+        ExpertsServer({"held": held}, optimizer=sgd) as server,
+        connect(server.address) as others,
+        connect(server.address, timeout_s=START_S, retry=short) as experts,
+    ):
+        experts["held"](torch.ones(1, 4)).sum().backward()
+        held.may_go.clear()
+        held.begun.clear()
+        busy = threading.Thread(target=others["held"], args=(torch.ones(1, 4),))
+        busy.start()
+        assert held.begun.wait(START_S)
+        stepping = threading.Thread(target=RemoteOptimizer(experts).step)
+        stepping.start()
+        full = repr(RetryBudget(short))
+        wait_until(lambda: repr(experts.connection._delivery._budget) != full)
+        held.may_go.set()
+        stepping.join(START_S)
+        busy.join(START_S)
+        assert server.num_updates == {"held": 1}
