@@ -15,7 +15,7 @@ from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
-from moe_autograd.remote import RemoteExperts, connect
+from moe_autograd.remote import HedgePolicy, RemoteExperts, connect
 from tests.support.proxy import Proxy
 from tests.support.survivors import combine_survivors
 
@@ -102,6 +102,23 @@ def test_a_straggler_is_a_failure_with_a_reason(hosted, phase):
     assert failure.reason.endswith(
         "given up 0.05 s after every token had what it needs (min_experts=1, timeout_after_min_s=0.05)"
     )
+
+
+def test_a_straggler_that_is_asked_for_twice_is_one_all_the_same(hosted):
+    hosted.modules[0].held_in = "forward"
+    named = {f"ffn.{index}": module for index, module in enumerate(hosted.modules)}
+    addresses, soon = hosted.experts.connection.addresses, HedgePolicy(first_after_s=0.01)
+    with (
+        ExpertsServer(named) as replica,
+        connect([*addresses, replica.address], timeout_s=LONG_S, hedge=soon) as experts,
+    ):
+        layer = MixtureOfExperts(hosted.router, experts, on_failure="drop", timeout_after_min_s=0.05)
+        x = hosted.tokens()
+        y, routing = layer(x, return_routing=True)
+        hosted.modules[0].may_go.set()
+    torch.testing.assert_close(y, hosted.expected(x, lost_in_forward={0}), rtol=1e-6, atol=1e-6)
+    (failure,) = routing.failures
+    assert failure.reason.startswith("StragglerError: expert 'ffn.0' at 127.0.0.1")
 
 
 @pytest.mark.parametrize("recompute", [False, True])
