@@ -32,7 +32,7 @@ from moe_autograd.remote.hedging import Hedging, Latencies
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.retry import RetryBudget
 from moe_autograd.wire import experts_pb2 as pb
-from tests.support.servers import wait_until
+from tests.support.servers import wait_until, wait_until_inside
 
 SOON = HedgePolicy(first_after_s=0.05)
 PATIENCE_S = 120.0
@@ -138,6 +138,14 @@ def test_the_server_that_lost_keeps_no_graph(replicas):
         wait_until(lambda: forwards.num_calls == 1)  # what has begun ends
         wait_until(lambda: len(first.kept) == 0)
         y.sum().backward()
+
+
+def test_the_request_that_lost_is_cancelled(replicas):
+    experts, first, _ = connected(replicas)
+    first.modules["ffn.0"].gate.clear()
+    with experts:
+        experts["ffn.0"](torch.ones(1, 4))
+        wait_until_inside(first.server, 0)
 
 
 def test_only_calls_without_an_answer_are_asked_twice(replicas):
