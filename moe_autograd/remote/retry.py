@@ -4,7 +4,8 @@
    carries a sequence number under which the server applies it once.
 2. A server that is gone is waited for by those who need it, at most `patience_s`: trying costs it nothing.
 3. A server that is busy, or an answer that arrived damaged, is tried again a few times, and all such retries of
-   a connection share a budget: when many calls fail, retries don't multiply the load.
+   a connection share a budget: when many calls fail, retries don't multiply the load. An update that has had no
+   answer yet waits in a queue, or is long: it is asked for again until the deadline.
 4. What the server has looked at and refused is not repeated: it would be refused again. An expert that it
    does not host is looked for once, by each operation, and where nobody hosts it, seldom (see `finding`).
 5. Pauses grow, and vary at random, so that clients don't come back in step. A server's own hint is honoured.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from moe_autograd.errors import (
     CorruptDataError,
+    DeadlineExceededError,
     ExpertNotFoundError,
     InvalidCallError,
     PermissionDeniedError,
@@ -31,6 +33,7 @@ from moe_autograd.errors import (
 )
 from moe_autograd.remote.deadline import Deadline
 
+_NOT_COUNTED = (DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError)
 _MAY_BE_ZERO = ("patience_s", "budget", "budget_per_success")
 
 
@@ -139,7 +142,7 @@ class Attempts:
                 return f"a server that is gone is waited for {patience_s:g} s; {longer}"
         else:
             self._gone_since = None
-        if not all(isinstance(error, ServerUnavailableError | ExpertNotFoundError) for error in errors):
+        if not all(isinstance(error, _NOT_COUNTED) for error in errors):
             self._num_others += 1
             if self._num_others > most:
                 return f"connect's RetryPolicy has max_retries={most}"

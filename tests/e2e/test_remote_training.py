@@ -12,11 +12,11 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
-from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
-from moe_autograd.remote.retry import RetryBudget
+from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect, updates
+from moe_autograd.remote.asking import ask
 from tests.support.held import Held
 from tests.support.hosting import sgd
-from tests.support.servers import START_S, wait_until
+from tests.support.servers import START_S
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -253,9 +253,15 @@ class TestOptimizer:
             assert repr(copy.deepcopy(optimizer)) == repr(optimizer)
 
 
-def test_a_step_that_waits_longer_than_one_attempt_may_take_is_made_once():
-    held = Held("forward")
-    short = RetryPolicy(update_attempt_s=0.5, max_retries=1000, budget=1000.0)
+def test_a_step_is_asked_for_until_the_deadline_and_made_once(monkeypatch):
+    held, asked = Held("forward"), threading.Semaphore(0)
+
+    def counted(*args):
+        asked.release()
+        return ask(*args)
+
+    monkeypatch.setattr(updates, "ask", counted)
+    short = RetryPolicy(update_attempt_s=0.2, max_retries=1, budget=1)
     held.may_go.set()
     with (
         ExpertsServer({"held": held}, optimizer=sgd) as server,
@@ -270,8 +276,7 @@ def test_a_step_that_waits_longer_than_one_attempt_may_take_is_made_once():
         assert held.begun.wait(START_S)
         stepping = threading.Thread(target=RemoteOptimizer(experts).step)
         stepping.start()
-        full = repr(RetryBudget(short))
-        wait_until(lambda: repr(experts.connection._delivery._budget) != full)
+        assert all(asked.acquire(timeout=START_S) for _ in range(5))
         held.may_go.set()
         stepping.join(START_S)
         busy.join(START_S)
