@@ -159,8 +159,6 @@ class _SecondPart:
 
     def __init__(self, graph: Graph, roots: Sequence[Root]) -> None:
         self.weights = graph.weights
-        # A reference to a node in Python does not keep it alive; these do, if there is one below a border.
-        self.owners = [root.edge for root in roots] if any(map(is_python, graph.wanted)) else []
         self.known: dict[int, torch.Tensor | None] = {}  # by place in `weights`
         self.recalls: list[_Recall] = []
         self.roots = [root for root in roots if root.edge.node in graph.wanted]
