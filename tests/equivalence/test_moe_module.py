@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.moe.routing import Routing
@@ -42,6 +42,15 @@ def test_local_experts_are_submodules_that_move_save_and_load_with_the_layer() -
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, D_MODEL, dtype=torch.float64)
     assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("kind", [TopKRouter, FeedForwardExpert, SwiGLUExpert])
+def test_all_parameters_are_made_on_the_device_and_of_the_dtype_that_are_asked_for(kind: Any) -> None:
+    sizes = (8, 4, 2) if kind is TopKRouter else (8, 4)
+    module = kind(*sizes, device="meta", dtype=torch.bfloat16)
+    parameters = dict(module.named_parameters())
+    assert len(parameters) == {TopKRouter: 1, FeedForwardExpert: 4, SwiGLUExpert: 3}[kind]
+    assert {(p.device.type, p.dtype) for p in parameters.values()} == {("meta", torch.bfloat16)}
 
 
 def test_the_routing_is_returned_not_kept() -> None:
