@@ -94,9 +94,7 @@ class JoinedModules(Joined):
             if torch.is_grad_enabled():
                 grads = self._backward_with_graph(reached, grad_outputs, wanted)
             else:
-                pasts = {id(tensor) for call in self.calls for tensor in call.pasts}
-                ends = [tensor for tensor in inputs if id(tensor) not in pasts]
-                with retained_grads_untouched(ends), ended(wanted):
+                with retained_grads_untouched(inputs), ended(wanted):
                     grads = super().backward(saved_of, grad_outputs, wanted)
             self.entrance.move_hooks()
         return grads
