@@ -329,10 +329,8 @@ def _in_graph_task(wanted: Sequence[GradientEdge], body: Callable[[], None]) -> 
 def _fitted(grad: torch.Tensor, edge: GradientEdge) -> torch.Tensor:
     """Sum a broadcast gradient to the shape of its edge, and cast it: what the engine does between nodes."""
     metadata = edge.node._input_metadata[edge.output_nr]
-    if metadata.is_nested_tensor:
-        return grad
-    if grad.is_complex() and not metadata.dtype.is_complex:
-        grad = grad.real
+    if metadata.is_nested_tensor or (grad.is_complex() and not metadata.dtype.is_complex):
+        return grad  # a complex one for what is real is refused, as between nodes
     if grad.shape != torch.Size(metadata.shape):
         grad = grad.sum_to_size(metadata.shape)
     return grad.to(metadata.dtype)

@@ -14,7 +14,7 @@ from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_s
 
 
 class Gated(nn.Module):
-    """Saves its weights in many ways: as they are, transposed, sliced, cast, broadcast."""
+    """Saves its weights in many ways: as they are, transposed, sliced, cast, broadcast; beside bytes of no float."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,6 +23,8 @@ class Gated(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.mask: Tensor
+        self.register_buffer("mask", torch.tensor([True, False, True]))
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = (x @ self.w).chunk(2, dim=-1)

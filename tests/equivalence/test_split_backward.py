@@ -47,6 +47,18 @@ class Product(torch.autograd.Function):
         return grad * b, grad * a  # of the output's shape, also where b was expanded
 
 
+class Straight(torch.autograd.Function):
+    """Passes its gradient on to the first, and none to the second."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 class SumAndDifference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,6 +226,12 @@ def functions_in_python() -> Case:
     scaled = Product.apply(w, v)
     s, d = SumAndDifference.apply(Product.apply(x, scaled), w)
     return [Product.apply(s, d), d], [x], [w, v]
+
+
+@case
+def functions_in_python_that_leave_gradients_out() -> Case:
+    x, w, v = leaf(3, 4), leaf(3, 4), leaf(3, 4)
+    return [Straight.apply(x, w) + Straight.apply(x, v.sin()) * v], [x], [w, v]
 
 
 @case

@@ -119,6 +119,14 @@ def test_something_that_is_no_tensor(place: str) -> None:
         split_backward(**{"grad_outputs": None, **arguments})
 
 
+def test_a_complex_gradient_of_a_real_weight_raises_as_in_one_backward() -> None:
+    x, w = torch.randn(2, dtype=torch.complex64, requires_grad=True), an_input(2)
+    for split in (False, True):
+        y = torch.where(torch.tensor([True, False]), x, w).abs().sum()
+        with pytest.raises(RuntimeError, match="complex"):
+            split_backward(y, None, x, w)[1].run() if split else torch.autograd.grad(y, (x, w))
+
+
 def test_weights_behind_an_input_with_hooks_are_refused() -> None:
     w = an_input(3)
     x = w * 2
