@@ -190,6 +190,17 @@ def test_training_after_a_checkpoint_leaves_it_alone_and_the_next_replaces_it(tm
         ]
 
 
+def test_saving_and_going_back_leave_no_file_open(tmp_path: Path) -> None:
+    counts = []
+    with build(tmp_path) as experts:
+        for step in range(3):
+            train(experts, range(step, step + 1))
+            experts.checkpoint()
+            experts.restore()
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts == counts[:1] * 3
+
+
 def test_without_a_checkpoint_or_a_folder(tmp_path: Path) -> None:
     with build(tmp_path) as experts, pytest.raises(CheckpointError, match="expected a checkpoint, got none"):
         experts.restore()

@@ -109,6 +109,23 @@ def test_threads_that_all_hold_and_wait_are_told_instead_of_waiting_forever(resi
     assert "held by calls that all wait for more" in told
 
 
+def test_who_waits_for_the_room_of_a_part_that_is_being_read_gets_it(
+    residency: Residency, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = part_of(residency, "a", 100), part_of(residency, "bb", 200), part_of(residency, "ccc", 200)
+    put_all_out(residency)
+    begun, read, wait = threading.Event(), store.read, residency._lock.wait
+    monkeypatch.setattr(store, "read", lambda name, flat: (begun.set(), read(name, flat)))
+    with residency.hold([a]):
+        store.gate.clear()
+        begun.clear()
+        residency.prefetch([c])
+        assert begun.wait(timeout=60)
+        monkeypatch.setattr(residency._lock, "wait", lambda *args: (store.gate.set(), wait(*args)))
+        with residency.hold([b]):
+            assert c.buffer is None
+
+
 def test_a_wish_is_read_ahead_and_not_read_again(residency: Residency, store: WatchedStore) -> None:
     a = part_of(residency, "a", 200)
     part_of(residency, "bb", 200)
