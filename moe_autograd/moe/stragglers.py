@@ -29,7 +29,7 @@ class Wait:
     """The calls of one pass that are under way.
 
     Args:
-        tokens_of: for each call the tokens that wait for it: int64, each once.
+        tokens_of: for each call the tokens that wait for it, at least one: int64, each once.
         min_experts: how many calls are enough for a token; those it has, if it has fewer.
         timeout_s: how long the rest is waited for then; None: until it has settled.
 
@@ -105,7 +105,7 @@ class Wait:
 
     @functools.cached_property
     def _num_tokens(self) -> int:
-        return 1 + max((int(tokens.max()) for tokens in self._on_cpu.values() if len(tokens)), default=-1)
+        return 1 + max(int(tokens.max()) for tokens in self._on_cpu.values())
 
     def _ring(self) -> None:
         with self._lock:

@@ -119,6 +119,43 @@ def test_betas_that_are_tensors_are_restored_as_such(tmp_path: Path) -> None:
         assert all(isinstance(beta, torch.Tensor) for beta in restored)
 
 
+class Slowing(torch.optim.Optimizer):
+    """Makes smaller steps each time; what it counts is a number of Python, and no tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            parameter.data.add_(parameter.grad, alpha=-0.1 / state["step"])
+
+
+def test_numbers_that_an_optimizer_counts_come_back(tmp_path: Path) -> None:
+    def slowing(folder: str) -> OffloadedExperts:
+        torch.manual_seed(0)
+        make = lambda parameters: Slowing(parameters, {})  # noqa: E731
+        return OffloadedExperts([nn.Linear(8, 8)], make, max_resident_bytes=2000, store=tmp_path / folder)
+
+    with slowing("straight") as straight:
+        train(straight, range(4))
+        want = states(straight)
+    with slowing("resumed") as experts:
+        train(experts, range(2))
+        experts.checkpoint()
+    with slowing("resumed") as experts:
+        experts.restore()
+        train(experts, range(2, 4))
+        assert_equal(states(experts), want)
+
+
+def test_experts_that_are_not_trained_come_back(tmp_path: Path) -> None:
+    saved = []
+    for is_first in (True, False):
+        with OffloadedExperts([nn.Linear(2, 2)], max_resident_bytes=100, store=tmp_path) as experts:
+            _ = experts.checkpoint() if is_first else experts.restore()
+            saved.append(states(experts))
+    assert_equal(*saved)
+
+
 def test_going_back_in_the_same_process_forgets_gradients_and_later_state(tmp_path: Path) -> None:
     with build(tmp_path) as experts:
         experts.checkpoint("before any step")
