@@ -68,7 +68,8 @@ class MixtureOfExperts(nn.Module):
             long. They count as failures; on their server they are not begun, or let run to their end. `None`
             waits for all.
         zero_grads_for_idle_experts: an expert without tokens is not called and its parameters get no
-            gradient. `True` gives them zeros, which `DistributedDataParallel` and `fully_shard` want.
+            gradient. `True` gives them zeros, which `DistributedDataParallel` and `fully_shard` want; not those of
+            offloaded and remote experts, which are not among the layer's.
 
     Raises:
         ValueError: the experts are not as many as the router chooses from, `x` has another width than the

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_autograd.autograd.split_backward import split_backward
 from tests.support.split import an_input, mlp
@@ -107,3 +108,41 @@ def test_the_graph_upstream_of_an_input_stays_usable() -> None:
     pending.run()
     x.backward(grad_x)
     torch.testing.assert_close(w.grad, v * w.exp())
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps something in its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, kept: nn.Module) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.kept = kept
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        return grad * w, grad * x, None
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_the_graph_of_a_function_goes_with_the_outputs_and_the_second_part() -> None:
+    x, w, kept = an_input(3), an_input(3), nn.Identity()
+    alive = weakref.ref(kept)
+    y = Keeps.apply(x, w, kept)
+    del kept
+    _, pending = split_backward(y, torch.ones_like(y), x, w)
+    pending.run()
+    assert alive() is not None
+    del y
+    assert alive() is None
+
+
+def test_a_checkpoint_runs_its_forward_again_once_for_both_parts() -> None:
+    net, x, num_calls = mlp(), an_input(3, 4), []
+    handle = net.register_forward_pre_hook(lambda *_: num_calls.append(1))
+    y = checkpoint(net, x, use_reentrant=False)
+    _, pending = split_backward(y, torch.ones_like(y), x, net.parameters())
+    pending.run()
+    handle.remove()
+    assert len(num_calls) == 2
