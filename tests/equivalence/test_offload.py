@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_autograd import parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
 
@@ -223,11 +224,12 @@ def test_second_backward_and_second_order_raise_as_in_pytorch() -> None:
         torch.autograd.grad((grad + x**3).sum(), x)
 
 
-def test_an_update_between_forward_and_backward_raises() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_update_between_forward_and_backward_raises(recompute: bool) -> None:
     experts, _ = both(ffn)
     x = torch.randn(4, 8, requires_grad=True)
     experts[0](x).sum().backward()
-    y = experts[0](x)
+    (y,) = parallel_apply([experts[0]], [(x,)], recompute=recompute)
     experts.step()
     with pytest.raises(
         RuntimeError, match=r"expert-00000: expected the weights of the forward .* updated 1 times since"

@@ -178,9 +178,10 @@ def test_load_balancing_loss_is_the_sum_written_out() -> None:
     torch.testing.assert_close(routing.load_balancing_loss, expected)
 
 
-def test_load_balancing_loss_is_mixtrals() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 30])
+def test_load_balancing_loss_is_mixtrals(num_tokens: int) -> None:
     """As `load_balancing_loss_func` of Hugging Face transformers computes it, from a one-hot mask."""
-    routing = router_of(num_experts=5, top_k=2)(torch.randn(30, 8))
+    routing = router_of(num_experts=5, top_k=2)(torch.randn(num_tokens, 8))
     mask_TKE = F.one_hot(routing.expert_index, 5).float()
     expected = 5 * (mask_TKE.mean(dim=0) * routing.probabilities.mean(dim=0)).sum()
     torch.testing.assert_close(routing.load_balancing_loss, expected)
@@ -194,8 +195,9 @@ def test_an_even_load_costs_top_k_and_a_collapsed_one_num_experts(top_k: int) ->
     assert load_balancing_loss(collapsed, torch.tensor([8, 0, 0, 0])).item() == pytest.approx(4)
 
 
-def test_z_loss_is_the_mean_squared_logsumexp_in_float32() -> None:
-    logits = torch.randn(20, 6)
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_z_loss_is_the_mean_squared_logsumexp_in_float32(num_tokens: int) -> None:
+    logits = torch.randn(num_tokens, 6)
     expected = (logits.exp().sum(-1).log() ** 2).mean()
     torch.testing.assert_close(z_loss(logits), expected)
     assert z_loss(logits.bfloat16()).dtype == torch.float32
