@@ -19,10 +19,10 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))  # first: those after it have gradients all the same
         self.w = nn.Parameter(torch.randn(8, 16) * 0.3)
         self.v = nn.Parameter(torch.randn(8, 8) * 0.3)
         self.scale = nn.Parameter(torch.ones(()))
-        self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
         self.mask: Tensor
         self.register_buffer("mask", torch.tensor([True, False, True]))
