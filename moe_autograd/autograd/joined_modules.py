@@ -37,6 +37,7 @@ from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
 from moe_autograd.autograd.result_hooks import See
 from moe_autograd.autograd.runs import Map, run_calls
+from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.turns import Turns
@@ -50,7 +51,7 @@ class JoinedModules(Joined):
     calls: Sequence[ModuleCall]
     entrance: Entrance
     reads_saved = False
-    turns: Turns | None = None  # of calls that run their forwards again
+    turns: Turns | None = None  # of calls that run forwards again
 
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`."""
@@ -225,6 +226,7 @@ def run_module_calls(
     shares_graph: bool = False,
     joined: type[JoinedModules] = JoinedModules,
     turns: Turns | None = None,
+    recomputes: bool = False,
     compiled: Sequence[object] = (),
 ) -> list[Any]:
     """Make all calls, forwards and backwards concurrently; return what each module returned.
@@ -234,7 +236,8 @@ def run_module_calls(
         the_map: whose they are.
         shares_graph: whether these are calls of a backward that makes a graph (Rule 6).
         joined: what runs their backwards.
-        turns: of calls that run their forwards again.
+        turns: of calls, for backwards that run forwards again.
+        recomputes: whether each call runs again in its backward; else those do that have a checkpoint within.
         compiled: what they hold of compiled code.
     """
     forwards_map = the_map
@@ -244,6 +247,8 @@ def run_module_calls(
             forwards_map = the_map._replace(max_concurrency=1)  # rule 1
     forwards = _Forwards(planned, forwards_map, shares_graph)
     calls = forwards.run()
+    if turns is not None and not (recomputes or (turns.are_taken and any(map(_runs_again, calls)))):
+        turns = None
     for call in calls:
         if call.changed:
             call.keep_histories()
@@ -256,6 +261,14 @@ def run_module_calls(
     returned = [call.take_returned(results) for call, results in zip(calls, tied, strict=True)]
     forwards.renew_views()
     return returned
+
+
+def _runs_again(call: ModuleCall) -> bool:
+    """Whether a checkpoint in its graph, or in that of a map within, runs a forward again in the backward."""
+    nodes: set[Any] = call.nodes()
+    maps = [getattr(getattr(node, "part", node), "joined", None) for node in nodes]
+    inner = [one for within in maps if isinstance(within, JoinedModules) for one in within.calls]
+    return any(map(is_checkpointed, nodes)) or any(map(_runs_again, inner))
 
 
 def _tie(calls: JoinedModules) -> Sequence[Sequence[Tensor]]:

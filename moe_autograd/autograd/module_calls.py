@@ -190,6 +190,10 @@ class ModuleCall(CallResults):
             to_visit += node.next_functions
         return met, leaf_nodes
 
+    def nodes(self) -> set[Node | None]:
+        """Return the nodes of its inner graph."""
+        return {node for node, _ in walk(plain(self._edges), {*plain(self._ends)})}
+
     def _spend(self, grad_outputs: Tensors) -> None:
         """Let go of what a backward has freed, unless another one may still walk the graph of some result."""
         self._spent |= self._freed_by(grad_outputs)
@@ -236,6 +240,8 @@ class ModuleCall(CallResults):
     def _can_defer(self) -> bool:
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
         if not self.may_defer or self._spent or self._leaves_out or self._has_waiting_hooks:
+            return False
+        if self.turn is not _NO_TURN:
             return False
         if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False

@@ -6,7 +6,7 @@ when those before it that share such a module are over, whether they share it as
 modules, or through a closure. So do calls of a lazy module, whose first one makes its parameters, and calls that share
 a module which one of them changes while it runs (`named`), as `functional_call` does. Calls that share none do not
 wait, and look whether what else they share is as it was (`watched`). A backward changes statistics only where it runs
-the forward again: there calls take turns as well, the last one first, as in a loop.
+the forward, or a checkpoint within it, again: there calls take turns as well, the last one first, as in a loop.
 
 Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
 its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
@@ -97,6 +97,11 @@ class Turns:
         ]
         watched = {key for key, part in at_once.items() if key not in changed and _is_watched(part)}
         self._watched = _watched(shared, names, watched)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether any calls have to take turns."""
+        return any(self._taken)
 
     def of(self, calls: Iterable[int]) -> dict[int, Turn]:
         """Return the turns of those among `calls`, which begin in this order, that have to take one, for one pass."""

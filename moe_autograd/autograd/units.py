@@ -64,7 +64,8 @@ def run_units(
             ],
             the_map,
             joined=DeferringModules if defers else JoinedModules,
-            turns=None if how is None else turns,
+            turns=turns,
+            recomputes=how is not None,
             compiled=[one for own in held for one in own.compiled],
         )
     if accelerator_in_use() is not None:

@@ -172,7 +172,40 @@ def test_a_lazy_module_that_calls_share_is_made_by_the_first_of_them() -> None:
     assert_same(program(in_order, Gate(one_after_another)), program(parallel_apply, Gate(parallel_apply)))
 
 
-def test_statistics_of_forwards_that_are_run_again_are_those_of_a_loop_that_runs_them_twice() -> None:
+def recomputed(calls: list[Any], inputs: list[Any]) -> list[Any]:
+    return parallel_apply(calls, inputs, recompute=True)
+
+
+def with_a_checkpoint_within(calls: list[Any], inputs: list[Any]) -> list[Any]:
+    return parallel_apply(
+        [functools.partial(checkpoint, call, use_reentrant=False) for call in calls], inputs
+    )
+
+
+def with_a_deferred_checkpoint_within(calls: list[Any], inputs: list[Any]) -> list[Any]:
+    again = [functools.partial(checkpoint, call, use_reentrant=False) for call in calls]
+    return parallel_apply(again, inputs, defer_weight_grads=True)
+
+
+def with_a_recomputed_map_within(calls: list[Any], inputs: list[Any]) -> list[Any]:
+    def within(call: Any) -> Any:
+        return lambda *args: recomputed([call], [args])[0]
+
+    return parallel_apply([within(call) for call in calls], inputs)
+
+
+AGAIN = [
+    recomputed,
+    with_a_checkpoint_within,
+    with_a_deferred_checkpoint_within,
+    with_a_recomputed_map_within,
+]
+
+
+@pytest.mark.parametrize("apply", AGAIN, ids=lambda apply: apply.__name__)
+def test_statistics_of_forwards_that_are_run_again_are_those_of_a_loop_that_runs_them_twice(
+    apply: Callable[[list[Any], list[Any]], list[Any]],
+) -> None:
     """In the backward the fourth call, whose turn is the first, comes last, unless the others wait for it."""
     (norm, plain), xs = seeded(lambda: nn.BatchNorm1d(4), 2), leaves(5)
     has_come, is_again = threading.Event(), threading.Event()
@@ -189,7 +222,7 @@ def test_statistics_of_forwards_that_are_run_again_are_those_of_a_loop_that_runs
 
     calls = [call] * 4 + [last]
     inputs = [*[(x, i == 3) for i, x in enumerate(xs[:4])], (xs[4],)]
-    outputs = parallel_apply(calls, inputs, recompute=True)
+    outputs = apply(calls, inputs)
     is_again.set()
     loss_of(outputs).backward()
     for x in [*xs[:4], *reversed(xs[:4])]:
