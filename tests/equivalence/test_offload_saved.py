@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.parts import Part
 from tests.support.offloading import OPTIMIZERS
 
 MICROBATCHES = pytest.mark.parametrize("num_microbatches", [None, 1, 2])
@@ -30,6 +32,8 @@ def gradient_or_error(call: Any, x: Tensor) -> Tensor | str:
 def assert_same_gradient(module: nn.Module, x: Tensor, **options: Any) -> Tensor | str:
     """Natively and offloaded, where other experts take the memory in between."""
     others = [copy.deepcopy(module) for _ in range(3)]
+    for parameter in nn.ModuleList(others).parameters():
+        parameter.data.mul_(3)  # with the same values their memory would do
     native = gradient_or_error(copy.deepcopy(module), x)
     size = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     limit = 2 * size + (1000 if options["num_microbatches"] is None else 4000)
@@ -37,9 +41,11 @@ def assert_same_gradient(module: nn.Module, x: Tensor, **options: Any) -> Tensor
 
     def call(x: Tensor) -> Tensor:
         y = experts[0](x)
-        with torch.no_grad():
+        rest = experts.residency.add(Part("rest", Layout({}, limit - 2 * size)))
+        with torch.no_grad(), experts.residency.hold([rest]):  # so that there is room for two
             for other in experts[1:]:
                 other(x)
+        experts.residency.forget(rest)
         return y  # type: ignore[no-any-return]
 
     ours = gradient_or_error(call, x)
@@ -150,6 +156,7 @@ def test_sparse_matrices(values: str, num_microbatches: int | None) -> None:
                 self.weight if values == "weights" else ones,
                 (4, 4),
                 check_invariants=False,
+                is_coalesced=True,  # else its values are a copy
             )
             return torch.sparse.mm(matrix, x.T).T * self.weight
 
