@@ -275,7 +275,8 @@ class Connection:
                 jobs.append(Job(request, part.call.address, Outcome(error=hindrance), part.call.index))
             has_come_back, dropped = False, self._updates.dropped  # Ctrl-C may end it anywhere
             try:
-                self._delivery.deliver("Backward", jobs, operation, failures)
+                # The last first, as in a loop's backward: one expert may be updated by several.
+                self._delivery.deliver("Backward", jobs[::-1], operation, failures)
                 has_come_back = True
             finally:
                 if hindrance is None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect, updates
@@ -281,3 +282,27 @@ def test_a_step_is_asked_for_until_the_deadline_and_made_once(monkeypatch):
         stepping.join(START_S)
         busy.join(START_S)
         assert server.num_updates == {"held": 1}
+
+
+@pytest.mark.parametrize(
+    "update", [{"update": "on_backward"}, {"update": "on_samples", "samples_per_update": 5}]
+)
+def test_calls_of_one_expert_update_it_in_the_order_of_a_loops_backward(update):
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    xs = [torch.randn(3, 8, dtype=torch.float64) for _ in range(4)]
+    ended = []
+    for call_all in (
+        parallel_apply,
+        lambda modules, inputs: [m(*x) for m, x in zip(modules, inputs, strict=True)],
+    ):
+        hosted = copy.deepcopy(start)
+        with (
+            ExpertsServer({"e": hosted}, optimizer=sgd, **update) as server,
+            connect(server.address) as experts,
+        ):
+            for _ in range(3):
+                ys = call_all([experts["e"]] * len(xs), [(x,) for x in xs])
+                sum(place * y.square().sum() for place, y in enumerate(ys)).backward()
+        ended.append(hosted.state_dict())
+    torch.testing.assert_close(*ended, rtol=0, atol=1e-12)
