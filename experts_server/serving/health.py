@@ -6,6 +6,7 @@ of its calls has been computing for more than `STUCK_S`: others go on, but a cal
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ MAX_STREAMS = 1024  # of both; nobody is asked who he is, so they must not use u
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
@@ -46,14 +48,14 @@ class Health:
         names = (methods.SERVICE, open_inference.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         add_ServerReflectionServicer_to_server(_ReflectionServicer(self._doorway, names), server)
 
-    async def set_ready(self) -> None:
+    def set_ready(self) -> None:
         """Report everything as serving."""
         for name in ("", methods.SERVICE, open_inference.SERVICE, *self._registry):
-            await self._servicer.set(name, SERVING)
+            self._servicer.set(name, SERVING)
 
-    async def set_draining(self) -> None:
+    def set_draining(self) -> None:
         """Report everything as not serving, from now on for good."""
-        await self._servicer.enter_graceful_shutdown()
+        self._servicer.set_draining()
 
     async def look(self) -> None:
         """Report experts that got stuck, and those that came back; called from time to time."""
@@ -62,18 +64,52 @@ class Health:
             began = queue.computing_since
             is_stuck = began is not None and began < stuck_before
             if is_stuck != (name in self._stuck):
-                await self._servicer.set(name, NOT_SERVING if is_stuck else SERVING)
+                self._servicer.set(name, NOT_SERVING if is_stuck else SERVING)
                 (self._stuck.add if is_stuck else self._stuck.discard)(name)
 
 
-class _HealthServicer(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # not in the stubs
+class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # not in the stubs
+    """grpc's own writes to a watcher under the lock that every change takes: one who does not read held up a stop."""
+
     def __init__(self, doorway: Doorway) -> None:
-        super().__init__()
         self._doorway = doorway
+        self._status_of: dict[str, Any] = {}
+        self._changed = asyncio.Event()  # another one after each change
+        self._is_draining = False
+
+    def set(self, name: str, status: Any) -> None:
+        """Report a service from now on, unless all are draining."""
+        if not self._is_draining:
+            self._status_of[name] = status
+            self._wake_watchers()
+
+    def set_draining(self) -> None:
+        """Report all of them as not serving, for good."""
+        self._is_draining = True
+        self._status_of = dict.fromkeys(self._status_of, NOT_SERVING)
+        self._wake_watchers()
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        status = self._status_of.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Any) -> None:
+        last = None
         async with self._doorway.passing(context, "read"):
-            await super().Watch(request, context)
+            while True:
+                changed = self._changed
+                status = self._status_of.get(request.service, UNKNOWN)
+                if status == last:
+                    await changed.wait()
+                    continue
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+
+    def _wake_watchers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]  # nor this

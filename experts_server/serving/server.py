@@ -170,7 +170,7 @@ class ExpertServer:
             self.metrics = MetricsEndpoint(host, port, self._collector())
         await self._grpc.start()
         set_team_size(1)  # small calls are computed on the loop's thread (`Registry`): a team would cost more
-        await self.health.set_ready()
+        self.health.set_ready()
         tasks = (self._let_go_of_what_waits_too_long, self.health.look, self.saver.save_when_due)
         self._upkeep = asyncio.gather(*map(self._keep_up, tasks))
         self.state = "ready"
@@ -187,7 +187,7 @@ class ExpertServer:
         until = time.monotonic() + self.config.drain_timeout_s
         logger.info("draining: at most %g s", self.config.drain_timeout_s)
         try:
-            await self.health.set_draining()
+            self.health.set_draining()
             is_at_rest = await self.doorway.close(self.config.drain_timeout_s)
             if not is_at_rest:
                 logger.warning("cutting off what was still in flight after %g s", self.config.drain_timeout_s)

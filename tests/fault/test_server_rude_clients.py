@@ -1,0 +1,71 @@
+"""Clients that speak HTTP/2 as no client of grpc does. No token is needed for that, so nothing may come of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import nn
+
+from experts_server import ExpertsServer
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import methods
+from moe_autograd.wire.framing import seal
+from moe_autograd.wire.parcels import ParcelWriter
+from tests.support.frames import NeverReading
+from tests.support.servers import START_S, WireClient, tokens, wait_until
+
+WATCH = b"/grpc.health.v1.Health/Watch"
+
+
+def test_a_method_whose_name_is_no_text_ends_the_server_for_nobody_for_long() -> None:
+    with ExpertsServer({"ffn.0": nn.Linear(8, 8)}) as server:
+        address = server.address
+        for _ in range(2):
+            with NeverReading(address) as rude:
+                rude.call(b"/\xff/Info")
+            with WireClient(address) as client:
+                wait_until(lambda: _is_served(client))
+        assert server.address == address
+
+
+def _is_served(client: WireClient) -> bool:
+    try:
+        return client.forward("ffn.0", tokens(3, 8)).code == "OK"
+    except grpc.RpcError:
+        return False
+
+
+def test_one_who_watches_the_health_and_reads_nothing_holds_up_no_stop_and_no_other_watcher() -> None:
+    server = ExpertsServer({"ffn.0": nn.Linear(8, 8)}).__enter__()
+    stopping = threading.Thread(target=server.__exit__, args=(None, None, None))
+    with NeverReading(server.address) as rude, WireClient(server.address) as client:
+        rude.call(WATCH)
+        assert rude.has_begun.wait(START_S)
+        watch = health_pb2_grpc.HealthStub(client.channel).Watch
+        statuses = watch(health_pb2.HealthCheckRequest(), timeout=START_S)
+        assert next(statuses).status == health_pb2.HealthCheckResponse.SERVING
+        stopping.start()
+        assert next(statuses).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        stopping.join(START_S)
+        assert not stopping.is_alive()
+
+
+@pytest.mark.parametrize("rpc", ["Forward", "GetState"])
+def test_one_who_leaves_in_the_midst_of_the_first_answer_is_no_failure_of_the_server(
+    caplog: pytest.LogCaptureFixture, rpc: str
+) -> None:
+    with ExpertsServer({"ffn.0": nn.Linear(8, 8)}) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        writer.is_complete = True
+        writer.add(*client.forward_call("ffn.0", tokens(3, 8)))
+        message = writer.next_message() if rpc == "Forward" else seal(pb.GetStateRequest())
+        assert message is not None
+        with NeverReading(server.address) as rude:
+            rude.call(methods.path(rpc).encode(), message)
+            assert rude.has_begun.wait(START_S)
+        assert client.forward("ffn.0", tokens(3, 8)).code == "OK"
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
