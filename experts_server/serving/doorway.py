@@ -109,7 +109,8 @@ class Passing:
         """End the RPC with the status that says what went wrong, which raises grpc's own error for that."""
         if isinstance(error, grpc.aio.InternalError):  # of a write or read, where grpc may tell of it first
             logger.debug("a client has gone in the midst of a call: %s", error)
-        elif not isinstance(error, MoeAutogradError):
+            raise asyncio.CancelledError  # there is nobody to tell, and grpc would log that as our failure
+        if not isinstance(error, MoeAutogradError):
             logger.error("a call failed in the server itself", exc_info=error)
         # The traceback knows what has come; grpc keeps the error until the garbage collector comes by.
         error.with_traceback(None)
