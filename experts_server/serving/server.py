@@ -159,11 +159,7 @@ class ExpertServer:
         self._close()
 
     async def _open(self) -> None:
-        most = 2 * self.config.limits.max_concurrent_passes + MAX_STREAMS + 64
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=most)
-        self.service.add_to(self._grpc)
-        self.health.add_to(self._grpc)
-        self.open_inference.add_to(self._grpc)
+        self._grpc = self._with_handlers()
         self.address = open_port(self._grpc, self.config)
         if self.config.metrics_listen is not None:
             host, port = split_address(self.config.metrics_listen)
@@ -171,10 +167,39 @@ class ExpertServer:
         await self._grpc.start()
         set_team_size(1)  # small calls are computed on the loop's thread (`Registry`): a team would cost more
         self.health.set_ready()
-        tasks = (self._let_go_of_what_waits_too_long, self.health.look, self.saver.save_when_due)
+        tasks = (
+            self._let_go_of_what_waits_too_long,
+            self.health.look,
+            self.saver.save_when_due,
+            self._serve_again_if_grpc_fell,
+        )
         self._upkeep = asyncio.gather(*map(self._keep_up, tasks))
         self.state = "ready"
         logger.info("ready: %s at %s", counted(len(self.registry)), self.address)
+
+    def _with_handlers(self) -> grpc.aio.Server:
+        most = 2 * self.config.limits.max_concurrent_passes + MAX_STREAMS + 64
+        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=most)
+        for handlers in (self.service, self.health, self.open_inference):
+            handlers.add_to(server)
+        return server
+
+    async def _serve_again_if_grpc_fell(self) -> None:
+        """Open the port again where grpc has closed it, as it does at a method's name that is no UTF-8, of anybody."""
+        assert self._grpc is not None, "it was ready"
+        try:
+            await self._grpc.wait_for_termination(0)
+        except Exception as error:
+            if self.state != "ready":
+                return
+            logger.warning("grpc has stopped serving, and begins anew: %r", error)
+            await self._grpc.stop(None)  # its end may still be on its way
+            server = self._with_handlers()
+            open_port(server, self.config.model_copy(update={"listen": self.address}))
+            await server.start()
+            self._grpc = server
+            if self._is_stopping.is_set():  # meanwhile
+                await server.stop(None)
 
     async def stop(self) -> None:
         """Refuse new calls, wait for those in flight (at most `drain_timeout_s`), save, and close.
