@@ -284,7 +284,12 @@ def _response(request: Any, outputs: tuple[Tensor, ...]) -> Any:
     """Return the outputs that are asked for, in that order; all of them if none is."""
     reply = _make("ModelInferResponse", model_name=request.model_name, model_version=VERSION, id=request.id)
     by_name = {f"output.{index}": output for index, output in enumerate(outputs)}
-    for name in [each.name for each in request.outputs] or by_name:
+    wanted = [each.name for each in request.outputs] or list(by_name)
+    if len(wanted) > len(by_name):
+        raise InvalidCallError(
+            f"model {request.model_name!r}: expected each of {len(by_name)} outputs once, got {len(wanted)} wanted."
+        )
+    for name in wanted:
         if name not in by_name:
             raise InvalidCallError(
                 f"model {request.model_name!r}: expected outputs among {', '.join(by_name)}, got {name!r}."

@@ -167,6 +167,15 @@ def test_inputs_and_outputs_go_by_their_names_and_not_by_their_order() -> None:
             call(["input.0", "input.1"], [], model_version="7")
 
 
+def test_an_output_that_is_asked_for_again_and_again_is_refused_before_it_is_copied(
+    server: ExpertsServer,
+) -> None:
+    tensor, raw = {"name": "input.0", "datatype": "FP32", "shape": [2, D]}, bytes(raw_bytes(tokens(2, D)))
+    given = {"model_name": "ffn.0", "inputs": [tensor], "raw_input_contents": [raw]}
+    with pytest.raises(grpc.RpcError, match="expected each of 1 outputs once, got 3 wanted"):
+        ask(server, "ModelInfer", **given, outputs=[{"name": "output.0"}] * 3)
+
+
 def test_contents_that_are_not_raw_and_bytes_that_are_no_request_are_refused(server: ExpertsServer) -> None:
     tensor = {"name": "input.0", "datatype": "FP32", "shape": [2, D]}
     with pytest.raises(grpc.RpcError, match="expected one raw_input_contents for each input"):
