@@ -141,6 +141,10 @@ def heads_of(number: int, run: pb.Run) -> list[PlainHead]:
         raise CorruptDataError(
             f"run of parcel {number}: expected 1 to {MAX_IN_RUN} parcels, got {num_parcels}. The sender is broken."
         )
+    if number + num_parcels > 1 << 64:
+        raise CorruptDataError(
+            f"run of parcel {number}: expected numbers below 2**64, got {num_parcels} from there."
+        )
     if field is None:
         raise CorruptDataError(
             f"run of parcel {number}: expected a head that its parcels have in common, got none. Is the sender newer?"

@@ -307,6 +307,11 @@ class TestRefusal:
         with pytest.raises(CorruptDataError, match="expected a number from 6 on"):
             reader.feed(frame_packet(again.SerializeToString(), [], 0))
 
+    def test_no_number_within_a_run_is_larger_than_what_its_answer_can_say(self):
+        last = pb.Announcement(parcel=(1 << 64) - 1, run=run_of())
+        with pytest.raises(CorruptDataError, match=r"expected numbers below 2\*\*64, got 2 from there"):
+            read([frame_packet(pb.Contents(announcements=[last]).SerializeToString(), [], 0)])
+
     def test_a_message_of_too_many_parcels_ends_the_stream_before_they_are_made(self, monkeypatch):
         monkeypatch.setattr("moe_autograd.wire.reading.MAX_PARCELS", 3)
         with pytest.raises(CorruptDataError, match="expected at most 3 parcels in a message, got 4"):
