@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import torch
@@ -222,7 +222,13 @@ def _check_number(num_parcels: int) -> None:
 class _Arrived:
     """The parts in one message, taken one after another, and the payload that holds their bytes."""
 
-    def __init__(self, parts: Iterable[pb.Part], message: bytes, payload: memoryview, start: int) -> None:
+    def __init__(self, parts: Sequence[pb.Part], message: bytes, payload: memoryview, start: int) -> None:
+        if (
+            len(parts) > len(payload) // ALIGNMENT + 1
+        ):  # an empty one takes 2 bytes, and more than 100 in Python
+            raise CorruptDataError(
+                f"packet: expected parts of 1 byte or more, got {len(parts)} in {len(payload)} bytes of payload."
+            )
         self.payload = payload
         self._message = message
         self.start_in_message = start

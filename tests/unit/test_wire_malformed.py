@@ -165,6 +165,11 @@ class TestMalformed:
         with pytest.raises(CorruptDataError):
             ParcelReader().feed(packet(announce(0, floats(2)), parts=parts, payload=bytes(payload)))
 
+    def test_more_parts_than_a_payload_can_hold_are_refused_before_anything_is_made_of_them(self):
+        parts = (pb.Part(num_bytes=1),) * 4
+        with pytest.raises(CorruptDataError, match="expected parts of 1 byte or more, got 4 in 40 bytes"):
+            ParcelReader().feed(packet(announce(0, floats(2)), parts=parts, payload=bytes(40)))
+
     def test_a_repeated_message_ends_the_stream(self):
         writer = ParcelWriter()
         writer.add(entry(), [torch.ones(3)])
