@@ -26,6 +26,7 @@ from torch import Tensor
 from experts_server.budget import Budget
 from moe_autograd.errors import InvalidCallError
 
+MAX_CLIENT_ID_BYTES = 256  # ours have 16; each is remembered, for thousands of clients
 MAX_UNSETTLED = 1 << 16  # many times what a client can have under way
 
 REPLY_BYTES = 1024  # what a kept answer weighs in Python beside the elements of its tensors
@@ -110,6 +111,11 @@ class Ledger:
     def _client(self, client_id: bytes) -> _Client:
         client = self._clients.get(client_id)
         if client is None:
+            if len(client_id) > MAX_CLIENT_ID_BYTES:
+                raise InvalidCallError(
+                    f"client_id: expected at most {MAX_CLIENT_ID_BYTES} bytes, got {len(client_id)}. "
+                    "Choose a shorter one."
+                )
             client = self._clients[client_id] = _Client()
             if len(self._clients) > self.max_clients:
                 _, forgotten = self._clients.popitem(last=False)

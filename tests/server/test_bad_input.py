@@ -167,6 +167,21 @@ def test_a_step_of_an_unknown_expert_fails_alone(client: WireClient) -> None:
     assert unknown.status.code == pb.EXPERT_NOT_FOUND
 
 
+def test_a_client_whose_name_is_too_long_to_be_remembered_is_refused_and_changes_nothing(
+    server: ExpertsServer,
+) -> None:
+    with WireClient(server.address, client_id=b"x" * 257) as client:
+        before = client.num_updates()
+        [step], [zero_grad] = client.step("ffn.0").updates, client.zero_grad("ffn.0").updates
+        backward = client.backward("ffn.0", tokens(3, D), inputs=[tokens(3, D)])
+        assert client.num_updates() == before
+    for status in (step.status, zero_grad.status, backward.result.status):
+        assert (status.code, status.message) == (
+            pb.INVALID_CALL,
+            "client_id: expected at most 256 bytes, got 257. Choose a shorter one.",
+        )
+
+
 def test_a_step_that_names_an_expert_twice_is_refused(client: WireClient) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         client.step("ffn.0", "ffn.0")
