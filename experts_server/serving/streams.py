@@ -33,15 +33,17 @@ from experts_server.serving.arriving import backward_call, forward_call
 from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import BACKWARD, FORWARD, Head, ResultHead
+from moe_autograd.wire.options import PARCEL_BYTES
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
 from moe_autograd.wire.status import status_of
-from moe_autograd.wire.tensors import TensorLimits
+from moe_autograd.wire.tensors import TensorLimits, Travelling
 
 logger = logging.getLogger(__name__)
 
 GATHER_S = 0.002
 LONGEST_GATHER_S = 0.01
 LARGE_BYTES = 1 << 20
+UNTAKEN_BYTES = 64 << 20  # of answers: while a client leaves more of them, no more of its calls are taken
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # which the stub leaves out
 
@@ -85,6 +87,7 @@ class PassStream:
         self._is_over = False
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
+        self._has_written = asyncio.Event()
         self._results: deque[tuple[Call, Any]] = deque()
         self._is_look_due = False  # guarded by the GIL: somebody will look for results
         self._num_seen = 0  # results at the last look
@@ -121,11 +124,19 @@ class PassStream:
     async def _receive(self) -> None:
         try:
             while not self._has_all:
+                while self._num_untaken_bytes() > UNTAKEN_BYTES:
+                    self._has_written.clear()
+                    await self._has_written.wait()
                 await self._receive_one()
         except BaseException as error:
             if not self._is_over:  # else nobody takes it from here, and its traceback leads back
                 self._failure = error
                 self._wake.set()
+
+    def _num_untaken_bytes(self) -> int:
+        """Return about how much memory the answers have that are on their way, or wait for it."""
+        results = [result for _, result in list(self._results)]  # in one go, as below
+        return self._writer.num_bytes + sum(map(_num_bytes, results))
 
     async def _receive_one(self) -> None:
         """Take the next message, or note that all have come."""
@@ -271,6 +282,7 @@ class PassStream:
                 self._answer(call.tag, result, call)
             while (message := self._writer.next_message()) is not None:
                 await self._context.write(message)
+                self._has_written.set()
             if self._failure is not None:
                 raise self._failure
             if self._has_all and not self._outstanding:
@@ -298,3 +310,12 @@ class PassStream:
             self._answer(number, error, call)
         if call is None:
             self._wake.set()
+
+
+def _num_bytes(result: Any) -> int:
+    """Return about how much memory an answer has: tensors, as they are or as they travel, or an exception."""
+    tensors = result.tensors if isinstance(result, Outputs) else result
+    if isinstance(tensors, BaseException):
+        return PARCEL_BYTES
+    forms = [tensor.plain if isinstance(tensor, Travelling) else tensor for tensor in tensors]
+    return PARCEL_BYTES + sum([form.nbytes for form in forms if form is not None])

@@ -7,8 +7,8 @@ either too small or without a limit. What each value is for stands beside it.
 from __future__ import annotations
 
 PART_BYTES = 1 << 20  # 64 MiB as one message moves at a fifth of the speed, and holds up all small calls
-# in a message: each weighs a kilobyte in Python, and as little as six bytes on the wire
-MAX_PARCELS = 1 << 16
+PARCEL_BYTES = 1024  # that one weighs in Python, beside its tensors
+MAX_PARCELS = 1 << 16  # in a message: on the wire each weighs as little as six bytes
 LONGEST_S = 1e8  # grpc takes a deadline in the year 2262 for one that has passed
 MAX_MESSAGE_BYTES = 4 << 20  # never -1: one hostile message would take all memory
 

@@ -15,7 +15,7 @@ import torch
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import ALIGNMENT, frame_packet, varint
 from moe_autograd.wire.heads import BackwardHead, ForwardHead, Head, ResultHead, WrittenHead
-from moe_autograd.wire.options import MAX_PARCELS, PART_BYTES
+from moe_autograd.wire.options import MAX_PARCELS, PARCEL_BYTES, PART_BYTES
 from moe_autograd.wire.runs import Run, fits_in_runs
 from moe_autograd.wire.tensors import Travelling, raw_bytes, travelling_form
 
@@ -105,6 +105,11 @@ class ParcelWriter:
         self._outgoing.extend(unfinished)
         return message.framed(is_last=self.is_complete and not self._outgoing)
 
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it has that waits to be sent."""
+        return sum([parcel.num_bytes for parcel in self._outgoing])
+
     def __bool__(self) -> bool:
         """Tell whether there is something to send."""
         return bool(self._outgoing)
@@ -141,6 +146,11 @@ class _Outgoing:
                 self.parts.append((index, 0, raw_bytes(form)))
                 self._alive.append(form)
         self.announcement = _announcement(number, headers, head)
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it has."""
+        return PARCEL_BYTES + sum([len(view) for _, _, view in self.parts])
 
 
 def _announcement(number: int, headers: Iterable[bytes], head: WrittenHead | pb.Run) -> bytes:

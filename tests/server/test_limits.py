@@ -19,13 +19,14 @@ from experts_server.hosting import gathered as gathered_module
 from experts_server.hosting.gathered import Gathered, GatheredGradients
 from experts_server.hosting.kept import RECORD_BYTES, SAVED_BYTES
 from experts_server.serving import service as service_module
+from experts_server.serving import streams as streams_module
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
-from moe_autograd.wire.parcels import ParcelWriter
+from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
 from tests.support.gated import D, Gated, Waiting, serving
 from tests.support.hosting import sgd
@@ -320,6 +321,33 @@ def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
         assert client.forward("e", tokens(3, D)).code == "OK"
         assert server._server is not None
         assert server._server.service.received.in_use == 0
+
+
+def test_no_more_calls_are_taken_of_a_client_that_leaves_the_answers_until_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 4 << 20
+    monkeypatch.setattr(streams_module, "UNTAKEN_BYTES", most)
+    receive = streams_module.PassStream._receive_one
+
+    async def noting(stream: streams_module.PassStream) -> None:
+        untaken_before.append(stream._num_untaken_bytes())
+        streams.append(stream)
+        await receive(stream)
+
+    untaken_before: list[int] = []
+    streams: list[streams_module.PassStream] = []
+    monkeypatch.setattr(streams_module.PassStream, "_receive_one", noting)
+    with serving({"e": nn.Identity()}) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        for call_id in range(32):
+            writer.add(*client.forward_call("e", torch.zeros(1 << 18), call_id=call_id))
+        begin = client.channel.stream_stream(methods.path("Forward"))
+        answers = begin(messages_of(writer), timeout=START_S)
+        wait_until(lambda: bool(streams) and streams[0]._num_untaken_bytes() > most)
+        reader = ParcelReader()
+        assert len([parcel for message in answers for parcel in reader.feed(message)]) == 32
+    assert max(untaken_before) <= most
 
 
 def test_more_calls_than_a_pass_may_have_are_refused_and_the_others_served() -> None:
