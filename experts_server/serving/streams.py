@@ -82,6 +82,7 @@ class PassStream:
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         self._outstanding: dict[int, Call] = {}
         self._num_calls = 0
+        self._num_come = 0  # bytes of what is not whole yet
         self._num_held = 0
         self._has_all = False
         self._is_over = False
@@ -150,7 +151,8 @@ class PassStream:
                 self._wake.set()
 
     async def _take_message(self, message: bytes) -> None:
-        self._hold(self._num_held + len(message))
+        self._num_come += len(message)
+        self._hold_what_is_not_whole()
         feed, takes_long = self._reader.feed, self._reader.num_encoded > 0
         parcels = await asyncio.to_thread(feed, message) if takes_long else feed(message)
         are_finite = len(parcels) > 1 and self._reader.are_finite()
@@ -167,7 +169,8 @@ class PassStream:
                     call.message = shared
                 num_bytes += call.num_bytes
                 calls.append(named)
-        self._hold(max(0, self._num_held - num_bytes))
+        self._num_come = max(0, self._num_come - num_bytes)
+        self._hold_what_is_not_whole()
         if not calls:
             return
         if self._settings.latency_s > 0:
@@ -184,8 +187,12 @@ class PassStream:
         elif gathers:  # small ones, computed already
             self._is_look_due = False
 
+    def _hold_what_is_not_whole(self) -> None:
+        """Count parcels that are not whole yet as what they will be: memory is taken for all of it."""
+        self._hold(max(self._num_come, self._reader.num_unfinished_bytes))
+
     def _hold(self, num_bytes: int) -> None:
-        """Count what has come of parcels that are not whole yet against what all streams may hold of it."""
+        """Hold so much of what all streams together may."""
         if num_bytes > self._num_held:
             self._settings.received.take(num_bytes - self._num_held)
         else:

@@ -15,7 +15,7 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import runs
 from moe_autograd.wire.framing import ALIGNMENT, take_packet_apart
 from moe_autograd.wire.heads import Head, Parcel, Tensors
-from moe_autograd.wire.options import MAX_PARCELS
+from moe_autograd.wire.options import MAX_PARCELS, PARCEL_BYTES
 from moe_autograd.wire.tensors import (
     Assembly,
     Memory,
@@ -103,6 +103,11 @@ class ParcelReader:
                 f"stream: expected the rest of {len(self._incoming)} parcels, got its end. "
                 "The sender stopped in the middle; sending again is safe."
             )
+
+    @property
+    def num_unfinished_bytes(self) -> int:
+        """About how much memory the parcels that wait for parts have when they are whole."""
+        return PARCEL_BYTES * len(self._incoming) + self._unfinished_bytes
 
     def __repr__(self) -> str:
         return f"ParcelReader({len(self._incoming)} parcels unfinished, {self._unfinished_bytes} bytes)"

@@ -30,7 +30,7 @@ from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
 from tests.support.gated import D, Gated, Waiting, serving
 from tests.support.hosting import sgd
-from tests.support.parcels import messages_of
+from tests.support.parcels import messages_of, packet
 from tests.support.servers import (
     START_S,
     WireClient,
@@ -318,6 +318,28 @@ def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
             list(client.stream_messages("Forward", messages_of(writer)))
         assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "bytes of unfinished calls: expected at most 3145728" in busy.value.details()
+        assert client.forward("e", tokens(3, D)).code == "OK"
+        assert server._server is not None
+        assert server._server.service.received.in_use == 0
+
+
+def test_what_is_announced_counts_as_if_it_had_come() -> None:
+    """One byte of each of many tensors has memory taken for all of them."""
+    header = pb.TensorHeader(dtype=pb.FLOAT32, shape=[1 << 18, 1], num_bytes=1 << 20).SerializeToString()
+    numbers = range(4)
+    heads = [pb.ForwardCall(client_id=b"x", call_id=number, expert="e") for number in numbers]
+    message = packet(
+        *[pb.Announcement(parcel=n, tensors=[header], forward_call=heads[n]) for n in numbers],
+        parts=tuple(pb.Part(parcel=number, num_bytes=1) for number in numbers),
+        payload=bytes(64),
+    )
+    limits = LimitsConfig(received_bytes=3 << 20)
+    with serving({"e": nn.Identity()}, limits=limits) as server, WireClient(server.address) as client:
+        with pytest.raises(
+            grpc.RpcError, match="bytes of unfinished calls: expected at most 3145728"
+        ) as busy:
+            list(client.stream_messages("Forward", [message]))
+        assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert client.forward("e", tokens(3, D)).code == "OK"
         assert server._server is not None
         assert server._server.service.received.in_use == 0
