@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moe_autograd.errors import RemoteError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import mark_of
 from moe_autograd.wire.specs import TensorSpec
@@ -277,6 +278,11 @@ def _hosted(
     places = sorted(places, key=lambda place: place[0] not in answered)
     address, info = places[0]
     layouts = layouts_at[address]
+    if info.update not in pb.UpdateMode.values():
+        raise RemoteError(
+            f"expert {name!r} at {address}: expected it to be updated on_step, on_backward or on_samples, got number "
+            f"{info.update}. Is the server newer? Use a client of its version."
+        )
     return HostedExpert(
         name=name,
         kind=info.kind,

@@ -56,6 +56,7 @@ class Liar:
     def __init__(self) -> None:
         self.forward: Answer = lambda call: results((call, [X]))
         self.backward: Answer = lambda call: results((call, [X]))
+        self.hosted = pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True, num_parameters=16)
         self.state = state(WEIGHT, BIAS)
         self.reply = seal(pb.UpdateReply(updates=[pb.ExpertUpdate(expert="ffn.0")]))
         self.may_end = threading.Event()  # its streams, after what they say
@@ -87,8 +88,7 @@ class Liar:
         self._server.stop(0).wait()
 
     def _info(self, request: bytes, context: object) -> bytes:
-        hosted = pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True, num_parameters=16)
-        return seal(pb.InfoReply(experts=[hosted], layouts=[layout_of(dict([WEIGHT, BIAS]))]))
+        return seal(pb.InfoReply(experts=[self.hosted], layouts=[layout_of(dict([WEIGHT, BIAS]))]))
 
     def _answer(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, answer: Answer
@@ -116,6 +116,13 @@ def test_it_is_believed_where_it_does_not_lie(expert):
     x = X.clone().requires_grad_()
     expert(x).sum().backward()
     assert torch.equal(x.grad, X)
+
+
+def test_a_way_of_updating_that_no_client_knows_is_an_error_of_the_server(liar):
+    liar.hosted.update = 7
+    expected = rf"expert 'ffn\.0' at {liar.address}: expected it to be updated on_step, .*, got number 7\."
+    with pytest.raises(RemoteError, match=expected):
+        connect(liar.address, retry=ONCE)
 
 
 def test_nobody_waits_for_the_end_of_a_stream_that_has_brought_everything(liar, expert):
