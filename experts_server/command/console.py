@@ -255,13 +255,19 @@ def print_table(address: str, reply: pb.InfoReply) -> None:
 
 
 def _spec_text(spec: pb.TensorSpec) -> str:
-    dtype = "" if spec.dtype == pb.DTYPE_NONE else f" {pb.DType.Name(spec.dtype).lower()}"
+    dtype = "" if spec.dtype == pb.DTYPE_NONE else f" {_name_of(pb.DType, spec.dtype)}"
     sizes = ["..."] * spec.may_have_more + ["*" if size < 0 else str(size) for size in spec.shape]
     return f"({', '.join(sizes)}){dtype}"
 
 
 def _update(expert: pb.ExpertInfo) -> str | None:
-    return pb.UpdateMode.Name(expert.update).lower() if expert.is_trained else None
+    return _name_of(pb.UpdateMode, expert.update) if expert.is_trained else None
+
+
+def _name_of(kind: Any, number: int) -> str:
+    """Return the name of a value; a newer server may have some that are not known here."""
+    known = kind.DESCRIPTOR.values_by_number.get(number)
+    return f"number {number}" if known is None else str(known.name).lower()
 
 
 def _read(file: str) -> bytes:

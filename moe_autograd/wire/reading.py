@@ -228,9 +228,8 @@ class _Arrived:
     """The parts in one message, taken one after another, and the payload that holds their bytes."""
 
     def __init__(self, parts: Sequence[pb.Part], message: bytes, payload: memoryview, start: int) -> None:
-        if (
-            len(parts) > len(payload) // ALIGNMENT + 1
-        ):  # an empty one takes 2 bytes, and more than 100 in Python
+        # An empty one takes two bytes there, and more than a hundred in Python.
+        if len(parts) > len(payload) // ALIGNMENT + 1:
             raise CorruptDataError(
                 f"packet: expected parts of 1 byte or more, got {len(parts)} in {len(payload)} bytes of payload."
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +125,14 @@ def test_a_way_of_updating_that_no_client_knows_is_an_error_of_the_server(liar):
     expected = rf"expert 'ffn\.0' at {liar.address}: expected it to be updated on_step, .*, got number 7\."
     with pytest.raises(RemoteError, match=expected):
         connect(liar.address, retry=ONCE)
+    info = subprocess.run(
+        [sys.executable, "-m", "experts_server", "info", liar.address],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (info.returncode, info.stderr) == (0, "")
+    assert "number 7" in info.stdout
 
 
 def test_nobody_waits_for_the_end_of_a_stream_that_has_brought_everything(liar, expert):
