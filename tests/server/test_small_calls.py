@@ -84,14 +84,15 @@ class Doubled(nn.Linear):
     [nn.Linear(D, D), FeedForwardExpert(D, 16), Doubled(D, D)],
     ids=["linear", "ffn", "a class of one's own"],
 )
-def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.Module) -> None:
+@pytest.mark.parametrize("num_rows", [3, 0])
+def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.Module, num_rows: int) -> None:
     with ExpertsServer({"e": module}, optimizer=sgd) as server:
-        y, x_grad = forward_and_backward(server, 3)
+        y, x_grad = forward_and_backward(server, num_rows)
         assert not has_worked(server)
-    x = tokens(3, D, seed=1).requires_grad_()
+    x = tokens(num_rows, D, seed=1).requires_grad_()
     expected = module(x)
     assert torch.equal(y, expected)
-    assert torch.equal(x_grad, *torch.autograd.grad(expected, x, tokens(3, D, seed=2)))
+    assert torch.equal(x_grad, *torch.autograd.grad(expected, x, tokens(num_rows, D, seed=2)))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.M
         (Own(D, D), 3),
         (nn.Sequential(nn.Linear(D, D), nn.Dropout()), 3),
         (nn.Linear(D, D), 20_000),
-        (nn.Linear(D, D), 0),
+        (FeedForwardExpert(D, 100_000), 0),
         (compiled(), 3),
     ],
     ids=[
@@ -109,7 +110,7 @@ def test_small_calls_of_an_expert_that_only_computes_need_no_worker(module: nn.M
         "a class of one's own",
         "random numbers",
         "many rows",
-        "no rows",
+        "no rows and many weights",
         "what is to be compiled",
     ],
 )
