@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -35,8 +36,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             shown = f"a {type(value).__name__}" if name == "token" else repr(value)
             raise TypeError(f"connect: expected {name} to be {expected}, got {shown}. {advice}")
-    if isinstance(arguments["token"], str):
-        check_token(arguments["token"])
+    if isinstance(token := arguments["token"], str):
+        check_token(token)
+        if os.path.isfile(token):
+            raise ValueError(f"token: expected one, got the name of a file, {token!r}. Pass Path({token!r}).")
     if arguments["max_tensor_bytes"] < 1:
         raise ValueError(
             f"max_tensor_bytes: expected a positive whole number, got {arguments['max_tensor_bytes']!r}. "

@@ -320,6 +320,13 @@ def test_a_token_file_that_holds_none_is_refused_before_anything_connects(tmp_pa
         connect("127.0.0.1:1", token=tmp_path / "token")
 
 
+def test_the_name_of_a_file_is_not_taken_for_a_token(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("a-token-of-the-server")
+    with pytest.raises(ValueError, match=r"got the name of a file, '.*token'\. Pass Path\('.*token'\)\."):
+        connect("127.0.0.1:1", token=str(file))
+
+
 def test_a_token_file_whose_name_is_none_is_refused_by_name():
     with pytest.raises(
         ValueError, match=r"expected a readable text file at 'a\\x00b' \(embedded null byte\)"
