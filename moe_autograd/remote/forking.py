@@ -15,7 +15,7 @@ parent got no answer before their deadline. Hence::
 A stream is cancelled once: the second time forks wait for it, else a long one would never end beside many forks.
 
 What a server has sent behind the end of an RPC is taken by threads of grpc's own, one of which may just hold a lock
-that the child then waits for, for ever, before a line of its own runs: on a busy machine one child in 1,000 did, and of
+that the child then waits for, for ever, before a line of its own runs: on a busy machine one child in 600 did, and of
 3,000 that were forked `_SETTLE_S` after the end of the last RPC none.
 
 A fork does not wait longer than `_PATIENCE_S`: an update can be long, and a busy machine took 2 s to end short calls.
