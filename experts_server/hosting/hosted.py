@@ -198,9 +198,8 @@ class HostedExpert:
         if len(given) != 1 or not is_at_once or not self.caller.is_in_mode(evaluate):
             return False  # in the other mode it may draw random numbers
         (x,) = given
-        if (
-            x is not None and not x.numel()
-        ):  # without rows it has gradients of all weights as well, as one row has
+        # Without rows it is as large as one row: its backward, too, has gradients of all weights.
+        if x is not None and not x.numel():
             x = x.new_empty(x.shape[-1:])
         return is_small(self.module, x)
 

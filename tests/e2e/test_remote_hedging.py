@@ -208,19 +208,19 @@ def test_an_error_of_the_expert_is_raised_as_without_hedging(replicas):
         experts["ffn.0"](torch.ones(1, 4))
 
 
+def call_and_note(experts: RemoteExperts, became: list[BaseException]) -> None:
+    try:
+        experts["ffn.0"](torch.ones(1, 4))
+    except BaseException as error:
+        became.append(error)
+
+
 def test_closing_ends_a_call_that_both_servers_keep_waiting(replicas):
     experts, first, other = connected(replicas)
     for replica in (first, other):
         replica.modules["ffn.0"].gate.clear()
     became: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            experts["ffn.0"](torch.ones(1, 4))
-        except BaseException as error:
-            became.append(error)
-
-    thread = threading.Thread(target=call)
+    thread = threading.Thread(target=call_and_note, args=(experts, became))
     thread.start()
     assert other.modules["ffn.0"].begun.wait(PATIENCE_S)
     experts.close()
@@ -236,14 +236,8 @@ def test_cancelling_a_task_ends_its_call_that_both_servers_keep_waiting(replicas
         replica.modules["ffn.0"].gate.clear()
     became: list[BaseException] = []
 
-    def call() -> None:
-        try:
-            experts["ffn.0"](torch.ones(1, 4))
-        except BaseException as error:
-            became.append(error)
-
     async def cancel_it() -> None:
-        task = asyncio.create_task(in_thread(call))
+        task = asyncio.create_task(in_thread(call_and_note, experts, became))
         assert await asyncio.to_thread(other.modules["ffn.0"].begun.wait, PATIENCE_S)
         task.cancel()
 
