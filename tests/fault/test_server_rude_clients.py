@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 
@@ -21,15 +22,22 @@ from tests.support.servers import START_S, WireClient, tokens, wait_until
 WATCH = b"/grpc.health.v1.Health/Watch"
 
 
-def test_a_method_whose_name_is_no_text_ends_the_server_for_nobody_for_long() -> None:
+def test_a_method_whose_name_is_no_text_ends_the_server_for_nobody_for_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with ExpertsServer({"ffn.0": nn.Linear(8, 8)}) as server:
         address = server.address
-        for _ in range(2):
+        for num_falls in (1, 2):
             with NeverReading(address) as rude:
                 rude.call(b"/\xff/Info")
+                wait_until(functools.partial(_has_fallen, caplog, num_falls))
             with WireClient(address) as client:
                 wait_until(lambda: _is_served(client))
         assert server.address == address
+
+
+def _has_fallen(caplog: pytest.LogCaptureFixture, num_times: int) -> bool:
+    return caplog.text.count("grpc has stopped serving") == num_times
 
 
 def _is_served(client: WireClient) -> bool:
