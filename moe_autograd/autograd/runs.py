@@ -33,6 +33,8 @@ class Map(NamedTuple):
         even_shares: whether each has the smallest share of intra-op threads, however many run beside it.
         kind: what is called, where the next map of it will do much the same (`_habits`).
         num_left_out: how many calls there are besides, in a pass of some; an error says "call 1 of 2" all the same.
+        numbers: of its calls among all those of the map, by which each finds its streams again in every pass; `None`
+            where they are 0, 1, ...
     """
 
     title: str
@@ -41,11 +43,19 @@ class Map(NamedTuple):
     even_shares: bool = False
     kind: object = None
     num_left_out: int = 0
+    numbers: Sequence[int] | None = None
 
     def of_some(self, places: Collection[int]) -> Map:
         """Return what a pass of those calls has in common that have these places."""
-        num_left_out = self.num_left_out + len(self.names) - len(places)
-        return self._replace(names=[self.names[i] for i in places], num_left_out=num_left_out)
+        return self._replace(
+            names=[self.names[i] for i in places],
+            num_left_out=self.num_left_out + len(self.names) - len(places),
+            numbers=[self.number_of(i) for i in places],
+        )
+
+    def number_of(self, index: int) -> int:
+        """Return the number of a call of this pass among all calls of the map."""
+        return index if self.numbers is None else self.numbers[index]
 
 
 def run_calls(
@@ -84,7 +94,7 @@ def run_calls(
 
     chosen: Callable[[int], None] = run
     if lanes is not None:
-        chosen = _on_lanes(chosen, lanes)
+        chosen = _on_lanes(chosen, lanes, the_map)
     if torch.autograd.profiler._is_profiler_enabled:
         chosen = _profiled(chosen, names, f"{the_map.title}, {phase}")
     if is_recording():
@@ -105,9 +115,9 @@ def run_calls(
             lanes.rejoin()
 
 
-def _on_lanes(run: Callable[[int], None], lanes: Lanes) -> Callable[[int], None]:
+def _on_lanes(run: Callable[[int], None], lanes: Lanes, the_map: Map) -> Callable[[int], None]:
     def run_on_lanes(index: int) -> None:
-        with lanes.of(index):
+        with lanes.of(the_map.number_of(index)):
             run(index)
 
     return run_on_lanes

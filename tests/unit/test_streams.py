@@ -101,6 +101,30 @@ def test_each_call_has_streams_of_its_own_the_same_in_both_passes(accelerator: R
             assert not kernel.comes_after(other), "calls do not wait for each other"
 
 
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_of_some_calls_has_the_streams_of_their_forwards(
+    accelerator: RecordingAccelerator, is_module: bool, again: bool
+) -> None:
+    """What a call keeps beside its saved tensors is memory of its stream, and nobody records it elsewhere."""
+    streams: dict[str, list[tuple[Stream, ...]]] = {"forward": [], "backward": []}
+
+    def launch(where: str) -> None:
+        streams[where].append(tuple(kernel.stream for kernel in launch_everywhere(accelerator)))
+
+    xs = leaves()
+    if is_module:
+        outputs = parallel_apply(
+            [lambda x: Launches.apply(x, launch)] * NUM_CALLS, [(x,) for x in xs], max_concurrency=2
+        )
+    else:
+        outputs = list(map_with_parallel_backward(Launches, *[(x, launch) for x in xs], max_concurrency=2))
+    taken = [(device, number) for number in (1, 3) for device in accelerator.devices()]
+    own = {accelerator.lanes[place] for place in taken}
+    torch.autograd.grad(outputs[1].sum() + outputs[3].sum(), xs, allow_unused=True, create_graph=again)
+    assert {stream for found in streams["backward"] for stream in found} == own
+
+
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_callers_own_stream_and_device_are_those_of_the_map(
     accelerator: RecordingAccelerator, which: int
