@@ -18,7 +18,11 @@ Rule 4. A call has the lane of its number in every map and pass. Its backward fi
         used, and the allocator keeps no more pools than there are calls.
 Rule 5. The engine hands kernels of a backward to a thread of the device, which runs the join and waits there for the
         calls; so a backward within a call stays on the call's thread.
-Rule 6. A graph capture would record one stream, and memory that others give back. It is refused.
+Rule 6. Calls that take turns on the host do so on the device: one ends with `queued_here`, and the next goes on
+        there with `continue_after`.
+Rule 7. Autocast keeps one cast of a weight for everybody, queued by whoever came first. Calls that share weights, and
+        so would read it in no order with that, each make their own: the cache is off on their lanes.
+Rule 8. A graph capture would record one stream, and memory that others give back. It is refused.
 
 Where no accelerator is in use, nothing of this happens. Written for any accelerator that torch knows, with what
 `torch.accelerator` offers; `Accelerator` is all that there is of it.
@@ -29,7 +33,7 @@ Mutable state: `Accelerator._lanes` grows by single operations that the interpre
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +113,25 @@ def accelerator_in_use() -> Accelerator | None:
     return _built_for if _built_for is not None and _built_for.is_in_use() else None
 
 
+def queued_here() -> Sequence[torch.Event]:
+    """Return what comes after all that this thread has queued on its streams so far (Rule 6)."""
+    accelerator = accelerator_in_use()
+    if accelerator is None:
+        return ()
+    return [accelerator.current_stream(device).record_event() for device in accelerator.devices()]
+
+
+def continue_after(events: Iterable[torch.Event]) -> None:
+    """Let what this thread queues from now on come after `events` (Rule 6)."""
+    accelerator = accelerator_in_use()
+    if accelerator is None:
+        return
+    for device in accelerator.devices():
+        stream = accelerator.current_stream(device)
+        for event in events:
+            stream.wait_event(event)
+
+
 def use_here(values: Iterable[Any]) -> None:
     """Record the tensors among `values` on the streams that this thread queues kernels on (Rule 3)."""
     if _built_for is None or not _built_for.is_in_use():
@@ -121,12 +144,17 @@ def use_here(values: Iterable[Any]) -> None:
 class Lanes:
     """The streams of one pass of one map. Construct it on the calling thread, before the calls run.
 
+    Args:
+        accelerator: whose streams.
+        shares_weights: whether calls may use a weight that others use (Rule 7).
+
     Raises:
-        UnsupportedTransformError: a graph is being captured (Rule 6).
+        UnsupportedTransformError: a graph is being captured (Rule 8).
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, *, shares_weights: bool) -> None:
         self._accelerator = accelerator
+        self._shares_weights = shares_weights
         self._device = accelerator.current_device()
         self._devices = accelerator.devices()
         self._callers = [accelerator.current_stream(device) for device in self._devices]
@@ -145,7 +173,10 @@ class Lanes:
         own_device = accelerator.current_device()
         own_streams = [accelerator.current_stream(device) for device in self._devices]
         lanes = [accelerator.lane(device, number) for device in self._devices]
+        caches_casts = torch.is_autocast_cache_enabled()
         try:
+            if self._shares_weights:
+                torch.set_autocast_cache_enabled(False)
             for lane in lanes:
                 for event in self._ready:
                     lane.wait_event(event)
@@ -154,6 +185,7 @@ class Lanes:
             with torch.autograd.set_multithreading_enabled(False):  # Rule 5
                 yield
         finally:
+            torch.set_autocast_cache_enabled(caches_casts)
             for lane in lanes:
                 self._done.append(lane.record_event())
             for stream in own_streams:
@@ -167,10 +199,10 @@ class Lanes:
                 stream.wait_event(event)
 
 
-def lanes_from_here() -> Lanes | None:
+def lanes_from_here(*, shares_weights: bool) -> Lanes | None:
     """Return lanes for the calls of this thread; `None` where no accelerator is in use."""
     accelerator = accelerator_in_use()
-    return None if accelerator is None else Lanes(accelerator)
+    return None if accelerator is None else Lanes(accelerator, shares_weights=shares_weights)
 
 
 def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -144,6 +144,8 @@ def _run_forwards(
     is_recorded = torch.is_grad_enabled()
     hooks = ordered_hooks(len(args_per_call))
     has_streams = accelerator_in_use() is not None
+    if has_streams:
+        the_map = the_map._replace(shares_weights=_share_a_leaf(args_per_call))
 
     def forward(index: int) -> None:
         if has_streams:
@@ -163,6 +165,11 @@ def _run_forwards(
         taken = [call.inputs for call in calls]
         refuse_shared_changes("map_with_parallel_backward", the_map.names, changed, taken, sees_own=True)
     return calls
+
+
+def _share_a_leaf(args_per_call: Sequence[Sequence[Any]]) -> bool:
+    leaves = [{id(a) for a in args if isinstance(a, Tensor) and a.is_leaf} for args in args_per_call]
+    return len(set().union(*leaves)) < sum(map(len, leaves))
 
 
 def _tie(calls: Sequence[FunctionCall], the_map: Map) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ class Map(NamedTuple):
         num_left_out: how many calls there are besides, in a pass of some; an error says "call 1 of 2" all the same.
         numbers: of its calls among all those of the map, by which each finds its streams again in every pass; `None`
             where they are 0, 1, ...
+        shares_weights: whether calls may use a weight that others use.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Map(NamedTuple):
     kind: object = None
     num_left_out: int = 0
     numbers: Sequence[int] | None = None
+    shares_weights: bool = False
 
     def of_some(self, places: Collection[int]) -> Map:
         """Return what a pass of those calls has in common that have these places."""
@@ -84,7 +86,8 @@ def run_calls(
         return
     if is_under_mode_of_torch():
         max_concurrency = 1
-    lanes = None if max_concurrency == 1 or len(names) == 1 else lanes_from_here()
+    is_alone = max_concurrency == 1 or len(names) == 1
+    lanes = None if is_alone else lanes_from_here(shares_weights=the_map.shares_weights)
     seeds = CallSeeds() if seeds is None else seeds
     scope = functools.partial(own_streams, seeds)
 

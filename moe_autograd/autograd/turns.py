@@ -25,11 +25,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from moe_autograd._streams import continue_after, queued_here
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.reaching import Held
@@ -40,11 +42,12 @@ _Embeddings = nn.Embedding | nn.EmbeddingBag
 
 
 class Turn:
-    """A context that is entered when others have been left."""
+    """A context that is entered when others have been left, on an accelerator as well."""
 
     def __init__(self, name: str, before: Iterable[Turn]) -> None:
         self._name, self._before = name, before
         self._is_over = threading.Event()
+        self._queued: Sequence[torch.Event] = ()
 
     def __enter__(self) -> None:
         try:
@@ -52,13 +55,17 @@ class Turn:
                 if not turn._is_over.wait(WARN_AFTER_S):
                     self._warn_of(turn)
                     turn._is_over.wait()
+                continue_after(turn._queued)
         except BaseException:  # such as Ctrl-C: the next one must not wait for ever
             self._is_over.set()
             raise
         self._before = ()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._is_over.set()
+        try:
+            self._queued = queued_here()
+        finally:
+            self._is_over.set()
 
     def _warn_of(self, other: Turn) -> None:
         warnings.warn(
@@ -97,6 +104,11 @@ class Turns:
         ]
         watched = {key for key, part in at_once.items() if key not in changed and _is_watched(part)}
         self._watched = _watched(shared, names, watched)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether calls share any module, to be asked before they run."""
+        return any(self._shared)
 
     @property
     def are_taken(self) -> bool:

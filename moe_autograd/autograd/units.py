@@ -54,6 +54,7 @@ def run_units(
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
     the_map = Map("parallel_apply", [unit.name for unit in units], max_concurrency, kind=_kind_of(units))
     turns = Turns(held, the_map.names, side_by_side=side_by_side)
+    the_map = the_map._replace(shares_weights=turns.has_shared)
     called = turns.wrap(_callables(units, len(modules), how))
     defers = defer_weight_grads and how is None and may_defer()
     with turns:

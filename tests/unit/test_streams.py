@@ -6,6 +6,7 @@ makes of it is in `tests/device`.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from moe_autograd import _streams, map_with_parallel_backward, parallel_apply
@@ -273,6 +274,62 @@ def test_a_backward_within_a_call_stays_on_its_thread(accelerator: RecordingAcce
     assert torch.autograd.is_multithreading_enabled()
 
 
+class Notes(nn.Module):
+    """Notes the kernels that it queues, one on each device; it keeps statistics if it is told to."""
+
+    def __init__(self, accelerator: RecordingAccelerator, *, keeps_statistics: bool) -> None:
+        super().__init__()
+        self.keeps_statistics = keeps_statistics
+        self.accelerator, self.kernels, self.caches_casts = accelerator, list[list[Kernel]](), set[bool]()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kernels.append(launch_everywhere(self.accelerator))
+        self.caches_casts.add(torch.is_autocast_cache_enabled())
+        return x * self.weight
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_calls_that_take_turns_do_so_on_the_devices_as_well(
+    accelerator: RecordingAccelerator, recompute: bool
+) -> None:
+    """Statistics that a call adds to are those that the call before has queued a kernel for."""
+    shared = Notes(accelerator, keeps_statistics=True)
+    outputs = parallel_apply([shared] * NUM_CALLS, [(x,) for x in leaves()], recompute=recompute)
+    forward, shared.kernels = shared.kernels, []
+    torch.stack(outputs).sum().backward()
+    assert len(shared.kernels) == (NUM_CALLS if recompute else 0)
+    for kernels in (forward, shared.kernels):
+        for earlier, later in itertools.pairwise(kernels):
+            assert all(kernel.comes_after(other) for kernel in later for other in earlier)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_calls_that_share_a_weight_cast_it_each_for_itself(
+    accelerator: RecordingAccelerator, is_shared: bool
+) -> None:
+    """A cast that another call has put into autocast's cache is on another stream."""
+    made = [Notes(accelerator, keeps_statistics=False) for _ in range(NUM_CALLS)]
+    parallel_apply([made[0]] * NUM_CALLS if is_shared else made, [(x,) for x in leaves()])
+    assert made[0].caches_casts == {not is_shared}
+    assert torch.is_autocast_cache_enabled()
+
+    class Casts(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            made[0].caches_casts.add(torch.is_autocast_cache_enabled())
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad, grad
+
+    made[0].caches_casts.clear()
+    weights = [made[0].weight] * NUM_CALLS if is_shared else leaves()
+    map_with_parallel_backward(Casts, *zip(leaves(), weights, strict=True))
+    assert made[0].caches_casts == {not is_shared}
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CS")
 @pytest.mark.parametrize(
     "make",
@@ -293,5 +350,5 @@ def test_a_tensors_memory_is_found_in_every_layout(make: Callable[[Tensor], Tens
 
 def test_without_an_accelerator_there_are_no_lanes() -> None:
     if torch.accelerator.current_accelerator() is None:
-        assert _streams.lanes_from_here() is None
+        assert _streams.lanes_from_here(shares_weights=False) is None
         _streams.use_here([torch.ones(2)])
