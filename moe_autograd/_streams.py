@@ -87,6 +87,9 @@ class Accelerator:
         key = (device, number % MOST_LANES)
         lane = self._lanes.get(key)
         if lane is None:
+            # A weight's gradient is added on the lane of the call that used it first, and comes there from the caller's
+            # stream. The engine orders the two, and warns of it as of a mistake.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             lane = self._lanes.setdefault(key, torch.Stream(torch.device(self.kind, device)))
         return lane
 
@@ -186,8 +189,11 @@ class Lanes:
                 yield
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
-            for lane in lanes:
+            for device, lane in zip(self._devices, lanes, strict=True):
                 self._done.append(lane.record_event())
+                left = accelerator.current_stream(device)
+                if left != lane:  # the call has chosen another one, and not put its own back
+                    self._done.append(left.record_event())
             for stream in own_streams:
                 accelerator.set_stream(stream)
             accelerator.set_device(own_device)
@@ -206,13 +212,24 @@ def lanes_from_here(*, shares_weights: bool) -> Lanes | None:
 
 
 def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that hold the memory of `tensor`; none of one that a compiler traces with."""
+    """Return the tensors that hold the memory of `tensor`, such that can be recorded.
+
+    None of one that a compiler traces with, nor of one that torch knows to be zeros, and keeps none.
+    """
     if isinstance(tensor, torch._subclasses.FakeTensor) or torch._is_functional_tensor(tensor):
         return ()
     if tensor.layout is torch.strided:
+        if tensor._is_zerotensor():
+            return ()
+        if tensor.is_nested:
+            return (tensor.detach().values(),)
+        if tensor.is_conj() or tensor.is_neg():  # torch would record a copy that it resolves first
+            return (_without_bits(tensor.detach()),)
         return (tensor,)
     if tensor.layout is torch.jagged:
-        return (tensor.values(),)
+        jagged: Any = tensor
+        parts = jagged.values(), jagged.offsets(), jagged.lengths()
+        return tuple([part for part in parts if part is not None])
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -220,3 +237,10 @@ def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
+
+
+def _without_bits(tensor: Tensor) -> Tensor:
+    """Return the same memory as it is, where the tensor stands for its conjugate or its negative."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return tensor._neg_view() if tensor.is_neg() else tensor

@@ -34,6 +34,7 @@ from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions, applies_as_usual
 from moe_autograd.autograd.grouping import group_calls, ungroup
+from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
@@ -179,7 +180,10 @@ def _tie(calls: Sequence[FunctionCall], the_map: Map) -> tuple[Any, ...]:
         for call in calls:
             call.forget_returned()
         raise
-    return tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
+    returned = tuple([call.take_returned(results) for call, results in zip(calls, tied, strict=True)])
+    if accelerator_in_use() is not None:
+        use_here(with_tensors_in_objects([result for result in returned if not isinstance(result, Tensor)]))
+    return returned
 
 
 class _Names(Sequence[str]):

@@ -86,7 +86,7 @@ def run_calls(
         return
     if is_under_mode_of_torch():
         max_concurrency = 1
-    is_alone = max_concurrency == 1 or len(names) == 1
+    is_alone = max_concurrency == 1 or len(names) + the_map.num_left_out == 1
     lanes = None if is_alone else lanes_from_here(shares_weights=the_map.shares_weights)
     seeds = CallSeeds() if seeds is None else seeds
     scope = functools.partial(own_streams, seeds)

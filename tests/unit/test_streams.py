@@ -253,6 +253,44 @@ def test_tensors_in_objects_that_modules_take_and_return_are_recorded(
     assert {(id(box.x), True) for box in boxes} | returned <= recorded
 
 
+def test_tensors_in_lists_that_functions_return_are_recorded(accelerator: RecordingAccelerator) -> None:
+    class ReturnsAList(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            return x * 2, [x * 3]
+
+    outputs = map_with_parallel_backward(ReturnsAList, *[(x,) for x in leaves()])
+    recorded = {(id(tensor), stream.name.startswith("lane")) for tensor, stream in accelerator.recorded}
+    assert {(id(listed), False) for _, (listed,) in outputs} <= recorded
+
+
+def test_the_caller_waits_for_the_stream_that_a_call_has_left_current(
+    accelerator: RecordingAccelerator,
+) -> None:
+    others = [Stream(device, f"a stream of the call's, on {device}") for device in accelerator.devices()]
+    kernels: list[Kernel] = []
+
+    def leave_current() -> None:
+        for other in others:
+            accelerator.set_stream(other)
+        kernels.extend(launch_everywhere(accelerator))
+
+    notes = [leave_current, *[lambda: None] * (NUM_CALLS - 1)]
+    map_with_parallel_backward(Calls, *[(torch.ones(2), note) for note in notes])
+    after = launch_everywhere(accelerator)
+    assert {kernel.stream for kernel in kernels} == set(others)
+    assert {kernel.stream for kernel in after} == set(accelerator.defaults)
+    assert all(later.comes_after(kernel) for later in after for kernel in kernels)
+
+
+def test_a_backward_of_one_call_of_several_has_its_streams(accelerator: RecordingAccelerator) -> None:
+    log, xs = Log(accelerator, 1), leaves()
+    outputs = map_with_parallel_backward(Launches, *[(x, log.launch) for x in xs])
+    outputs[2].sum().backward()
+    of_one = {accelerator.lane(device, 2) for device in accelerator.devices()}
+    assert {kernel.stream for kernel in log.kernels["backward"]} == of_one
+
+
 def test_a_capture_is_refused_before_a_call_runs(accelerator: RecordingAccelerator) -> None:
     accelerator.defaults[0].is_in_capture = True
     log = Log(accelerator)
@@ -330,7 +368,7 @@ def test_calls_that_share_a_weight_cast_it_each_for_itself(
     assert made[0].caches_casts == {not is_shared}
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize(
     "make",
     [
@@ -339,13 +377,33 @@ def test_calls_that_share_a_weight_cast_it_each_for_itself(
         lambda x: x.to_sparse_csr(),
         lambda x: x.to_sparse_csc(),
         lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+        lambda x: torch.nested.nested_tensor([x, x]),
+        lambda x: (x + 1j).conj(),
+        lambda x: (x + 1j).conj().imag,
     ],
-    ids=["strided", "coo", "csr", "csc", "jagged"],
+    ids=["strided", "coo", "csr", "csc", "jagged", "nested", "conjugate", "negative"],
 )
 def test_a_tensors_memory_is_found_in_every_layout(make: Callable[[Tensor], Tensor]) -> None:
-    parts = _streams._strided_parts(make(torch.eye(3)))
+    made = make(torch.eye(3))
+    parts = _streams._strided_parts(made)
     assert parts
-    assert all(part.layout is torch.strided and part.untyped_storage().nbytes() > 0 for part in parts)
+    for part in parts:
+        assert part.layout is torch.strided
+        records_otherwise = part.is_nested, part.is_conj(), part.is_neg()
+        assert not any(records_otherwise)
+        assert part.untyped_storage().nbytes() > 0
+    if made.layout is torch.strided and not made.is_nested:
+        assert parts[0].untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+
+
+def test_lengths_and_offsets_of_jagged_tensors_are_memory_as_well() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    recorded = {part.data_ptr() for part in _streams._strided_parts(jagged)}
+    assert {jagged.values().data_ptr(), jagged.offsets().data_ptr()} <= recorded
+
+
+def test_zeros_that_keep_no_memory_are_not_recorded() -> None:
+    assert _streams._strided_parts(torch._efficientzerotensor(3)) == ()
 
 
 def test_without_an_accelerator_there_are_no_lanes() -> None:
