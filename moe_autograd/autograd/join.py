@@ -36,7 +36,9 @@ Rule 7. Of the nodes that are ready the engine runs the one with the highest num
         its departure the lowest of all until everybody has arrived. (Were somebody to come later still, as he might
         where several maps of such a graph wait at a time, his backward would run later. No number depends on it.)
 Rule 8. What has arrived belongs to one backward (`this_backward`); another one, also inside of it, sees nothing of it.
-Rule 9. An input that comes out as a result, changed or not, is an input of its arrival as well, as PyTorch wants it.
+Rule 9. The engine has a thread for each device. So all nodes of a map are on one, that of the results, which their
+        tokens are made on too; calls with results on several devices are not tied apart.
+Rule 10. An input that comes out as a result, changed or not, is an input of its arrival as well, as PyTorch wants it.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, left_alone, uncompiled
 
+_CPU = torch.device("cpu")
+
 
 def join(joined: Joined) -> list[Sequence[Tensor]]:
     """Tie the results of all calls to the graph; return them call by call, as `Function.apply` returns results.
@@ -73,9 +77,9 @@ def join(joined: Joined) -> list[Sequence[Tensor]]:
         KeyboardInterrupt: Ctrl-C, also where PyTorch makes another error of it (`boxed`).
     """
     try:
-        may_be_apart = joined.can_be_apart and accelerator_in_use() is None
-        places = apart(joined.calls) if may_be_apart else ()
-        tied = _tie_apart(joined, places) if places else _tie(joined)
+        device = _device_of(joined) if joined.can_be_apart else None
+        places = () if device is None else apart(joined.calls)
+        tied = _tie_apart(joined, places, device) if places else _tie(joined)
     except (RuntimeError, TypeError) as error:
         if str(error) == INTERRUPTED:
             raise KeyboardInterrupt from error
@@ -85,6 +89,14 @@ def join(joined: Joined) -> list[Sequence[Tensor]]:
         for call in joined.calls:
             call.forget_results()  # Rule 5, also where a saved-tensor hook raises when results are tied
     return tied
+
+
+def _device_of(joined: Joined) -> torch.device | None:
+    """Return the device of the results; `None` if they are on several (Rule 9)."""
+    if accelerator_in_use() is None:
+        return _CPU
+    devices = {result.device for call in joined.calls for result in call.results}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _tie(joined: Joined) -> list[Sequence[Tensor]]:
@@ -173,9 +185,11 @@ def _ask(joined: Joined, leading: Any, grad_outputs: Tensors) -> Sequence[Wanted
 # ---- apart
 
 
-def _tie_apart(joined: Joined, places: Sequence[list[int]]) -> list[Sequence[Tensor]]:
+def _tie_apart(
+    joined: Joined, places: Sequence[list[int]], device: torch.device | None
+) -> list[Sequence[Tensor]]:
     joined.look_for_shared()
-    parts = [_Part(joined, own_places) for own_places in places]
+    parts = [_Part(joined, own_places, device) for own_places in places]
     tokens = [part.depart() for part in parts]  # Rule 7
     tokens = [_Waiting.apply(*each) for each in zip(parts, tokens, strict=True)]  # type: ignore[no-untyped-call]
     tied: list[Sequence[Tensor]] = [()] * len(joined.calls)
@@ -191,10 +205,11 @@ class _Part:
     Args:
         whole: all calls.
         places: which of them.
+        device: of their results.
     """
 
-    def __init__(self, whole: Joined, places: list[int]) -> None:
-        self.whole, self.places = whole, places
+    def __init__(self, whole: Joined, places: list[int], device: torch.device | None) -> None:
+        self.whole, self.places, self._device = whole, places, device
         self.joined = type(whole)([whole.calls[i] for i in places], whole.map.of_some(places))
         self.joined.is_whole = False
 
@@ -206,13 +221,13 @@ class _Part:
     def arrive(self, token: Tensor) -> list[Sequence[Tensor]]:
         """Return the results of the calls, which lead to the token."""
         returned = {id(result) for call in self.joined.calls for result in call.results}
-        again = [t for call in self.joined.calls for t in call.inputs if id(t) in returned]  # Rule 9
+        again = [t for call in self.joined.calls for t in call.inputs if id(t) in returned]  # Rule 10
         tied = _Arrival.apply(self, token, *again)  # type: ignore[no-untyped-call]
         return split(tied, self.joined.num_results)
 
-
-def _token() -> Tensor:
-    return torch.empty(0, dtype=torch.float32, device="cpu")  # wherever tensors are made by default
+    def token(self) -> Tensor:
+        """Return an empty tensor, wherever tensors are made by default."""
+        return torch.empty(0, dtype=torch.float32, device=self._device)
 
 
 class _Link(Function):
@@ -225,7 +240,7 @@ class _Link(Function):
     def forward(ctx: Any, part: _Part, *leads_to: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.part = part
-        return _token()
+        return part.token()
 
 
 class _Departure(_Link):
@@ -239,7 +254,7 @@ class _Waiting(_Link):
     @_backward
     def backward(ctx: Any, _: Grads) -> Tensors:
         _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
-        return None, _token()
+        return None, ctx.part.token()
 
 
 @skip_missing_gradients
@@ -259,7 +274,7 @@ class _Arrival(Function):
         wanted = _ask(part.joined, departure, grad_outputs)
         saved = take_saved(ctx, part.joined, grad_outputs, wanted)
         _arrivals_of(part.whole).add(part, saved, grad_outputs, wanted)
-        return None, _token(), *(None,) * (len(ctx.needs_input_grad) - 2)
+        return None, part.token(), *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def _arrivals_of(whole: Joined) -> _Arrivals:
@@ -277,7 +292,7 @@ class _Arrivals:
     Args:
         nodes: all arrivals of the map; those that are still alive.
 
-    Threads: one; of one backward, the engine runs all nodes of the CPU on the same.
+    Threads: one; of one backward, the engine runs all nodes of a device on the same (Rule 9).
     """
 
     def __init__(self, nodes: Sequence[weakref.ref[Node]]) -> None:
@@ -337,6 +352,8 @@ class _Arrivals:
             grad_outputs += self._grad_outputs.pop(i, (None,) * num_results)
             wanted += self._wanted.pop(i, (False,) * num_inputs)
         parts, self._parts = self._parts, []
-        grads = split(whole.backward(saved, grad_outputs, wanted), whole.num_inputs)
+        found = whole.backward(saved, grad_outputs, wanted)
+        use_here(found)
+        grads = split(found, whole.num_inputs)
         for part in parts:
             self._grads.update((place, grads[place]) for place in part.places)
