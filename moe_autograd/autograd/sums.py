@@ -13,9 +13,10 @@ Rule 1. They are added in the order of the loop, whoever ends first, and so to t
         turn waits for it.
 Rule 2. Added is what is as the tensor itself: dense, of its shape, dtype and device. All else goes to the engine, which
         makes it fit or complains.
-Rule 3. Nothing with a graph, nothing of an accelerator's streams, and nothing under compiled autograd, whose graph adds
-        all gradients that the join returns: none of them may be missing.
+Rule 3. Nothing with a graph, and nothing under compiled autograd, whose graph adds all gradients that the join returns:
+        none of them may be missing.
 Rule 4. A gradient that a call has returned may still be the call's own. Only sums are changed in place.
+Rule 5. On an accelerator a sum goes on after what both of its terms have queued, wherever that was.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from moe_autograd._streams import accelerator_in_use
+from moe_autograd._streams import continue_after, queued_here, use_here
 from moe_autograd.autograd import accumulating
 from moe_autograd.autograd.grad_dtypes import differs
 from moe_autograd.autograd.uncompiled import is_backward_compiled
@@ -35,6 +36,7 @@ from moe_autograd.autograd.uncompiled import is_backward_compiled
 FEWEST = 3  # gradients; of two the engine holds no more than a loop
 
 _Place: TypeAlias = tuple[int, int]  # a call, and which of its inputs
+_Queued: TypeAlias = Sequence[torch.Event]  # what a gradient comes after
 
 
 class Shared(NamedTuple):
@@ -91,7 +93,7 @@ class Sums:
     ) -> None:
         self._of_call: dict[int, list[tuple[int, _Sum]]] = {}
         self._sums: list[_Sum] = []
-        if torch.is_grad_enabled() or is_backward_compiled() or accelerator_in_use() is not None:
+        if torch.is_grad_enabled() or is_backward_compiled():
             return  # Rule 3
         taking_part = set(calls)
         for one in shared:
@@ -145,36 +147,42 @@ class _Sum:
         self._lock = threading.Lock()
         self._places = places
         self._num_added = 0
-        self._waiting: dict[_Place, Tensor | None] = {}
+        self._queued: _Queued = ()
+        self._waiting: dict[_Place, tuple[Tensor | None, _Queued]] = {}
         self._is_adding = False
 
     def put(self, place: _Place, grad: Tensor | None) -> None:
         """Add what has come to a place, and all whose turn is next (Rule 1), unless another thread does."""
+        queued = () if grad is None else queued_here()
         with self._lock:
-            self._waiting[place] = grad
+            self._waiting[place] = grad, queued
             if self._is_adding:
                 return
             self._is_adding = True
         while (come := self._next()) is not None:
             self._add(*come)
 
-    def _next(self) -> tuple[_Place, Tensor | None] | None:
-        """Return whose turn it is, and what has come from there; `None` if nothing has."""
+    def _next(self) -> tuple[_Place, Tensor | None, _Queued] | None:
+        """Return whose turn it is, what has come from there, and after what; `None` if nothing has."""
         with self._lock:
             if self._num_added < len(self._places):
                 turn = self._places[self._num_added]
                 if turn in self._waiting:
                     self._num_added += 1
-                    return turn, self._waiting.pop(turn)
+                    return turn, *self._waiting.pop(turn)
             self._is_adding = False
             return None
 
-    def _add(self, turn: _Place, grad: Tensor | None) -> None:
+    def _add(self, turn: _Place, grad: Tensor | None, queued: _Queued) -> None:
         if grad is None:
             return
         if self.value is None:
-            self.value, self.first = grad, turn
-        elif self._is_own:
+            self.value, self.first, self._queued = grad, turn, queued
+            return
+        continue_after([*self._queued, *queued])  # Rule 5
+        use_here((self.value, grad))
+        if self._is_own:
             self.value += grad
         else:
             self.value, self._is_own = self.value + grad, True  # Rule 4
+        self._queued = queued_here()

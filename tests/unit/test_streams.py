@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from moe_autograd import _streams, map_with_parallel_backward, parallel_apply
+from moe_autograd.autograd import accumulating
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.functions_waiting import PATIENCE_S, Calls
 from tests.support.streams import Kernel, RecordingAccelerator, Stream
@@ -281,6 +282,28 @@ def test_the_caller_waits_for_the_stream_that_a_call_has_left_current(
     assert {kernel.stream for kernel in kernels} == set(others)
     assert {kernel.stream for kernel in after} == set(accelerator.defaults)
     assert all(later.comes_after(kernel) for later in after for kernel in kernels)
+
+
+@pytest.mark.parametrize("numel", [2, accumulating.LEAST_ADDED])
+def test_a_sum_of_gradients_comes_after_what_each_call_has_queued_for_its_own(
+    accelerator: RecordingAccelerator, numel: int
+) -> None:
+    """They are added on the stream of whoever adds; small ones by the engine, after all calls."""
+    log, shared = Log(accelerator), torch.ones(numel, requires_grad=True)
+    outputs = map_with_parallel_backward(Launches, *[(shared, log.launch)] * NUM_CALLS)
+    accelerator.recorded.clear()
+    torch.stack(outputs).sum().backward()
+    of_device = [kernel for kernel in log.kernels["backward"] if kernel.stream.device == 0]
+    waited = [
+        all(
+            kernel.stream is own.stream or own.stream.known.get(kernel.stream, 0) >= kernel.number
+            for kernel in of_device
+        )
+        for own in of_device
+    ]
+    assert any(waited) == (numel > 2)
+    assert shared.grad is not None
+    assert torch.equal(shared.grad, torch.full((numel,), 2.0 * NUM_CALLS))
 
 
 def test_a_backward_of_one_call_of_several_has_its_streams(accelerator: RecordingAccelerator) -> None:
