@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager
 
 from moe_autograd._ambient import Ambient
 from moe_autograd._habits import LIGHT_S, Habit
-from moe_autograd._intraop import end_team, get_team_size, num_cores, set_team_size
+from moe_autograd._intraop import end_team, get_team_size, set_team_size
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
 from moe_autograd._progress import Progress, here
 from moe_autograd._threads import start_soon
@@ -74,6 +74,7 @@ class Crew:
         scope: Callable[[], AbstractContextManager[object]],
         even_shares: bool,
         habit: Habit,
+        cores: int,
     ) -> None:
         self._call = call
         self._habit = habit
@@ -83,7 +84,7 @@ class Crew:
         self._scope = scope
         self._failures: dict[int, BaseException] = {}
         self._ambient: Ambient | None = Ambient()
-        self._cores = num_cores()
+        self._cores = cores  # that many calls may compute at once
         self._callers_team = get_team_size()
         self._team_size = self._callers_team.num_threads
         self._smallest_share = max(1, self._team_size // self._cores)

@@ -22,7 +22,9 @@ Rule 6. Calls that take turns on the host do so on the device: one ends with `qu
         there with `continue_after`.
 Rule 7. Autocast keeps one cast of a weight for everybody, queued by whoever came first. Calls that share weights, and
         so would read it in no order with that, each make their own: the cache is off on their lanes.
-Rule 8. A graph capture would record one stream, and memory that others give back. It is refused.
+Rule 8. What queues kernels does not compute. So one thread at a time does that, the caller's, and others are added for
+        calls that wait.
+Rule 9. A graph capture would record one stream, and memory that others give back. It is refused.
 
 Where no accelerator is in use, nothing of this happens. Written for any accelerator that torch knows, with what
 `torch.accelerator` offers; `Accelerator` is all that there is of it.
@@ -38,10 +40,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._C._functorch import is_legacy_batchedtensor as _is_batched
 
 from moe_autograd.errors import UnsupportedTransformError
 
-MOST_LANES = 32  # of a device; torch hands out the same 32 streams again and again
+_TORCHS_OWN = (Tensor, torch.nn.Parameter)
+_SEEN = contextlib.nullcontext()
+_OF_MODES = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
+
+# Of a device. Torch hands out 32 streams, again and again. With each that a thread multiplies matrices on, cuBLAS takes
+# memory for good, 32 MiB on a Hopper GPU; and more kernels than this seldom find room side by side.
+MOST_LANES = 8
 
 
 class Accelerator:
@@ -95,9 +105,13 @@ class Accelerator:
 
     def record(self, tensor: Tensor) -> None:
         """Let the allocator know that this thread's stream uses `tensor` (Rule 3)."""
+        if tensor.is_cpu:
+            return
         for part in _strided_parts(tensor):
-            if part.device.type == self.kind:
-                part.record_stream(self.current_stream(part.device.index))
+            device = part.device
+            if device.type == self.kind:
+                with _unseen() if _is_watched() and type(part) in _TORCHS_OWN else _SEEN:
+                    part.record_stream(self.current_stream(device.index))
 
 
 def _find() -> Accelerator | None:
@@ -135,6 +149,11 @@ def continue_after(events: Iterable[torch.Event]) -> None:
             stream.wait_event(event)
 
 
+def are_elsewhere(values: Iterable[Any]) -> bool:
+    """Whether one of `values` is a tensor of another device than the CPU."""
+    return any(isinstance(value, Tensor) and not value.is_cpu for value in values)
+
+
 def use_here(values: Iterable[Any]) -> None:
     """Record the tensors among `values` on the streams that this thread queues kernels on (Rule 3)."""
     if _built_for is None or not _built_for.is_in_use():
@@ -152,7 +171,7 @@ class Lanes:
         shares_weights: whether calls may use a weight that others use (Rule 7).
 
     Raises:
-        UnsupportedTransformError: a graph is being captured (Rule 8).
+        UnsupportedTransformError: a graph is being captured (Rule 9).
     """
 
     def __init__(self, accelerator: Accelerator, *, shares_weights: bool) -> None:
@@ -205,6 +224,30 @@ class Lanes:
                 stream.wait_event(event)
 
 
+@contextlib.contextmanager
+def as_on_lane(number: int) -> Iterator[None]:
+    """Let nodes of the graph, made inside, belong to the lanes of call `number`, whose backward leads to them.
+
+    The engine lets the stream of each node wait for those of whoever leads to it. Were it the caller's, where all calls
+    lead to it, each call would wait there for the others.
+    """
+    accelerator = accelerator_in_use()
+    if accelerator is None:
+        yield
+        return
+    own_device, devices = accelerator.current_device(), accelerator.devices()
+    own_streams = [accelerator.current_stream(device) for device in devices]
+    try:
+        for device in devices:
+            accelerator.set_stream(accelerator.lane(device, number))
+        accelerator.set_device(own_device)
+        yield
+    finally:
+        for stream in own_streams:
+            accelerator.set_stream(stream)
+        accelerator.set_device(own_device)
+
+
 def lanes_from_here(*, shares_weights: bool) -> Lanes | None:
     """Return lanes for the calls of this thread; `None` where no accelerator is in use."""
     accelerator = accelerator_in_use()
@@ -218,6 +261,8 @@ def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """
     if isinstance(tensor, torch._subclasses.FakeTensor) or torch._is_functional_tensor(tensor):
         return ()
+    if _is_batched(tensor):
+        tensor = _without_batches(tensor)
     if tensor.layout is torch.strided:
         if tensor._is_zerotensor():
             return ()
@@ -244,3 +289,23 @@ def _without_bits(tensor: Tensor) -> Tensor:
     if tensor.is_conj():
         tensor = tensor.conj()
     return tensor._neg_view() if tensor.is_neg() else tensor
+
+
+def _without_batches(tensor: Tensor) -> Tensor:
+    """Return the memory of what the backward of many gradients at once hands around."""
+    level = 0
+    while _is_batched(tensor):  # at each level there may be one
+        level += 1
+        tensor = torch._remove_batch_dim(tensor, level, 1, 0)
+    return tensor
+
+
+def _is_watched() -> bool:
+    """Whether modes see what this thread calls; a plain loop records nothing."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_torch_function_mode_enabled()
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _ExcludeDispatchKeyGuard(_OF_MODES):
+        yield

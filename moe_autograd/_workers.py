@@ -31,6 +31,7 @@ def run_all(
     scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     even_shares: bool = False,
     habit: Habit | None = None,
+    computes_elsewhere: bool = False,
 ) -> dict[int, BaseException]:
     """Run `call(index)` for each index, concurrently where they wait or where cores are free.
 
@@ -41,6 +42,8 @@ def run_all(
         scope: entered on each thread that runs calls, the calling thread included, around its share of them.
         even_shares: whether every call has the smallest share of intra-op threads, however many run beside it.
         habit: what such calls did last time; what these do is noted there.
+        computes_elsewhere: whether calls mostly queue what an accelerator computes. Then further threads are for those
+            that wait alone: two that queue kernels hand each other the interpreter lock, and take twice as long.
 
     Returns:
         The exceptions of the calls that raised, by index.
@@ -55,7 +58,8 @@ def run_all(
     if limit == 1:
         run = _run_in_turn_with_smallest_team if even_shares else _run_in_turn
         return run(call, order, scope)
-    return Crew(call, order, limit, scope, even_shares, habit or Habit()).run()
+    num_computing = 1 if computes_elsewhere else num_cores()
+    return Crew(call, order, limit, scope, even_shares, habit or Habit(), num_computing).run()
 
 
 def _run_in_turn_with_smallest_team(

@@ -27,7 +27,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from moe_autograd._random import running
+from moe_autograd._streams import accelerator_in_use, as_on_lane
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
+from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.walks import walk
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
@@ -102,27 +104,41 @@ class Entrance:
     """The aliases of the tensors that the calls of one map take.
 
     Args:
-        values: what the calls take.
+        values_of: what each call takes.
+        the_map: of the calls.
 
     Attributes:
         aliases: of each tensor that requires a gradient, by the tensor's `id` (Rule 1).
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values_of: Sequence[Sequence[Any]], the_map: Map) -> None:
         self.aliases: dict[int, Tensor] = {}
         self._hooks: list[_AliasHooks] = []
         if torch.is_inference_mode_enabled():
             return
-        tensors = {id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}
+        tensors = {
+            id(value): value
+            for values in values_of
+            for value in values
+            if isinstance(value, Tensor) and value.requires_grad
+        }
         if not tensors:
             return
         anchor, entrance = torch.empty(0, requires_grad=True, device="cpu"), object()
+        has_lanes = accelerator_in_use() is not None and the_map.has_lanes()
         for key, tensor in tensors.items():
             if differs(tensor) and not MAY_DECLARE:
                 continue  # it is a leaf, where a call's graph may end as well
             hooks = _AliasHooks(tensor, entrance)
             self._hooks.append(hooks)
-            self.aliases[key] = _alias(tensor, anchor, hooks)
+            if has_lanes:
+                first = next(
+                    i for i, values in enumerate(values_of) if any(value is tensor for value in values)
+                )
+                with as_on_lane(the_map.number_of(first)):
+                    self.aliases[key] = _alias(tensor, anchor, hooks)
+            else:
+                self.aliases[key] = _alias(tensor, anchor, hooks)
 
     def refuse_replaced(self, caller: str) -> None:
         """Raise if a call has detached an input, or given it other memory: the caller's tensor has its own.

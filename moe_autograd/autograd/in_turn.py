@@ -5,9 +5,10 @@ tell, but by the clock. And the clock is for it where a call is
 
 - *small*: a thread, and a graph of its own, cost a call some 120 us;
 - *large*: each of its operators keeps all cores busy with a team of intra-op threads. Calls side by side are no faster
-  then, and each holds intermediate results: a quarter more memory with two.
+  then, and each holds intermediate results: a quarter more memory with two;
+- *elsewhere*, on a GPU: there it is queued, in less time than a thread and a graph of its own take.
 
-So a map is made as the loop that it means, if each of its calls is small or large, and
+So a map is made as the loop that it means, if each of its calls is small, large or elsewhere, and
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its input: one of
    `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that returns `True`, or one without,
@@ -88,7 +89,9 @@ def call_in_turn(
         if own_kwargs or len(own_args) != 1:
             return None
         work = _work_of(module, own_args[0], readings)
-        if work is None or (work.most > most and work.least < least_large()):
+        if work is None:
+            return None
+        if own_args[0].is_cpu and work.most > most and work.least < least_large():
             return None
         if hasattr(type(module), "call_group") or "call_group" in module.__dict__:
             return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, may_have_gradient
@@ -192,7 +192,8 @@ class Joined:
             grads[i] = found if sums is None else sums.add(i, found)
 
         of_reached = self.map if len(reached) == len(self.calls) else self.map.of_some(reached)
-        run_calls(run, of_reached, "backward", is_backward=True)
+        computes_elsewhere = has_streams and any(map(are_elsewhere, grads_of))
+        run_calls(run, of_reached, "backward", is_backward=True, computes_elsewhere=computes_elsewhere)
         if sums is not None:
             sums.hand_out(grads)
         return _with_memory_of_their_own([grad for own in grads for grad in own])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.changes import (
@@ -114,6 +114,8 @@ class JoinedModules(Joined):
     def _backward_with_graph(
         self, reached: Sequence[int], grad_outputs: Grads, wanted: Sequence[Wanted]
     ) -> Grads:
+        for i in reached:
+            self.calls[i].share_graph()
         grads_of = split(grad_outputs, self.num_results)
         wanted_of = split(wanted, self.num_inputs)
         planned = [
@@ -152,7 +154,7 @@ class _Forwards:
     def __init__(self, planned: Sequence[Planned], the_map: Map, shares_graph: bool) -> None:
         self._planned, self._map, self._shares_graph = planned, the_map, shares_graph
         self.calls: list[ModuleCall] = [None] * len(planned)  # type: ignore[list-item]  # each is set by its forward
-        self.entrance = Entrance([value for one in planned for value in one.flat[0]])
+        self.entrance = Entrance([one.flat[0] for one in planned], the_map)
         self.changed: dict[int, Tensor] = {}
         self._held = memory_held([one.cuts for one in planned])
         self._owners: dict[Node, ModuleCall] = {}
@@ -167,7 +169,16 @@ class _Forwards:
             BaseException: of the lowest failing call.
         """
         try:
-            run_calls(self._run_one, self._map, "forward", is_backward=self._shares_graph)  # Rule 6
+            computes_elsewhere = self._has_streams and any(
+                are_elsewhere(one.flat[0]) for one in self._planned
+            )
+            run_calls(
+                self._run_one,
+                self._map,
+                "forward",
+                is_backward=self._shares_graph,  # Rule 6
+                computes_elsewhere=computes_elsewhere,
+            )
             self._refuse_changes()
         finally:
             self._owners.clear()

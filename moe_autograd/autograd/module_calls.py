@@ -274,6 +274,14 @@ class ModuleCall(CallResults):
         self.cuts = [(edge, pasts.get(id(tensor), tensor)) for edge, tensor in self.cuts]
         self.pasts = [*pasts.values()]
 
+    def share_graph(self) -> None:
+        """Let no backward free its graph, as the one that a backward makes now runs on into it.
+
+        Which of the two is walked first goes by the numbers of nodes, which each thread counts by itself: on a GPU
+        another thread makes the second one.
+        """
+        self._shares_graph = True
+
     def cuts_with_histories(self, name: str) -> list[Cut]:
         """Return where its graph ends, each with a tensor whose history is that of the forward (Rule 6).
 

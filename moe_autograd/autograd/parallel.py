@@ -28,7 +28,7 @@ from torch.nn import ModuleDict
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._ambient import refuse_transforms
-from moe_autograd._streams import accelerator_in_use, use_here
+from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.alone import apply_alone, run_alone
 from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.emulated import check_is_function
@@ -160,7 +160,8 @@ def _run_forwards(
 
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
         chosen = forward if hooks is None else forward_in_order
-        run_calls(chosen, the_map, "forward")
+        computes_elsewhere = has_streams and any(map(are_elsewhere, args_per_call))
+        run_calls(chosen, the_map, "forward", computes_elsewhere=computes_elsewhere)
     changed = [call.changed for call in calls]
     if any(changed):
         taken = [call.inputs for call in calls]

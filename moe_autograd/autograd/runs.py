@@ -55,6 +55,11 @@ class Map(NamedTuple):
             numbers=[self.number_of(i) for i in places],
         )
 
+    def has_lanes(self) -> bool:
+        """Whether its calls have streams of their own, where an accelerator is in use."""
+        num_calls = len(self.names) + self.num_left_out
+        return num_calls > 1 and self.max_concurrency != 1 and not is_under_mode_of_torch()
+
     def number_of(self, index: int) -> int:
         """Return the number of a call of this pass among all calls of the map."""
         return index if self.numbers is None else self.numbers[index]
@@ -67,6 +72,7 @@ def run_calls(
     *,
     seeds: CallSeeds | None = None,
     is_backward: bool = False,
+    computes_elsewhere: bool = False,
 ) -> None:
     """Run `call(0)`, `call(1)`, ... at once, each with its own random numbers and on its own streams.
 
@@ -76,18 +82,18 @@ def run_calls(
         phase: how errors and profiles call this pass.
         seeds: of their random numbers; `None` takes them from the calling thread's stream.
         is_backward: whether the last call begins first, as those of a loop's backward do.
+        computes_elsewhere: whether calls take tensors of an accelerator (`_streams`, Rule 8).
 
     Raises:
         BaseException: of the lowest failing call, with a note that names it, after all others have come to rest.
         UnsupportedTransformError: while a graph is captured on an accelerator.
     """
-    names, max_concurrency = the_map.names, the_map.max_concurrency
+    names = the_map.names
     if not names:
         return
     if is_under_mode_of_torch():
-        max_concurrency = 1
-    is_alone = max_concurrency == 1 or len(names) + the_map.num_left_out == 1
-    lanes = None if is_alone else lanes_from_here(shares_weights=the_map.shares_weights)
+        the_map = the_map._replace(max_concurrency=1)
+    lanes = lanes_from_here(shares_weights=the_map.shares_weights) if the_map.has_lanes() else None
     seeds = CallSeeds() if seeds is None else seeds
     scope = functools.partial(own_streams, seeds)
 
@@ -106,10 +112,11 @@ def run_calls(
         run_all,
         chosen,
         range(len(names) - 1, -1, -1) if is_backward else range(len(names)),
-        max_concurrency=max_concurrency,
+        max_concurrency=the_map.max_concurrency,
         scope=scope,
         even_shares=the_map.even_shares,
         habit=None if the_map.kind is None else habit_of(the_map.kind, is_backward=is_backward),
+        computes_elsewhere=computes_elsewhere,
     )
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
         _raise_lowest(run_chosen(), the_map, phase)

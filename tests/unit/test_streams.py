@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_autograd import _streams, map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import accumulating
@@ -433,3 +435,51 @@ def test_without_an_accelerator_there_are_no_lanes() -> None:
     if torch.accelerator.current_accelerator() is None:
         assert _streams.lanes_from_here(shares_weights=False) is None
         _streams.use_here([torch.ones(2)])
+
+
+def test_gradients_of_a_batch_are_recorded_as_the_memory_that_they_are() -> None:
+    found: list[Tensor] = []
+
+    class Looks(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.extend(_streams._strided_parts(grad))
+            return grad
+
+    x, grads = torch.ones(3, requires_grad=True), torch.eye(3)
+    torch.autograd.grad(Looks.apply(x), x, grads, is_grads_batched=True)  # type: ignore[no-untyped-call]
+    assert [one.untyped_storage().data_ptr() for one in found] == [grads.untyped_storage().data_ptr()]
+
+
+def test_modes_see_nothing_of_it() -> None:
+    seen: list[Any] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class SeesFunctions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class OnCpu(_streams.Accelerator):
+        def __init__(self) -> None:
+            self.kind = "cpu"
+
+        def current_stream(self, device: int) -> Any:
+            return torch.Stream("cpu")
+
+    x = torch.ones(2)
+    with (
+        Sees(),
+        SeesFunctions(),
+        pytest.raises(NotImplementedError, match="record_stream"),
+    ):  # torch's own answer
+        OnCpu().record(x)
+    assert [func for func in seen if "record_stream" in str(func)] == []

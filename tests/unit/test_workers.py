@@ -18,6 +18,7 @@ from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
 from moe_autograd._habits import LIGHT_S, Habit, habit_of
 from moe_autograd._intraop import (
     SPIN_S,
+    num_cores,
 )
 from moe_autograd._lookout import lookout
 from moe_autograd._workers import run_all
@@ -116,7 +117,9 @@ class Looked:
 
 
 def crew_of(threads: list[Looked], *, num_to_come: int = 0) -> Crew:
-    crew = Crew(void, range(1000), 1000, contextlib.nullcontext, even_shares=False, habit=Habit())
+    crew = Crew(
+        void, range(1000), 1000, contextlib.nullcontext, even_shares=False, habit=Habit(), cores=num_cores()
+    )
     crew._progress = dict(enumerate(threads))  # type: ignore[arg-type]
     crew._num_running = len(threads) + num_to_come
     crew._cores = 2
