@@ -8,6 +8,8 @@ thread runs calls of a map, random operators are handed the call's own generator
    random (`dropout`, `nn.LSTM`) is composed of them. Each gets a second kernel, for a dispatch key that is switched on
    only in threads that run calls. So do `rand_like` and others that draw within their own kernels: a dispatch mode,
    such as that of a selective checkpoint, switches the key off there.
+   Fused attention (`fused`) takes no generator, it asks the device's: while its kernel is started, that one shares the
+   state of the call's own. A recurrent layer of cuDNN gets a dropout state, which is seeded by the call's own.
 2. *Which numbers* (`seeds`). All calls of a map share one base, a number that the caller's stream would draw next; a
    call's generator is seeded from the base and the call's index. The caller's stream advances by that one draw when
    the first call draws, and not at all when none does. In a nested map the caller's stream is the outer call's own.

@@ -16,6 +16,7 @@ import torch
 from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._ops import OpOverload
 
+from moe_autograd._random.fused import FUSED_OPERATORS, OnOwnState, alone_with
 from moe_autograd._random.seeds import CPU, VMAP, running
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
@@ -31,6 +32,8 @@ RANDOM_OPERATORS = (
     *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "random", "random_"),
     *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional", "uniform", "uniform_"),
 )
+
+_RNN_DROPOUT = 11  # where `_cudnn_rnn` takes it; whether it trains comes next, the dropout's state last
 
 _lock = threading.Lock()
 installed: list[torch.library.Library] = []  # a library unregisters its kernels when it is collected
@@ -50,7 +53,10 @@ def install() -> None:
             kernels.impl(name, functools.partial(draw, operator, position), _KEY_NAME)
         for name, operator, sibling in operators_that_draw_inside():
             kernels.impl(name, functools.partial(_draw_as_sibling, operator, sibling), _KEY_NAME)
+        for name, operator in fused_operators():
+            kernels.impl(name, fused_kernel(operator), _KEY_NAME)
         kernels.impl("native_dropout", _drop_out, _KEY_NAME)
+        kernels.impl("_cudnn_rnn", _run_rnn, _KEY_NAME)
         installed.extend((fallthrough, kernels))
 
 
@@ -79,6 +85,23 @@ def operators_that_draw_inside() -> Iterator[tuple[str, OpOverload, OpOverload]]
                 yield operator.name().removeprefix("aten::"), operator, sibling
 
 
+def fused_operators() -> Iterator[tuple[str, OpOverload]]:
+    """Return those that draw where the generator cannot be passed, each with its name and overload."""
+    for packet_name in FUSED_OPERATORS:
+        packet = getattr(torch.ops.aten, packet_name)
+        for overload_name in packet.overloads():
+            if overload_name != "out":  # composed of the others
+                operator = getattr(packet, overload_name)
+                yield operator.name().removeprefix("aten::"), operator
+
+
+def fused_kernel(operator: OpOverload) -> functools.partial[Any]:
+    """Return the second kernel of such an operator."""
+    arguments = operator._schema.arguments
+    position = next(i for i, argument in enumerate(arguments) if argument.name == "dropout_p")
+    return functools.partial(_draw_in_kernel, operator, position)
+
+
 def _names_without_generator(operator: OpOverload) -> tuple[str, ...]:
     return tuple([f"{one.name}: {one.type}" for one in operator._schema.arguments if one.name != "generator"])
 
@@ -98,7 +121,8 @@ def _draw_from_own_stream(operator: OpOverload, position: int, *args: Any, **kwa
     with _ExcludeDispatchKeyGuard(_PASSED_BY):
         own = _generator_for(_device_of(args, kwargs)) if given is None else None
         if own is None:
-            return operator(*args, **kwargs)
+            with alone_with(given):
+                return operator(*args, **kwargs)
         if position < len(args):
             return operator(*args[:position], own, *args[position + 1 :], **kwargs)
         return operator(*args, **{**kwargs, "generator": own})
@@ -127,6 +151,30 @@ def _draw_as_sibling(operator: OpOverload, sibling: OpOverload, *args: Any, **kw
             values.copy_(sibling(values, *args[1:], generator=own))
             return like
         return sibling(*args, **kwargs, generator=own)
+
+
+def _draw_in_kernel(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
+    has_dropout = position < len(args) and args[position] > 0
+    with _ExcludeDispatchKeyGuard(_PASSED_BY):
+        own = _generator_for(args[0].device) if has_dropout else None
+        if own is None:
+            return operator(*args, **kwargs)
+        with OnOwnState(operator, own):
+            return operator(*args, **kwargs)
+
+
+def _run_rnn(*args: Any) -> Any:
+    """Give cuDNN a dropout state of the call's own; torch has one for each device, which all threads go on with."""
+    dropout, train = args[_RNN_DROPOUT : _RNN_DROPOUT + 2]
+    with _ExcludeDispatchKeyGuard(_PASSED_BY):
+        own = _generator_for(CPU) if dropout > 0 and train and args[0].device.type != "meta" else None
+        if own is None:
+            return torch.ops.aten._cudnn_rnn.default(*args)
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=own))
+        state = torch.ops.aten._cudnn_init_dropout_state.default(
+            dropout, train, seed, dtype=torch.uint8, device=args[0].device
+        )
+        return torch.ops.aten._cudnn_rnn.default(*args[:-1], state)
 
 
 def _drop_out(x: torch.Tensor, p: float, train: bool | None) -> Any:

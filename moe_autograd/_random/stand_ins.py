@@ -13,6 +13,8 @@ from moe_autograd._random.seeds import CPU, PROCESS_GENERATOR, current_generator
 
 _ACCELERATOR = torch.accelerator.current_accelerator()  # what torch was built for
 
+lending = threading.RLock()  # held while a device's generator has the state of a call's (see `fused`)
+
 
 class _StandIn:
     """Takes the place of a device's own generator, the process's, while maps run."""
@@ -24,15 +26,23 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(current_generator(self._device) or self._own, name)
 
+    def get_state(self) -> torch.Tensor:
+        if running.seeds is None:
+            with lending:
+                return self._own.get_state()
+        return running.seeds.generator(running.index, self._device).get_state()
+
     def set_state(self, state: torch.Tensor) -> None:
         if running.seeds is None:
-            self._own.set_state(state)
+            with lending:
+                self._own.set_state(state)
         else:
             running.seeds.set_state(running.index, self._device, state)
 
     def manual_seed(self, seed: int) -> torch.Generator:
         if running.seeds is None:
-            return self._own.manual_seed(seed)
+            with lending:
+                return self._own.manual_seed(seed)
         return running.seeds.manual_seed(running.index, self._device, seed)
 
 
@@ -83,6 +93,14 @@ class StandIns:
             self._accelerator, self._away = None, ()
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return an accelerator's own generator, though a stand-in may be in its place."""
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: Any = torch.get_device_module(device.type).default_generators[index]
+    own: torch.Generator = found._own if isinstance(found, _StandIn) else found
+    return own
+
+
 def _accelerator_in_use() -> tuple[str, Any] | None:
     """Return the kind and the module of the accelerator, if it has generators and was used."""
     if _ACCELERATOR is None:
@@ -96,7 +114,11 @@ _STAND_IN = _StandIn(CPU, PROCESS_GENERATOR)
 stand_ins = StandIns()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(  # a child forked while another thread holds the lock would never get it
+    # a child forked while another thread holds a lock would never get it
+    os.register_at_fork(
+        before=lending.acquire, after_in_parent=lending.release, after_in_child=lending.release
+    )
+    os.register_at_fork(
         before=stand_ins.lock.acquire,
         after_in_parent=stand_ins.lock.release,
         after_in_child=stand_ins.after_fork_in_child,

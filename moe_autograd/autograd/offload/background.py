@@ -7,6 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+import torch
+
+from moe_autograd.autograd.offload.apart_streams import on_stream, stream_apart
 from moe_autograd.autograd.offload.parts import Part
 
 T = TypeVar("T")
@@ -20,6 +23,8 @@ class Mover:
         lock: held by whoever calls `start`, and while `choose` runs; told when nothing is left.
         choose: returns the next part, marked as being moved; `None` if there is none now.
         move: moves it, with the lock released; raises nothing.
+        device: of the parts. On a GPU the thread has a stream of its own, and moves wait for nobody's kernels. So a
+            part is moved only when the kernels that use it have ended, and `move` ends with its copies.
     """
 
     def __init__(
@@ -28,8 +33,10 @@ class Mover:
         lock: threading.Condition,
         choose: Callable[[], Part | None],
         move: Callable[[Part], None],
+        device: torch.device,
     ) -> None:
         self.is_moving = False
+        self._stream = stream_apart(device)
         self._lock, self._choose, self._move = lock, choose, move
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
@@ -40,14 +47,17 @@ class Mover:
             self._thread.submit(self._run)
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                part = self._choose()
-                if part is None:
-                    self.is_moving = False
-                    self._lock.notify_all()
-                    return
-            self._move(part)
+        with on_stream(self._stream):
+            while (part := self._next()) is not None:
+                self._move(part)
+
+    def _next(self) -> Part | None:
+        with self._lock:
+            part = self._choose()
+            if part is None:
+                self.is_moving = False
+                self._lock.notify_all()
+            return part
 
     def close(self) -> None:
         """Finish what is being moved, and end the thread."""

@@ -139,6 +139,7 @@ class HeldExpert(HeldModule):
                     self.with_gradient.add(name)
             self.is_updated = False
             self.residency.changed(self.gradients)
+            self.residency.finish_kernels()  # the next to gather may use another stream
 
     def parts_to_update(self) -> list[Part]:
         """Return what `step` needs at once."""

@@ -7,8 +7,9 @@ room for them they are put aside, before it may leave memory, and get a new one 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,36 @@ class HeldOptimizer:
         for name, gradient in gradients.items():
             self._parameters[name].grad = gradient
         try:
-            self.optimizer.step()
+            with self._counts_on_host():
+                self.optimizer.step()
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
+
+    @contextlib.contextmanager
+    def _counts_on_host(self) -> Iterator[None]:
+        """Have the numbers of steps where torch has them; on a GPU it would be waited for, for each parameter anew."""
+        states = self._states_with_count() if self._residency.device.type == "cuda" else []
+        if not states:
+            yield
+            return
+        places = [state["step"] for state in states]
+        for state, count in zip(states, torch.stack(places).cpu().unbind(), strict=True):
+            state["step"] = count
+        try:
+            yield
+        finally:
+            counts = torch.stack([state["step"] for state in states]).to(self._residency.device)
+            for state, place, count in zip(states, places, counts.unbind(), strict=True):
+                state["step"] = place.copy_(count)
+
+    def _states_with_count(self) -> list[dict[str, Any]]:
+        """Return the states in which torch has the number of steps on the host, as `Optimizer.load_state_dict` does."""
+        groups = [g for g in self.optimizer.param_groups if not (g.get("capturable") or g.get("fused"))]
+        states = [
+            self.optimizer.state.get(parameter, {}) for group in groups for parameter in group["params"]
+        ]
+        return [state for state in states if isinstance(state.get("step"), Tensor) and state["step"].is_cuda]
 
     def keep(self) -> None:
         """Leave the tensors in their part, which is held if there is one, unless they do not fit."""

@@ -3,7 +3,8 @@
 No locks here: `Residency` has the only one.
 
 A buffer that a part leaves is spare: the next part of its size takes it, so that memory is asked for once. Buffers in
-use and spare ones together never exceed the limit; spare ones go first.
+use and spare ones together never exceed the limit; spare ones go first. On a GPU they are taken for a stream of their
+own: torch gives a stream memory back that its kernels may still use, and those of others do not wait for these.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from moe_autograd.autograd.offload.apart_streams import on_stream, stream_apart
 from moe_autograd.autograd.offload.flat import Layout
 
 
@@ -65,6 +67,7 @@ class Buffers:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._spare: dict[int, list[torch.Tensor]] = {}
+        self._stream = stream_apart(device)
 
     @property
     def taken_bytes(self) -> int:
@@ -82,7 +85,7 @@ class Buffers:
             buffer = spare.pop()
         else:
             self._drop_spare(self.taken_bytes + num_bytes - self.limit_bytes)
-            with torch.inference_mode(False):  # training may use it next
+            with on_stream(self._stream), torch.inference_mode(False):  # training may use it next
                 buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.taken_bytes)

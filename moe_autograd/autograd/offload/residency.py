@@ -42,6 +42,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from moe_autograd.autograd.offload.apart_streams import on_stream
 from moe_autograd.autograd.offload.background import Apart
 from moe_autograd.autograd.offload.checks import check_fits, check_process
 from moe_autograd.autograd.offload.flat import Layout
@@ -255,12 +256,17 @@ class Residency:
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def run() -> T:
-            with torch.cuda.stream(stream):
+            with on_stream(stream):
                 returned = function()
-                self._finish_kernels()
+                self.finish_kernels()
                 return returned
 
         return self._apart.run(run)
+
+    def finish_kernels(self) -> None:
+        """Wait for what this thread has started on the device, and may still use buffers."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         """Finish what is being read and written, and end the threads. In a forked child: nothing to do."""
@@ -328,7 +334,7 @@ class Residency:
         return True
 
     def _let_go(self, parts: Sequence[Part]) -> None:
-        self._finish_kernels()
+        self.finish_kernels()
         with self._lock:
             self._holders.end()
             for part in parts:
@@ -339,8 +345,3 @@ class Residency:
             self._transfers.start_reading()
             self._lock.notify_all()
         self.freed(0)
-
-    def _finish_kernels(self) -> None:
-        """Wait for what this thread has started on the device, and may still use buffers."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()

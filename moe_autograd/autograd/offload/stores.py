@@ -62,8 +62,7 @@ class RamStore:
         """See `Store`."""
         kept = self._kept.get(name)
         if kept is None or kept.numel() != flat.numel():
-            kept = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu", pin_memory=flat.is_cuda)
-            self._kept[name] = kept
+            kept = self._kept[name] = _on_host(flat)
         kept.copy_(flat)
 
     def read(self, name: str, flat: torch.Tensor) -> None:
@@ -122,9 +121,7 @@ class FolderStore:
     def read(self, name: str, flat: torch.Tensor) -> None:
         """See `Store`."""
         path = self.path(name)
-        host = (
-            flat if flat.device.type == "cpu" else torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
-        )
+        host = flat if flat.device.type == "cpu" else _on_host(flat)
         fd = os.open(path, os.O_RDONLY)
         try:
             rest, position = _bytes_of(host), os.fstat(fd).st_size - host.numel()
@@ -152,7 +149,7 @@ def _is_ours_alone(path: Path, num_bytes: int) -> bool:
 
 
 def _write(path: Path, flags: int, header: bytes, flat: torch.Tensor) -> None:
-    host = flat.cpu()
+    host = flat if flat.device.type == "cpu" else _on_host(flat).copy_(flat)
     fd = os.open(path, flags, 0o644)
     try:
         for rest in (memoryview(header), _bytes_of(host)):
@@ -160,6 +157,11 @@ def _write(path: Path, flags: int, header: bytes, flat: torch.Tensor) -> None:
                 rest = rest[os.write(fd, rest) :]
     finally:
         os.close(fd)
+
+
+def _on_host(flat: torch.Tensor) -> torch.Tensor:
+    """Return as many bytes of host memory, pinned where a GPU copies to it; torch keeps that for whoever asks next."""
+    return torch.empty(flat.numel(), dtype=torch.uint8, device="cpu", pin_memory=flat.is_cuda)
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:

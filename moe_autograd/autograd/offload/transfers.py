@@ -11,6 +11,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import torch
+
 from moe_autograd.autograd.offload.background import Mover
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.stores import Store
@@ -33,8 +35,9 @@ class Transfers:
         self.num_failures = 0  # of writes
         self._error: BaseException | None = None  # the last one's
         self._is_closed = False
-        self._reader = Mover("offload-read", lock, self._next_wish, self._grant)
-        self._writer = Mover("offload-write", lock, self.to_write.take_next, self._write)
+        device = resident.buffers.device
+        self._reader = Mover("offload-read", lock, self._next_wish, self._grant, device)
+        self._writer = Mover("offload-write", lock, self.to_write.take_next, self._write, device)
 
     @property
     def is_moving(self) -> bool:
@@ -160,6 +163,8 @@ class Transfers:
         assert part.buffer is not None
         error: BaseException | None = None
         try:
+            if part.num_holders and part.buffer.is_cuda:  # kernels that have changed it may not have ended
+                torch.cuda.synchronize(part.buffer.device)
             self._store.write(part.name, part.layout, part.buffer)
         except BaseException as raised:  # whoever waits is told
             error = raised
