@@ -79,7 +79,7 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     with torch.no_grad():
         hosted.module.load_state_dict(weights)
     if hosted.trainer is not None:
-        _restore_training(hosted.trainer, snapshot, hosted.caller.device)
+        _restore_training(hosted.trainer, snapshot)
     if "random" in snapshot.tensors:
         hosted.caller.random.set_state(snapshot.tensors["random"])
     hosted.ledger.load_plain(snapshot.plain["ledger"])
@@ -147,7 +147,7 @@ def _schedule_class(trainer: Trainer) -> str | None:
     return None if schedule is None else type(schedule).__name__
 
 
-def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
+def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     optimizer, schedule, plain = trainer.training.optimizer, trainer.training.schedule, snapshot.plain
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in _group(snapshot.tensors, "optimizer").items():
@@ -167,7 +167,7 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot, device: torch.device
             for key, value in changed.items():
                 group[key] = tuple(value) if isinstance(value, list) else value
     trainer.num_updates = int(plain["num_updates"])
-    _restore_gathered(trainer, snapshot, device)
+    _restore_gathered(trainer, snapshot)
 
 
 def _is_of_shape(value: Any, parameter: Tensor) -> bool:
@@ -186,13 +186,13 @@ def _add_state_of_new_settings(optimizer: torch.optim.Optimizer) -> None:
                 state.update(zeros)
 
 
-def _restore_gathered(trainer: Trainer, snapshot: Snapshot, device: torch.device) -> None:
+def _restore_gathered(trainer: Trainer, snapshot: Snapshot) -> None:
     grads: dict[str, list[Tensor | None]] = {
         client: [None] * len(trainer.parameters) for client in snapshot.plain["gathered"]
     }
     for name, grad in _group(snapshot.tensors, "gathered").items():
         client, place = name.split(".")
-        grads[client][int(place)] = grad.to(device)
+        grads[client][int(place)] = grad.to(trainer.parameters[int(place)].device)
     # Gathered under another `update` they mean something else: those of steps may be applied already.
     is_usable = snapshot.plain["update"] == trainer.training.update
     for client, counts in snapshot.plain["gathered"].items():

@@ -5,6 +5,7 @@ Knows nothing of clients, gradients that gather, or what is kept: it makes `Outp
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ class ModuleCaller:
         # By `evaluate`: whether it changes its buffers, as spectral normalization does; found out at the first call.
         self._with_buffers = [part for part in module.modules() if part._buffers]
         self.changes_buffers = {} if self._with_buffers else {True: False, False: False}
-        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        tensors = chain(module.parameters(), module.buffers())
+        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.is_on_cpu = self.device.type == "cpu"
         # Of the smallest and the largest call, by `evaluate` and the shape of a row.
         self._weights: dict[tuple[bool, torch.Size], tuple[_Weight, _Weight]] = {}
@@ -83,8 +85,8 @@ class ModuleCaller:
         own = inputs
         if not self.is_on_cpu:
             own = tuple(x.to(self.device) for x in inputs)
-        elif self.changes_inputs:
-            own = tuple([x.clone() for x in inputs])
+        if self.changes_inputs:  # those that were there already
+            own = tuple([x.clone() if x is given else x for x, given in zip(own, inputs, strict=True)])
         versions = _versions_of(inputs)
         looks = bool(self._with_buffers) and not self.changes_buffers.get(evaluate)
         buffers = self._buffers_now() if looks else {}

@@ -153,6 +153,11 @@ class Outputs:
         return Outputs(tuple([plain(tensor) for tensor in loose]), self.is_sequence)
 
 
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a result on the CPU. Call it in the turn that computes it: whoever sends it has others to serve."""
+    return tensor if tensor.is_cpu else tensor.cpu()
+
+
 def encoded(result: Any, encoding: pb.Encoding) -> Any:
     """Return a call's result with its tensors as they will travel; what goes wrong is a result, too."""
     if isinstance(result, BaseException):

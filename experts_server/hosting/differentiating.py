@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.calling import ModuleCaller
-from experts_server.hosting.calls import BackwardCall
+from experts_server.hosting.calls import BackwardCall, on_cpu
 from experts_server.hosting.checks import check_grad_outputs, check_same_shapes
 from experts_server.hosting.gradients import Gradients, dense, differentiate
 from experts_server.hosting.joining import Joiner
@@ -139,5 +139,5 @@ def _in_place_of(wanted: Sequence[int], found: Sequence[Tensor | None], num_inpu
     """Return one gradient for each input, `None` for those that are not wanted."""
     by_input: list[Tensor | None] = [None] * num_inputs
     for index, grad in zip(wanted, found, strict=False):
-        by_input[index] = grad
+        by_input[index] = None if grad is None else on_cpu(grad)
     return tuple(by_input)

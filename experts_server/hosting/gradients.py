@@ -23,6 +23,12 @@ def is_finite(tensor: Tensor) -> bool:
     return (math.isfinite(total.real) and math.isfinite(total.imag)) or bool(tensor.isfinite().all())
 
 
+def are_surely_finite(tensors: Gradients) -> bool:
+    """Whether all sums are finite, which proves that all values are; tensors on a device are waited for once."""
+    sums = [t.sum() for t in tensors if t is not None and t.dtype in _CAN_BE_INFINITE]
+    return not sums or bool(torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all())
+
+
 def differentiate(
     roots: Sequence[Tensor], root_grads: Sequence[Tensor], targets: Sequence[Tensor], *, retain_graph: bool
 ) -> Gradients:

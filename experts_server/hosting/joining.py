@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.calling import ModuleCaller
-from experts_server.hosting.calls import BackwardCall, ForwardCall, Outputs
+from experts_server.hosting.calls import BackwardCall, ForwardCall, Outputs, on_cpu
 from experts_server.hosting.gradients import Gradients
 from experts_server.hosting.kept import KeptForward
 from experts_server.hosting.separating import LinearTape, is_row_wise, is_separable
@@ -101,7 +101,7 @@ class Joiner:
         x = torch.cat(list(inputs))
         joined = self._call_silently(x, evaluate)
         self._check_shares(x, joined, sizes, evaluate)
-        shares = zip(*(torch.split(tensor, sizes) for tensor in joined.tensors), strict=True)
+        shares = zip(*(torch.split(on_cpu(tensor), sizes) for tensor in joined.tensors), strict=True)
         return [Outputs(tensors, joined.is_sequence) for tensors in shares]
 
     def differentiate(
@@ -136,7 +136,8 @@ class Joiner:
             raise self._caller.failure("backward", error) from error
         ends = list(itertools.accumulate(x.shape[0] for x in inputs))
         rows = [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
-        shares = [torch.zeros_like(x[own]) if x_grad is None else x_grad[own].clone() for own in rows]
+        found = on_cpu(torch.zeros_like(x) if x_grad is None else x_grad)
+        shares = [found[own].clone() for own in rows]
         return [
             (share, functools.partial(tape.separate, layer_grads, own, parameters))
             for share, own in zip(shares, rows, strict=True)

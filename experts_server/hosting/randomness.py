@@ -25,6 +25,8 @@ DRAWS_NOTHING = ROW_WISE | frozenset(
     ]
 )
 
+CPU = torch.device("cpu")
+
 FORWARD, BACKWARD, LATER = range(3)  # parts of a call: with one seed, each draws other numbers
 
 
@@ -37,8 +39,10 @@ class RandomStream:
     def __init__(self, module: nn.Module) -> None:
         may_draw = not all(type(part) in DRAWS_NOTHING and is_its_class(part) for part in module.modules())
         self._seeds = CallSeeds() if may_draw else None
+        found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+        self._devices = [CPU, *sorted(found - {CPU}, key=str)]
         if self._seeds is not None:  # seeded now: not by which expert happens to draw first
-            self._seeds.draw(0, torch.device("cpu"))
+            self._seeds.draw(0, CPU)
         self._latest: GivenSeeds | None = None
         self.is_silent = self._seeds is None
 
@@ -59,10 +63,11 @@ class RandomStream:
         return self._latest is not None and self._latest.has_drawn
 
     def state(self) -> Tensor | None:
-        """Return where the stream is, or `None` if nothing is drawn from it."""
+        """Return where the stream is, on the CPU and on the module's devices; `None` if nothing is drawn from it."""
         if self._seeds is None:
             return None
-        return _generator_of(self._seeds).get_state()
+        states = [generator.get_state() for generator in self._generators(self._seeds)]
+        return states[0] if len(states) == 1 else torch.cat(states)
 
     def has_moved_from(self, state: Tensor | None) -> bool:
         """Whether anything was drawn since the stream was at `state`."""
@@ -70,17 +75,20 @@ class RandomStream:
         return state is not None and now is not None and not torch.equal(state, now)
 
     def set_state(self, state: Tensor | None) -> None:
-        """Go on from `state`, if there is one."""
-        if self._seeds is not None and state is not None:
-            _generator_of(self._seeds).set_state(state)
+        """Go on from `state`, if there is one; on the devices whose part is there."""
+        if self._seeds is None or state is None:
+            return
+        for generator in self._generators(self._seeds):
+            own, state = state.tensor_split([len(generator.get_state())])
+            if len(own):  # a checkpoint may be of other devices
+                generator.set_state(own.clone())  # torch reads from where the memory of a view begins
 
     def next_seed(self) -> int:
         """Return a seed for `drawing`; 0 if nothing is drawn."""
         if self._seeds is None:
             return 0
         drawn = torch.empty((), dtype=torch.int64, device="cpu")
-        return int(drawn.random_(1, None, generator=_generator_of(self._seeds)))
+        return int(drawn.random_(1, None, generator=self._seeds.generator(0, CPU)))
 
-
-def _generator_of(seeds: CallSeeds) -> torch.Generator:
-    return seeds.generator(0, torch.device("cpu"))
+    def _generators(self, seeds: CallSeeds) -> list[torch.Generator]:
+        return [seeds.generator(0, device) for device in self._devices]

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 from experts_server.budget import Budget
 from experts_server.hosting.calls import BackwardCall, Call, ForwardCall, InspectCall, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
+from experts_server.queues.devices import devices_contained
 from experts_server.queues.executor import WorkerPool
 from experts_server.queues.stats import ExpertStats
 from experts_server.queues.turn_lengths import TurnLength
@@ -169,7 +170,7 @@ class ExpertQueue:
     def run(self) -> None:
         """Finish what the last turn left, else compute the next batch; what it leaves on is no other expert's."""
         try:
-            with contained():
+            with contained(), devices_contained():
                 if self.hosted.has_left:
                     self._finish_what_was_left()
                 elif batch := self._take():

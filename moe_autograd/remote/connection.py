@@ -29,7 +29,13 @@ from moe_autograd.remote.delivery import Delivery, Settings
 from moe_autograd.remote.expecting import Expectations
 from moe_autograd.remote.expert import RemoteExpert
 from moe_autograd.remote.finding import Finding
-from moe_autograd.remote.inputs import mismatch_of_grads, mismatch_of_outputs, on_devices_of, refusal_of
+from moe_autograd.remote.inputs import (
+    mismatch_of_grads,
+    mismatch_of_outputs,
+    on_devices_of,
+    refusal_of,
+    wait_until_made,
+)
 from moe_autograd.remote.jobs import Job, note_failures, say_more
 from moe_autograd.remote.leaving import LeftForwards
 from moe_autograd.remote.nodes import call_experts
@@ -194,6 +200,7 @@ class Connection:
     def _deliver_forwards(
         self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: Failures | None
     ) -> list[Job]:
+        wait_until_made(x for args in inputs for x in args)
         encoding = self._delivery.settings.encodings.encoding("Forward")
         jobs = []
         for call, args in zip(calls, inputs, strict=True):
@@ -254,6 +261,7 @@ class Connection:
         self, parts: Sequence[BackwardPart], failures: Failures | None, keep_graph: bool
     ) -> list[Job]:
         """Send backwards under numbers of their own, in the turn of their experts, and count what is gathered."""
+        wait_until_made(x for part in parts for x in (*part.grad_outputs, *part.inputs))
         encoding = self._delivery.settings.encodings.encoding("Backward")
         gives = [part.wants_weight_grads for part in parts]
         given = itertools.compress([part.call.expert for part in parts], gives)
@@ -311,6 +319,7 @@ class Connection:
 
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
+        wait_until_made(x for state in states.values() for x in state.values())
         names_at: dict[str, list[str]] = {}
         for name in states:
             for address in self._finding.hosts_of(name):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_autograd._ambient import refuse_transforms
+from moe_autograd._streams import accelerator_in_use
 from moe_autograd.errors import CorruptDataError, InvalidCallError, UnsupportedTransformError
 from moe_autograd.wire.heads import Tensors
 from moe_autograd.wire.tensors import check_can_travel
@@ -29,6 +30,20 @@ def on_devices_of(inputs: Sequence[Tensor], results: Tensors) -> Tensors:
     if len(inputs) == 1 and inputs[0].is_cpu:  # mostly
         return results
     return tuple([y if y is None else y.to(x.device) for x, y in zip(inputs, results, strict=True)])
+
+
+def wait_until_made(tensors: Iterable[Any]) -> None:
+    """Wait until those on devices have their values, which streams of this thread may still be computing.
+
+    Call it on the calling thread: those that send them have streams of their own, in no order with these.
+    """
+    accelerator = accelerator_in_use()
+    if accelerator is None:
+        return
+    devices = {x.device for x in tensors if isinstance(x, Tensor) and not x.is_cpu}
+    for device in devices:
+        if device.type == accelerator.kind:
+            accelerator.current_stream(device.index).synchronize()
 
 
 def check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:

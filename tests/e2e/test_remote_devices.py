@@ -43,6 +43,37 @@ def test_outputs_and_gradients_are_on_the_device_of_their_inputs() -> None:
     )
 
 
+def test_what_the_callers_streams_compute_is_waited_for_before_threads_may_send_it() -> None:
+    assert_prints(
+        """
+        import torch
+        from torch import nn
+        from experts_server import ExpertsServer
+        from moe_autograd import _streams
+        from moe_autograd.remote import connect
+        from tests.support import toy_device
+        from tests.support.streams import RecordingAccelerator, Stream
+
+        accelerator = _streams._built_for = RecordingAccelerator(2)
+        accelerator.kind = "toy"
+        Stream.synchronize = lambda self: print("waits for", self.name)
+
+        with ExpertsServer({"one": nn.Linear(4, 4)}) as server, connect(server.address) as experts:
+            x = torch.randn(3, 4).to("toy").requires_grad_()
+            accelerator.set_stream(accelerator.lane(0, 7))
+            y = experts["one"](x)
+            print("forward")
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(y, x, torch.ones(3, 4).to("toy"))
+            print("backward")
+            experts.load_state_dict({key: value.to("toy") for key, value in experts.state_dict().items()})
+            print("weights")
+            experts["one"](torch.randn(3, 4))
+        """,
+        "waits for lane 7 of 0 forward waits for lane 7 of 0 backward waits for lane 7 of 0 weights",
+    )
+
+
 @pytest.mark.parametrize("compression", ["none", "bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [3, 300_000])  # large ones come in several messages
 def test_a_default_device_is_not_where_results_arrive(rows: int, compression: str) -> None:

@@ -32,3 +32,15 @@ class ShowsItsMask(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         masked: Tensor = self.dropout(self.linear(x) * 0 + x)
         return masked
+
+
+class Changes(nn.Module):
+    """Changes its input in place, and so that to do it twice shows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x.mul_(3))
+        return result

@@ -1,0 +1,37 @@
+"""What a turn does with its thread's devices stays in it.
+
+Its backwards stay on the thread. The engine has one thread of its own for each device, and a client in this process
+that differentiates there waits on it for our answer. It knows nothing of the turn's random numbers, either.
+
+And what a module leaves current, a device or streams, is put back: the next turns of this thread are other experts'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from moe_autograd._streams import Accelerator, accelerator_in_use
+
+_NOTHING = contextlib.nullcontext()
+
+
+def devices_contained() -> contextlib.AbstractContextManager[None]:
+    """Return what each turn is in; where no accelerator is in use, that is nothing."""
+    accelerator = accelerator_in_use()
+    return _NOTHING if accelerator is None else _contained(accelerator)
+
+
+@contextlib.contextmanager
+def _contained(accelerator: Accelerator) -> Iterator[None]:
+    device = accelerator.current_device()
+    streams = [accelerator.current_stream(each) for each in accelerator.devices()]
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        for stream in streams:
+            accelerator.set_stream(stream)
+        accelerator.set_device(device)
