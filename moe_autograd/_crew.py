@@ -37,7 +37,7 @@ from contextlib import AbstractContextManager
 
 from moe_autograd._ambient import Ambient
 from moe_autograd._habits import LIGHT_S, Habit
-from moe_autograd._intraop import end_team, get_team_size, set_team_size
+from moe_autograd._intraop import end_team, get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
 from moe_autograd._progress import Progress, here
 from moe_autograd._threads import start_soon
@@ -85,9 +85,11 @@ class Crew:
         self._failures: dict[int, BaseException] = {}
         self._ambient: Ambient | None = Ambient()
         self._cores = cores  # that many calls may compute at once
+        # That many have intra-op threads of their own: where there are more cores than calls, each gets several.
+        self._most_shares = num_cores() if even_shares else min(num_cores(), limit)
         self._callers_team = get_team_size()
         self._team_size = self._callers_team.num_threads
-        self._smallest_share = max(1, self._team_size // self._cores)
+        self._smallest_share = max(1, self._team_size // self._most_shares)
         self._num_calls = len(order)
         self._num_running = 1
         self._came: list[None] = []  # one for each thread that came to a call
@@ -161,7 +163,7 @@ class Crew:
     def _run_pending(self, is_added: bool) -> None:
         """Run calls until none is left that has not begun."""
         pending, call = self._pending, self._call
-        cores, smallest, team_size = self._cores, self._smallest_share, 0
+        most, smallest, team_size = self._most_shares, self._smallest_share, 0
         has_come = False
         while pending:
             try:
@@ -169,8 +171,8 @@ class Crew:
             except IndexError:  # another thread was faster
                 return
             # The first call may get company while it runs, and then has the smallest share; later ones know.
-            side_by_side = self._num_running if team_size and not self._even_shares else cores
-            share = smallest if side_by_side >= cores else self._team_size // side_by_side
+            side_by_side = self._num_running if team_size and not self._even_shares else most
+            share = smallest if side_by_side >= most else self._team_size // side_by_side
             if share != team_size:
                 set_team_size(share)
                 team_size = share

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_leaves
 
@@ -51,6 +52,8 @@ def run_units(
     arguments = (value for unit in units for value in tree_leaves((unit.args, unit.kwargs)))
     if are_spread(arguments) or any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
+    if accelerator_in_use() is not None and any(map(_is_jagged, tree_leaves([unit.args for unit in units]))):
+        max_concurrency = 1  # the engine cannot hand their gradients from one stream to another
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
     the_map = Map("parallel_apply", [unit.name for unit in units], max_concurrency, kind=_kind_of(units))
     turns = Turns(held, the_map.names, side_by_side=side_by_side)
@@ -72,6 +75,10 @@ def run_units(
     if accelerator_in_use() is not None:
         use_here(with_tensors_in_objects(returned))
     return returned
+
+
+def _is_jagged(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.jagged
 
 
 def _callables(units: Sequence[Unit], num_modules: int, how: Recompute | None) -> list[Callable[..., Any]]:

@@ -10,7 +10,9 @@ import threading
 import pytest
 import torch
 
+from moe_autograd import _crew
 from moe_autograd._intraop import _openmp, _set_mkl_threads, get_team_size, num_cores, set_team_size
+from moe_autograd._workers import run_all
 from tests.support.subprocesses import ROOT, assert_prints, run_ranks
 
 
@@ -69,6 +71,26 @@ def test_mkl_takes_as_many_threads_as_a_calls_share_whatever_it_was_told(
         num_ranks=1,
     )
     assert printed.split() == ["(1,", "1)", "True", "True", "True"]
+
+
+@pytest.mark.parametrize(("num_calls", "share"), [(2, 8), (3, 5), (8, 2), (16, 1), (20, 1)])
+def test_calls_share_out_all_cores_also_where_there_are_more_of_these(
+    num_calls: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sixteen cores eight large experts had a core each, and took three times as long as one after the other."""
+    monkeypatch.setattr(_crew, "num_cores", lambda: 16)
+    before, barrier, seen = get_team_size(), threading.Barrier(num_calls), []
+
+    def call(index: int) -> None:
+        barrier.wait(60)
+        seen.append(torch.get_num_threads())
+
+    try:
+        set_team_size(16)
+        assert run_all(call, range(num_calls)) == {}
+    finally:
+        set_team_size(before)
+    assert seen == [share] * num_calls
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
