@@ -20,7 +20,6 @@ from benchmarks.local_layer.peers import PEERS, PEERS_IN_BFLOAT16, Size, build_o
 from benchmarks.measure import print_table, stopwatch, take_turns
 from benchmarks.memory import peak_beyond_now
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
     "tiny": Size(num_experts=64, top_k=4, d_model=64, d_ff=128, num_tokens=512),
     "small": Size(num_experts=8, top_k=2, d_model=256, d_ff=512, num_tokens=512),
@@ -41,7 +40,7 @@ def layers_of(size: Size, dtype: torch.dtype) -> dict[str, nn.Module]:
     installed = {name: build for name, build in builders.items() if is_installed(name.split(",")[0])}
     layers: dict[str, nn.Module] = {"ours": ours}
     layers |= {name: build(ours, size) for name, build in installed.items()}
-    return {name: layer.to(DEVICE, dtype) for name, layer in layers.items()}
+    return {name: layer.to(dtype) for name, layer in layers.items()}
 
 
 def is_installed(name: str) -> bool:
@@ -56,17 +55,11 @@ def passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], Mapping[st
         for tensor in (x, *parameters):
             tensor.grad = None
         outputs: list[Tensor] = []
-        forward_s = stopwatch(lambda: (outputs.append(layer(x)), finish()))
-        backward_s = stopwatch(lambda: (outputs[0].backward(grad), finish()))
+        forward_s = stopwatch(lambda: outputs.append(layer(x)))
+        backward_s = stopwatch(lambda: outputs[0].backward(grad))
         return {"forward": forward_s, "backward": backward_s, "both": forward_s + backward_s}
 
     return run
-
-
-def finish() -> None:
-    """Wait until all kernels have ended."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def check_equal(layers: Mapping[str, nn.Module], x: Tensor, grad: Tensor) -> None:
@@ -91,7 +84,7 @@ def check_equal(layers: Mapping[str, nn.Module], x: Tensor, grad: Tensor) -> Non
 def rows_of(name: str, rounds: int, dtype: torch.dtype) -> Sequence[Sequence[object]]:
     size = SIZES[name]
     layers = layers_of(size, dtype)
-    x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, device=DEVICE, requires_grad=True)
+    x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     check_equal(layers, x, grad)
     taken = take_turns({of: passes(layer, x, grad) for of, layer in layers.items()}, rounds=rounds)
@@ -106,7 +99,7 @@ def print_peak(name: str, of: str, dtype: torch.dtype) -> None:
     """Print what five passes of one layer have resident at most, beyond its weights, and `x` and its gradient."""
     size = SIZES[name]
     layer = layers_of(size, dtype)[of]
-    x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, device=DEVICE, requires_grad=True)
+    x = torch.randn(1, size.num_tokens, size.d_model, dtype=dtype, requires_grad=True)
     run = passes(layer, x, torch.randn_like(x))
     print(peak_beyond_now(lambda: [run() for _ in range(5)]))
 

@@ -52,7 +52,9 @@ def run_units(
     arguments = (value for unit in units for value in tree_leaves((unit.args, unit.kwargs)))
     if are_spread(arguments) or any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
-    if accelerator_in_use() is not None and any(map(_is_jagged, tree_leaves([unit.args for unit in units]))):
+    if accelerator_in_use() is not None and any(
+        _is_jagged(value) for unit in units for value in tree_leaves((unit.args, unit.kwargs))
+    ):
         max_concurrency = 1  # the engine cannot hand their gradients from one stream to another
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
     the_map = Map("parallel_apply", [unit.name for unit in units], max_concurrency, kind=_kind_of(units))

@@ -437,6 +437,26 @@ def test_without_an_accelerator_there_are_no_lanes() -> None:
         _streams.use_here([torch.ones(2)])
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_calls_of_jagged_tensors_stay_on_the_callers_streams(
+    accelerator: RecordingAccelerator, by_name: bool
+) -> None:
+    """The engine cannot hand their gradients from one stream to another."""
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    kernels: list[Kernel] = []
+
+    def call(x: Tensor) -> Tensor:
+        kernels.extend(launch_everywhere(accelerator))
+        return x * 2
+
+    given: list[Any] = [{"x": jagged}] * NUM_CALLS
+    if by_name:
+        parallel_apply([call] * NUM_CALLS, [()] * NUM_CALLS, given)
+    else:
+        parallel_apply([call] * NUM_CALLS, [(jagged,)] * NUM_CALLS)
+    assert {kernel.stream for kernel in kernels} == set(accelerator.defaults)
+
+
 def test_gradients_of_a_batch_are_recorded_as_the_memory_that_they_are() -> None:
     found: list[Tensor] = []
 
