@@ -70,6 +70,7 @@ from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
+from moe_autograd.autograd.walked_twice import let_engine_come_last
 from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
 _ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
@@ -120,6 +121,7 @@ class ModuleCall(CallResults):
         # Edges are looked up before the forward: an in-place change gives an alias a new history.
         self.cuts = [*[(edge_of(alias), tensor) for tensor, alias in entered], *cuts]
         self._has_history = bool(cuts)
+        self._passed: set[Edge] = set()  # cuts above others, which the walk goes on through
         inner = [aliases.get(id(value), value) for value in values]
         inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
 
@@ -153,6 +155,7 @@ class ModuleCall(CallResults):
         met, leaf_nodes = self._walk(owners)
         while self._has_history and (upper := self._cuts_above(met | {(node, 0) for node in leaf_nodes})):
             # The engine goes on through such a cut to the ends behind it, which would get its gradient twice.
+            self._passed |= upper
             self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
             self._shares_graph = True  # with the outer graph, which must find it unfreed
             met, leaf_nodes = self._walk(owners)
@@ -281,6 +284,9 @@ class ModuleCall(CallResults):
         another thread makes the second one.
         """
         self._shares_graph = True
+        if self._passed:
+            met = walk(self._passed, {*plain(self._ends)})
+            let_engine_come_last(node for node, _ in met if node is not None)
 
     def cuts_with_histories(self, name: str) -> list[Cut]:
         """Return where its graph ends, each with a tensor whose history is that of the forward (Rule 6).

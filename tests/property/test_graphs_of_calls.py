@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ SIZE = 3
 
 Operator = Callable[[Tensor], Tensor]
 Apply = Callable[..., Sequence[Any]]  # as `parallel_apply`
+RunBackward = Callable[[Callable[[], Any]], Any]
 Call = tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Tensor]]
 
 OPERATORS: list[Operator] = [
@@ -164,11 +166,12 @@ class Program:
     Args:
         seed: of everything that is random.
         apply: makes the calls.
+        run_backward: runs the backward; on this thread if none is given.
     """
 
-    def __init__(self, seed: int, apply: Apply) -> None:
+    def __init__(self, seed: int, apply: Apply, run_backward: RunBackward = lambda run: run()) -> None:
         self._draw, self._generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        self._apply = apply
+        self._apply, self._run_backward = apply, run_backward
         leaves = [self._random(SIZE, SIZE).requires_grad_(self._is_likely(0.85)) for _ in range(3)]
         self._modules = [nn.Linear(SIZE, SIZE, dtype=torch.float64) for _ in range(3)]
         weights = [weight for module in self._modules for weight in module.parameters()]
@@ -190,7 +193,8 @@ class Program:
         kinds = [(x.requires_grad, x.is_leaf) for x in tensors_in(results)]
         computed = [x for x in self._pool if x.requires_grad and not x.is_leaf]
         used = [x for x in computed if self._is_likely(0.7)] or computed[-1:]
-        asked = self._backward([((i + 1) * 0.1 * x).tanh().sum() for i, x in enumerate(used)]) if used else []
+        losses = [((i + 1) * 0.1 * x).tanh().sum() for i, x in enumerate(used)]
+        asked = self._run_backward(lambda: self._backward(losses)) if losses else []
         grads = numbers(x.grad for x in self._trained)
         return {"results": values, "kinds": kinds, "asked": numbers(asked), "gradients": grads}
 
@@ -249,10 +253,10 @@ def numbers(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-def assert_same_graphs(seed: int, options: dict[str, Any]) -> None:
+def assert_same_graphs(seed: int, options: dict[str, Any], *where: RunBackward) -> None:
     """Run the program of one seed with plain calls and with maps, and compare."""
-    native = Program(seed, one_after_another).run()
-    mapped = attempt(lambda: Program(seed, functools.partial(parallel_apply, **options)).run())
+    native = Program(seed, one_after_another, *where).run()
+    mapped = attempt(lambda: Program(seed, functools.partial(parallel_apply, **options), *where).run())
     assert not isinstance(mapped, Raised), f"program {seed}: {mapped}"
     assert_same(native, mapped, f"program {seed}", tolerance=CLOSE)
 
@@ -268,3 +272,10 @@ def test_graphs_of_calls_are_differentiated_as_those_of_plain_calls(
 ) -> None:
     for seed in range(first, first + AT_ONCE):
         assert_same_graphs(seed, options)
+
+
+@pytest.mark.parametrize("options", [{}, {"defer_weight_grads": True}], ids=["side by side", "deferred"])
+def test_another_thread_differentiates_them_as_the_one_that_made_them(options: dict[str, Any]) -> None:
+    with ThreadPoolExecutor(1) as other:  # it numbers the nodes that it makes from nought
+        for seed in range(150, 200):
+            assert_same_graphs(seed, options, lambda run: other.submit(run).result())
