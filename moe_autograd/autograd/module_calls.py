@@ -121,7 +121,7 @@ class ModuleCall(CallResults):
         # Edges are looked up before the forward: an in-place change gives an alias a new history.
         self.cuts = [*[(edge_of(alias), tensor) for tensor, alias in entered], *cuts]
         self._has_history = bool(cuts)
-        self._passed: set[Edge] = set()  # cuts above others, which the walk goes on through
+        self.passed: set[Edge] = set()  # cuts above others: its graph goes on there
         inner = [aliases.get(id(value), value) for value in values]
         inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
 
@@ -155,7 +155,7 @@ class ModuleCall(CallResults):
         met, leaf_nodes = self._walk(owners)
         while self._has_history and (upper := self._cuts_above(met | {(node, 0) for node in leaf_nodes})):
             # The engine goes on through such a cut to the ends behind it, which would get its gradient twice.
-            self._passed |= upper
+            self.passed |= upper
             self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
             self._shares_graph = True  # with the outer graph, which must find it unfreed
             met, leaf_nodes = self._walk(owners)
@@ -195,7 +195,7 @@ class ModuleCall(CallResults):
 
     def nodes(self) -> set[Node | None]:
         """Return the nodes of its inner graph."""
-        return {node for node, _ in walk(plain(self._edges), {*plain(self._ends)})}
+        return {node for node, _ in walk(plain(self._edges), self.ends())}
 
     def _spend(self, grad_outputs: Tensors) -> None:
         """Let go of what a backward has freed, unless another one may still walk the graph of some result."""
@@ -207,7 +207,7 @@ class ModuleCall(CallResults):
         """Return the places of the results whose graphs a backward has walked, or met."""
         if not self._edges or not has_missing(grad_outputs):
             return {*range(len(grad_outputs))}
-        stop_at = {*plain(self._ends)}
+        stop_at = self.ends()
         starts = plain(self._edges)
         begun = [start for start, grad in zip(starts, grad_outputs, strict=True) if grad is not None]
         walked = {node for node, _ in walk(begun, stop_at)}
@@ -221,7 +221,7 @@ class ModuleCall(CallResults):
 
     def leads_to(self, tensor: Tensor) -> bool:
         """Whether its graph, which ends at the cuts, goes through the history that an outer tensor has now."""
-        return leads(plain(self._edges), {edge_of(tensor)[:2]}, {*plain(self._ends)})
+        return leads(plain(self._edges), {edge_of(tensor)[:2]}, self.ends())
 
     def backward(
         self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
@@ -284,9 +284,12 @@ class ModuleCall(CallResults):
         another thread makes the second one.
         """
         self._shares_graph = True
-        if self._passed:
-            met = walk(self._passed, {*plain(self._ends)})
-            let_engine_come_last(node for node, _ in met if node is not None)
+        if self.passed:
+            let_engine_come_last(self.passed, self.ends())
+
+    def ends(self) -> set[Edge]:
+        """Return where its inner graph ends."""
+        return {*plain(self._ends)}
 
     def cuts_with_histories(self, name: str) -> list[Cut]:
         """Return where its graph ends, each with a tensor whose history is that of the forward (Rule 6).

@@ -8,20 +8,47 @@ backward, as on a GPU, the numbers of that graph may all be lower, and the engin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
+from moe_autograd._random import running
+from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.this_backward import kept_by_this_backward
+from moe_autograd.autograd.walks import Edge, walk
 
 _NUMBERS = object()
 
 
-def let_engine_come_last(nodes: Iterable[Node]) -> None:
-    """Give nodes the lowest numbers there are, in the order that they had; only for a node that the engine runs."""
+def let_engine_come_last(passed: Collection[Edge], ends: Collection[Edge]) -> None:
+    """Give nodes that another thread has made the lowest numbers there are, in the order that they had.
+
+    Only for a node that the engine runs; within a call it does nothing.
+
+    Args:
+        passed: where a call goes on, though the outer graph begins there.
+        ends: where it ends.
+    """
+    if running.seeds is not None:  # the numbers of a call's thread say nothing
+        return
+    found: dict[Node, int] = {}
+    _note(passed, ends, found)
+    if max(found.values(), default=0) < _get_sequence_nr():
+        return
     numbers: dict[Node, int] = kept_by_this_backward(_NUMBERS, dict)
-    for node in nodes:
-        numbers.setdefault(node, node._sequence_nr())
+    for node, number in found.items():
+        numbers.setdefault(node, number)
     in_order = sorted(numbers.items(), key=lambda item: item[1])
-    for rank, (node, _) in enumerate(in_order):
+    for rank, (node, _) in enumerate(in_order, 1):  # 0 is a departure's that waits (`join`, Rule 7)
         node._set_sequence_nr(rank)  # type: ignore[attr-defined]
+
+
+def _note(passed: Collection[Edge], ends: Collection[Edge], found: dict[Node, int]) -> None:
+    for node, _ in walk(passed, ends):
+        if node is None or node in found:
+            continue
+        found[node] = node._sequence_nr()
+        for call in getattr(joined_by(node), "calls", ()):
+            if getattr(call, "passed", None):
+                _note(call.passed, call.ends(), found)
