@@ -25,13 +25,14 @@ from tests.support.functions_waiting import PATIENCE_S
 
 NUM_CALLS = 4
 
-# They are tagged as random: but the first three draw for nobody, the others are given what they are to draw from, or
+# They are tagged as random: but the first four draw for nobody, the others are given what they are to draw from, or
 # belong to devices whose kernels draw in ways of their own.
 NEVER_DRAW = {
     *(
         "_fused_sdp_choice",
         "_nested_tensor_softmax_with_shape",
         "_flash_attention_forward_no_dropout_inplace",
+        "_cudnn_attention_forward_no_dropout_inplace",  # from torch 2.15 on
     ),
     *("_cudnn_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
     *("_scaled_dot_product_efficient_attention_backward", "_fill_mem_eff_dropout_mask_"),
@@ -45,7 +46,7 @@ def test_every_operator_that_draws_without_a_generator_is_caught() -> None:
     caught = {"native_dropout", "_cudnn_rnn", *(name for name, _ in operators.fused_operators())}
     caught |= {name for name, *_ in operators.operators_that_draw_inside()}
     found = {name for name, operator in operators_of_torch() if is_random(operator)}
-    assert found - caught == NEVER_DRAW
+    assert found - caught <= NEVER_DRAW
     assert caught <= found
 
 
