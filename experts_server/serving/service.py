@@ -67,6 +67,7 @@ class Service:
         self.server_id = secrets.token_hex(8)
         self.mark = mark_of(self.server_id)
         self.received = Budget(limits.received_bytes, "bytes of unfinished calls")
+        self.unanswered: dict[object, int] = {}
         self.weights_under_way = Budget(
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0
         )
