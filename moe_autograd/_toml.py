@@ -21,15 +21,11 @@ def read_toml(file: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is no TOML.
     """
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
             f"config {str(file)!r}: expected a readable file, got {reason!r}. Check the path and its permissions."
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"config {str(file)!r}: expected TOML, got a file that does not parse ({error}). Correct that line."
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -38,6 +34,15 @@ def read_toml(file: Path) -> dict[str, Any]:
     except ValueError as error:  # a null byte
         raise ConfigError(
             f"config {str(file)!r}: expected the name of a file, got none ({error})."
+        ) from error
+    try:
+        return tomllib.loads(text)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # of a number of thousands of digits, or lists in lists in lists
+        raise ConfigError(
+            f"config {str(file)!r}: expected TOML, got a file that does not parse ({error}). Correct that line."
         ) from error
 
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PLAIN_KEY = "experts_server"
 # what reading a damaged file may raise
-_DAMAGES = (OSError, ValueError, KeyError, TypeError, SafetensorError)
+_DAMAGES = (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError)
 # the other errors of a system (permissions, descriptors, a network) say nothing of what is on the disk
 _OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _GENERATION = re.compile(r"generation-(\d{8,})")
@@ -78,6 +78,13 @@ class CheckpointFolder:
         """Release the lock."""
         self._lock.release()
 
+    def _take_again_if_replaced(self) -> None:
+        """Lock what is in the place of the folder that was opened, unless another server has, which began there."""
+        if not self._lock.is_in_place():
+            lock = take_folder("checkpoint_dir", self.folder, "lock", CheckpointError)
+            self._lock.release()
+            self._lock = lock
+
     def __enter__(self) -> Self:
         return self
 
@@ -93,9 +100,10 @@ class CheckpointFolder:
             CheckpointError: it could not be written; what was there before is untouched.
         """
         number = max(self.generations(), default=0) + 1
+        self._take_again_if_replaced()
         writing, name = self.folder / f"writing-{number:08}", _name_of(number)
-        self.remove_leftovers()
         try:
+            self.remove_leftovers()
             writing.mkdir()
             files = {snapshot.plain["expert"]: _write_expert(writing, snapshot) for snapshot in snapshots}
             _write_file(

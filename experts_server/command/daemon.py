@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ SWITCH_INTERVAL_S = 0.001
 # A heap for each thread keeps what is free in it from the others: in 20 minutes of `make soak`, 37 MB and growing.
 NUM_HEAPS = 1
 LOOK_FOR_MODULES_S = 5.0
+MAX_DESCRIPTORS = 1 << 16  # some systems allow a billion, and some programs look at each
 
 
 def ready_line(num_experts: int, address: str) -> str:
@@ -43,6 +45,7 @@ async def run(config: ServerConfig) -> int:
     numbers = _let_signals_end_it()  # until it serves
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     limit_heaps(NUM_HEAPS)
+    _allow_descriptors()
     server = from_config(config)
     server.load()
     stopping = _stop_at(numbers)
@@ -64,6 +67,16 @@ async def run(config: ServerConfig) -> int:
         flush_log()
         os._exit(status)
     return status
+
+
+def _allow_descriptors() -> None:
+    """Allow this process as many descriptors as it may allow itself: most systems begin with 1024.
+
+    Each client has one at least, those that only connect as well, and nobody else could: `limits` has room for more.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < (wanted := min(most, MAX_DESCRIPTORS)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _stop_at(numbers: Sequence[signal.Signals]) -> asyncio.Event:

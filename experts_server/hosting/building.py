@@ -236,4 +236,5 @@ def _cause(error: BaseException) -> str:
     raised = traceback.extract_tb(error.__traceback__)[-1]
     is_elsewhere = raised.filename != __file__ and not raised.filename.startswith("<frozen ")  # importlib's
     where = f", {raised.filename}:{raised.lineno}" if is_elsewhere else ""
-    return f"{type(error).__name__}: {error}{where}"
+    text = str(error).partition("\nException raised from ")[0]  # torch's frames of C++
+    return f"{type(error).__name__}: {text}{where}"

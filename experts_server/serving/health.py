@@ -13,17 +13,20 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from experts_server.queues.registry import Registry
 from experts_server.serving import open_inference
-from experts_server.serving.doorway import Doorway
+from experts_server.serving.doorway import Context, Doorway, only_message
+from moe_autograd.errors import CorruptDataError
 from moe_autograd.wire import methods
 
 STUCK_S = 10.0
-MAX_STREAMS = 1024  # of both; nobody is asked who he is, so they must not use up what the other RPCs live on
+# Of both, and as many checks; nobody is asked who he is, so they must not use up what the other RPCs live on.
+MAX_STREAMS = 1024
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -44,7 +47,7 @@ class Health:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register health and reflection."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        self._servicer.add_to(server)
         names = (methods.SERVICE, open_inference.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         add_ServerReflectionServicer_to_server(_ReflectionServicer(self._doorway, names), server)
 
@@ -68,14 +71,25 @@ class Health:
                 (self._stuck.add if is_stuck else self._stuck.discard)(name)
 
 
-class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # not in the stubs
+class _HealthServicer:
     """grpc's own writes to a watcher under the lock that every change takes: one who does not read held up a stop."""
 
     def __init__(self, doorway: Doorway) -> None:
         self._doorway = doorway
+        self._doorway_of_checks = Doorway(MAX_STREAMS)  # those who only watch are to keep no probe out
         self._status_of: dict[str, Any] = {}
         self._changed = asyncio.Event()  # another one after each change
         self._is_draining = False
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the handlers."""
+        handlers = {
+            "Check": grpc.stream_unary_rpc_method_handler(self._check),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers),)
+        )
 
     def set(self, name: str, status: Any) -> None:
         """Report a service from now on, unless all are draining."""
@@ -89,27 +103,43 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # 
         self._status_of = dict.fromkeys(self._status_of, NOT_SERVING)
         self._wake_watchers()
 
-    async def Check(self, request: Any, context: Any) -> Any:
-        status = self._status_of.get(request.service)
-        if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND)
-        return health_pb2.HealthCheckResponse(status=status)
+    async def _check(self, _: Any, context: Context) -> bytes:
+        async with self._doorway_of_checks.passing(context, "read"):
+            status = self._status_of.get(await _service_in(context))
+            if status is None:
+                await context.abort(grpc.StatusCode.NOT_FOUND)
+            return _answer(status)
+        raise AssertionError("abort raises")
 
-    async def Watch(self, request: Any, context: Any) -> None:
+    async def _watch(self, _: Any, context: Context) -> None:
         last = None
         async with self._doorway.passing(context, "read"):
+            service = await _service_in(context)
             while True:
                 changed = self._changed
-                status = self._status_of.get(request.service, UNKNOWN)
+                status = self._status_of.get(service, UNKNOWN)
                 if status == last:
                     await changed.wait()
                     continue
-                await context.write(health_pb2.HealthCheckResponse(status=status))
+                await context.write(_answer(status))
                 last = status
 
     def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _service_in(context: Context) -> str:
+    """Return the service that is asked for."""
+    sent = await only_message(context)
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(sent).service)
+    except DecodeError as error:
+        raise CorruptDataError(f"message: expected a HealthCheckRequest, got {error}.") from error
+
+
+def _answer(status: Any) -> bytes:
+    return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
 
 
 class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]  # nor this

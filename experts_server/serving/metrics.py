@@ -5,12 +5,13 @@ Numbers are counted in plain attributes of an `ExpertStats` and turned into Prom
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,6 +25,7 @@ from moe_autograd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+MAX_READERS = 64  # at once
 PAUSE_S = 0.1  # before a connection is taken that there was no descriptor for
 READER_TIMEOUT_S = 10.0  # of a reader that neither asks nor takes the answer: each has a thread
 
@@ -145,10 +147,14 @@ class MetricsEndpoint:
             raise ConfigError(
                 f"config, key 'metrics_listen': {describe_refusal(joined_address(host, port), error)}"
             ) from error
+        self._server.set_app(_telling(self._server.get_app()))
         self.address = joined_address(host, self._server.server_port)
         self._is_closing = threading.Event()
-        self._accept = self._server.get_request
+        self._readers: dict[socket.socket, None] = {}  # the first one came first
+        self._accept, self._hang_up = self._server.get_request, self._server.shutdown_request
         self._server.get_request = self._accept_or_pause  # type: ignore[method-assign]
+        self._server.verify_request = self._let_in  # type: ignore[method-assign, assignment]
+        self._server.shutdown_request = self._let_out  # type: ignore[method-assign, assignment]
         self._server.handle_error = _note_lost_reader  # type: ignore[method-assign, assignment]
 
     def _accept_or_pause(self) -> Any:
@@ -164,6 +170,20 @@ class MetricsEndpoint:
             connection.setsockopt(socket.SOL_SOCKET, side, timeout)
         return connection, address
 
+    def _let_in(self, connection: socket.socket, address: Any) -> bool:
+        """Let a reader in; where that is one too many, whoever came first has to go: each has a thread."""
+        self._readers[connection] = None
+        if len(self._readers) > MAX_READERS:
+            first = next(iter(self._readers))
+            self._readers.pop(first, None)
+            with contextlib.suppress(OSError):  # it has just left
+                first.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _let_out(self, connection: socket.socket) -> None:
+        self._readers.pop(connection, None)
+        self._hang_up(connection)
+
     def close(self) -> None:
         """Stop serving."""
         self._is_closing.set()
@@ -171,6 +191,20 @@ class MetricsEndpoint:
         self._server.server_close()
         assert isinstance(self._thread, threading.Thread)
         self._thread.join()
+
+
+def _telling(answer: Any) -> Callable[[Any, Any], Iterable[bytes]]:
+    """Let what goes wrong with an answer be an event of the log: wsgiref writes a traceback around it, on stderr."""
+
+    def answer_or_tell(environ: Any, start_response: Any) -> Iterable[bytes]:
+        try:
+            return cast(Iterable[bytes], answer(environ, start_response))
+        except Exception as error:  # prometheus-client's own too, at an Accept that it cannot read
+            logger.warning("a reader of metrics got no answer: %r", error)
+            start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
+            return [f"{type(error).__name__}\n".encode()]
+
+    return answer_or_tell
 
 
 def _note_lost_reader(connection: Any, address: Any) -> None:

@@ -29,7 +29,7 @@ from experts_server.hosting.calls import ForwardCall, Outputs
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.queues.registry import Registry
-from experts_server.serving.doorway import Context, Doorway
+from experts_server.serving.doorway import Context, Doorway, only_message
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.wire.tensors import bytes_if_filled, plain, raw_bytes
@@ -166,14 +166,15 @@ class OpenInference:
             "ModelInfer": self._infer,
         }
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(self._guarded(MESSAGES[f"{name}Request"], answer))
+            name: grpc.stream_unary_rpc_method_handler(self._guarded(MESSAGES[f"{name}Request"], answer))
             for name, answer in answers.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    def _guarded(self, request_class: Any, answer: Answer) -> Callable[[bytes, Context], Awaitable[bytes]]:
-        async def handle(sent: bytes, context: Context) -> bytes:
+    def _guarded(self, request_class: Any, answer: Answer) -> Callable[[Any, Context], Awaitable[bytes]]:
+        async def handle(_: Any, context: Context) -> bytes:
             async with self._doorway.passing(context, "read"):
+                sent = await only_message(context)
                 try:
                     request = request_class.FromString(sent)
                 except DecodeError as error:

@@ -178,7 +178,7 @@ class ExpertServer:
         logger.info("ready: %s at %s", counted(len(self.registry)), self.address)
 
     def _with_handlers(self) -> grpc.aio.Server:
-        most = 2 * self.config.limits.max_concurrent_passes + MAX_STREAMS + 64
+        most = 2 * self.config.limits.max_concurrent_passes + 2 * MAX_STREAMS + 64
         server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=most)
         for handlers in (self.service, self.health, self.open_inference):
             handlers.add_to(server)

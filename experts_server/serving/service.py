@@ -23,7 +23,7 @@ from experts_server.hosting.calls import Expected, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import check_size, check_state, copy_state, layout_of_expert, load_state
 from experts_server.queues.registry import Registry
-from experts_server.serving.doorway import Context, Doorway
+from experts_server.serving.doorway import Context, Doorway, only_message
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
 from moe_autograd.errors import CorruptDataError, InvalidCallError
@@ -67,6 +67,7 @@ class Service:
         self.server_id = secrets.token_hex(8)
         self.mark = mark_of(self.server_id)
         self.received = Budget(limits.received_bytes, "bytes of unfinished calls")
+        self.unanswered: dict[object, int] = {}
         self.weights_under_way = Budget(
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0
         )
@@ -89,7 +90,7 @@ class Service:
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the handlers, all of them as of streams, which are the same on the wire; see `_only_message`."""
+        """Register the handlers, all of them as of streams, which are the same on the wire; see `only_message`."""
         unary = grpc.stream_unary_rpc_method_handler
         handlers = {
             "Info": unary(self._unary(self._info, pb.InfoRequest, "read")),
@@ -109,8 +110,8 @@ class Service:
         self, answer: Callable[[Any], Awaitable[Message]], request_class: type[Any], permission: Permission
     ) -> Callable[[Any, Context], Awaitable[bytes]]:
         async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
-            sealed = await _only_message(context)
             async with self.doorway.passing(context, permission):
+                sealed = await only_message(context)
                 request = unseal(request_class, sealed, required=request_class is not pb.InfoRequest)
                 return seal(await answer(request))
             raise AssertionError("abort raises")
@@ -181,9 +182,8 @@ class Service:
         return pb.SaveReply(generation=await self._save())
 
     async def _get_state(self, _: AsyncIterator[bytes], context: Context) -> None:
-        sealed = await _only_message(context)
         async with self.doorway.passing(context, "read"):
-            request = unseal(pb.GetStateRequest, sealed)
+            request = unseal(pb.GetStateRequest, await only_message(context))
             writer = ParcelWriter()
             with self._weights_under_way():
                 for name in list(request.experts) or list(self.registry):
@@ -260,14 +260,6 @@ class Service:
         for name, state in states.items():
             results += await self.registry.inspect([name], partial(load_state, state=state, update=head))
         return _update_reply(list(states), results)
-
-
-async def _only_message(context: Context) -> bytes:
-    """Return the one message of an RPC; empty where none has come whole, since a bit of its length was flipped.
-
-    Then grpc's own handlers of one message end without an answer, and the client would wait until its deadline.
-    """
-    return await context.read() or b""
 
 
 def _update_reply(names: Sequence[str], results: Sequence[Any]) -> pb.UpdateReply:

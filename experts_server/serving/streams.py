@@ -44,6 +44,9 @@ GATHER_S = 0.002
 LONGEST_GATHER_S = 0.01
 LARGE_BYTES = 1 << 20
 UNTAKEN_BYTES = 64 << 20  # of answers: while a client leaves more of them, no more of its calls are taken
+# Of calls and answers of all streams: while there are more, a stream that has more than `UNTAKEN_BYTES` of them waits.
+# What is computed no longer counts as queued, so clients that read nothing had each a whole queue of it kept for them.
+UNANSWERED_BYTES = 2 << 30
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # which the stub leaves out
 
@@ -57,6 +60,7 @@ class PassSettings(Protocol):
     latency_s: float
     mark: int
     received: Budget
+    unanswered: dict[object, int]  # bytes, by stream
 
 
 class PassStream:
@@ -114,6 +118,7 @@ class PassStream:
             # Its traceback leads back here, and the cycle collector rarely comes by beside torch.
             self._failure = None
             self._hold(0)
+            self._settings.unanswered.pop(self, None)
             for call in self._outstanding.values():
                 call.is_cancelled = True
             self._is_over = True
@@ -125,7 +130,7 @@ class PassStream:
     async def _receive(self) -> None:
         try:
             while not self._has_all:
-                while self._num_untaken_bytes() > UNTAKEN_BYTES:
+                while self._leaves_too_much():
                     self._has_written.clear()
                     await self._has_written.wait()
                 await self._receive_one()
@@ -133,6 +138,16 @@ class PassStream:
             if not self._is_over:  # else nobody takes it from here, and its traceback leads back
                 self._failure = error
                 self._wake.set()
+
+    def _leaves_too_much(self) -> bool:
+        """Tell whether more calls of this client have to wait until it has taken answers."""
+        untaken = self._num_untaken_bytes()
+        unanswered = untaken + sum([call.num_bytes for call in self._outstanding.values()])
+        of_all = self._settings.unanswered
+        of_all[self] = unanswered
+        return untaken > UNTAKEN_BYTES or (
+            unanswered > UNTAKEN_BYTES and sum(of_all.values()) > UNANSWERED_BYTES
+        )
 
     def _num_untaken_bytes(self) -> int:
         """Return about how much memory the answers have that are on their way, or wait for it."""

@@ -134,7 +134,7 @@ class ParcelReader:
             else:
                 self._begin(_Incoming(number, head, forms))
         except InvalidCallError as error:
-            self._refused.add(number)
+            self._note_refused(number)
             done.append(Parcel(number, head, error=error))
 
     def _announce_run(self, announcement: pb.Announcement, arrived: _Arrived, done: list[Parcel]) -> None:
@@ -152,7 +152,7 @@ class ParcelReader:
                 )
             (rows,) = arrived.tensors_of(forms)
         except InvalidCallError as error:
-            self._refused.add(number)
+            self._note_refused(number)
             done += [Parcel(at, head, error=error) for at, head in enumerate(heads, number)]
             return
         assert rows is not None, "it has bytes"
@@ -204,12 +204,20 @@ class ParcelReader:
                 incoming.take(part, arrived, start)
             except InvalidCallError as error:
                 self._forget(incoming)
-                self._refused.add(number)
+                self._note_refused(number)
                 done.append(Parcel(number, incoming.head, error=error))
                 continue
             if not incoming.num_missing:
                 self._forget(incoming)
                 done.append(incoming.parcel())
+
+    def _note_refused(self, number: int) -> None:
+        """Remember whose parts to pass over; a stream that never ends may not bring ever more of them."""
+        self._refused.add(number)
+        if len(self._refused) > MAX_PARCELS:
+            raise CorruptDataError(
+                f"stream: expected at most {MAX_PARCELS} parcels that are refused, got more. The sender is broken."
+            )
 
     def _forget(self, incoming: _Incoming) -> None:
         del self._incoming[incoming.number]

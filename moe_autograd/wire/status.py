@@ -30,6 +30,7 @@ from moe_autograd.errors import (
 from moe_autograd.wire import experts_pb2 as pb
 
 RETRY_AFTER_KEY = "retry-after-ms"
+MAX_HINT_DIGITS = 15  # Python reads no number of thousands of them, and no float holds one of hundreds
 MAX_TEXT_BYTES = 2048  # thrice as much in a trailer, of which grpc refuses more than 8 KiB
 
 _CODES: dict[type[RemoteError], tuple[pb.Code, grpc.StatusCode]] = {
@@ -187,4 +188,6 @@ def _error(error: type[RemoteError], text: str, retry_after_s: float | None, pla
 
 def _seconds(milliseconds: str | bytes | None) -> float | None:
     text = milliseconds.decode("ascii", "replace") if isinstance(milliseconds, bytes) else milliseconds
-    return int(text) / 1000 if text is not None and text.isdecimal() else None
+    return (
+        int(text) / 1000 if text is not None and text.isdecimal() and len(text) <= MAX_HINT_DIGITS else None
+    )

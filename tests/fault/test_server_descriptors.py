@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -37,6 +38,26 @@ def test_a_server_without_a_descriptor_left_computes_and_tells_what_it_hosts(tmp
         with WireClient(server.address, client_id=b"another") as another:
             assert another.num_updates() == {"ffn.0": 1}
         assert server.stop() == 0
+
+
+def test_more_clients_than_a_system_allows_by_default_are_let_in() -> None:
+    """They only connect: nobody asks them for a token for that."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (256, most)
+    )  # which a process that is started from here inherits
+    try:
+        server = ServerProcess("--expert", "ffn", "--d-model", "4", is_warm=False).start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(server.kill)
+        host, _, port = server.address.rpartition(":")
+        for _ in range(400):
+            leaving.enter_context(socket.create_connection((host, int(port)), timeout=30))
+        wait_until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) > 400)
+        with WireClient(server.address) as client:
+            assert client.forward("ffn.0", torch.ones(1, 4)).code == "OK"
 
 
 def test_a_reader_of_metrics_that_it_cannot_let_in_costs_it_no_core() -> None:

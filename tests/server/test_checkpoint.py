@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import json
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +139,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
         _sealed({"format": FORMAT, "generation": 2, "experts": {"../generation-00000001/ffn.0": ENTRY}})
     ),
     "list as manifest": lambda folder: (folder / "manifest.json").write_bytes(b"[]"),
+    "lists without end": lambda folder: (folder / "manifest.json").write_bytes(b"[" * 100_000),
 }
 
 
@@ -309,6 +313,34 @@ def test_optimizer_state_that_no_checkpoint_can_hold_is_refused_by_name(tmp_path
 def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:
     with served(tmp_path), pytest.raises(CheckpointError, match="another server uses"):
         served(tmp_path).start()
+
+
+def test_a_server_whose_folder_was_removed_does_not_save_into_that_of_another_one(tmp_path: Path) -> None:
+    """Else the newest generation would be of whichever stopped last, and the other's training lost without a word."""
+    folder = tmp_path / "checkpoints"
+    with served(folder) as server, WireClient(server.address) as client:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        assert client.save() == "generation-00000001", "nobody else has it"
+        shutil.rmtree(folder)
+        with served(folder):
+            with pytest.raises(grpc.RpcError, match="another server uses"):
+                client.save()
+            assert [path.name for path in folder.glob("gen*")] == ["generation-00000001"]
+
+
+def test_a_folder_that_cannot_be_looked_through_is_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, pattern: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    with served(tmp_path) as server, WireClient(server.address) as client:
+        monkeypatch.setattr(Path, "glob", fail)
+        with pytest.raises(grpc.RpcError, match=r"expected room for .*, got 'Input/output error'"):
+            client.save()
+        monkeypatch.undo()
+        assert client.save() == "generation-00000002"
 
 
 def test_saving_without_a_folder_is_refused() -> None:

@@ -287,7 +287,16 @@ def test_loopback_needs_no_credentials_and_other_addresses_tls_and_callers_that_
             "expected TOML in UTF-8, got other bytes ('utf-8' codec can't decode byte 0xff in position 0",
         ),
         (None, "expected a readable file, got 'No such file or directory'"),
+        (
+            b"seed = " + b"9" * 5000,
+            "expected TOML, got a file that does not parse (Exceeds the limit (4300 digits)",
+        ),
+        (
+            b"seed = " + b"[" * 100_000,
+            "expected TOML, got a file that does not parse (maximum recursion depth",
+        ),
     ],
+    ids=["cut short", "no UTF-8", "absent", "digits without end", "lists without end"],
 )
 def test_an_unreadable_file_is_named_with_the_reason(
     tmp_path: Path, content: bytes | None, text: str

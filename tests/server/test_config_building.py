@@ -99,6 +99,10 @@ class Script(torch.nn.Module):
             "got 'SequentialLR', which wants other schedules (OneCycleLR alone warms up",
         ),
         ({**FFN, "optimizer": {"schedule": {"name": "StepLR"}}}, "key 'optimizer.schedule.args': expected"),
+        (
+            {"class": "ffn", "args": {"d_model": 1 << 63}},
+            "Overflow when unpacking long long, ",
+        ),
     ],
 )
 def test_what_cannot_be_built_names_expert_key_and_value(expert: dict[str, Any], text: str) -> None:
@@ -107,6 +111,7 @@ def test_what_cannot_be_built_names_expert_key_and_value(expert: dict[str, Any],
         from_config(config)
     assert text in str(refused.value)
     assert "'e.0'" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_an_optimizer_that_is_refused_is_not_offered() -> None:

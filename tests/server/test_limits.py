@@ -26,6 +26,7 @@ from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
+from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
 from tests.support.gated import D, Gated, Waiting, serving
@@ -370,6 +371,42 @@ def test_no_more_calls_are_taken_of_a_client_that_leaves_the_answers_until_it_ta
         reader = ParcelReader()
         assert len([parcel for message in answers for parcel in reader.feed(message)]) == 32
     assert max(untaken_before) <= most
+
+
+def test_calls_of_many_clients_that_leave_their_answers_are_not_all_taken_while_none_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A queue is emptied as it is computed: each client could fill it anew, and leave all of the answers."""
+    most_of_one, most_of_all, num_clients, num_calls = 2 << 20, 8 << 20, 4, 16
+    monkeypatch.setattr(streams_module, "UNTAKEN_BYTES", most_of_one)
+    monkeypatch.setattr(streams_module, "UNANSWERED_BYTES", most_of_all)
+    leaves_too_much = streams_module.PassStream._leaves_too_much
+
+    def noting(stream: streams_module.PassStream) -> bool:
+        is_waiting = leaves_too_much(stream)
+        (waiting.add if is_waiting else waiting.discard)(stream)
+        return is_waiting
+
+    waiting: set[streams_module.PassStream] = set()
+    monkeypatch.setattr(streams_module.PassStream, "_leaves_too_much", noting)
+    expert = Gated()
+    with serving({"e": expert}) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        for call_id in range(num_calls):
+            writer.add(*client.forward_call("e", torch.zeros(1 << 15, D), call_id=call_id, keep_graph=False))
+        messages = list(messages_of(writer))
+        begin = client.channel.stream_stream(methods.path("Forward"))
+        streams = [begin(iter(messages), timeout=START_S) for _ in range(num_clients)]
+        wait_until(lambda: len(waiting) == num_clients)
+        assert server._server is not None
+        kept = sum(server._server.service.unanswered.values())
+        assert kept <= most_of_all + num_clients * (most_of_one + MAX_MESSAGE_BYTES)
+        assert kept < num_clients * num_calls << 20
+        expert.let_go()
+        for answers in streams:
+            reader = ParcelReader()
+            assert len([parcel for message in answers for parcel in reader.feed(message)]) == num_calls
+        wait_until(lambda: not server._server.service.unanswered)
 
 
 def test_more_calls_than_a_pass_may_have_are_refused_and_the_others_served() -> None:

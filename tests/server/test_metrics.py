@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -275,6 +276,36 @@ def test_a_reader_that_is_silent_or_sends_no_http_is_let_go_without_a_word(
                 while reader.recv(1 << 16):
                     pass
         assert samples(server.metrics_address)["experts_server_ready",] == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_readers_that_never_come_to_their_request_keep_no_more_than_so_many_threads_and_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("experts_server.serving.metrics.MAX_READERS", 4)
+    with (
+        ExpertsServer({"e": nn.Identity()}, config=ServingConfig(metrics_listen="127.0.0.1:0")) as server,
+        contextlib.ExitStack() as leaving,
+    ):
+        assert server.metrics_address is not None
+        host, _, port = server.metrics_address.rpartition(":")
+        for _ in range(50):
+            reader = leaving.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            reader.sendall(b"GET /metr")
+        assert samples(server.metrics_address)["experts_server_ready",] == 1
+        wait_until(lambda: sum("process_request_thread" in t.name for t in threading.enumerate()) <= 4)
+
+
+def test_a_request_that_prometheus_cannot_read_is_an_event_of_the_log_and_no_traceback(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ExpertsServer({"e": nn.Identity()}, config=ServingConfig(metrics_listen="127.0.0.1:0")) as server:
+        accept = {"Accept": "application/openmetrics-text; version=one"}
+        asked = urllib.request.Request(f"http://{server.metrics_address}/metrics", headers=accept)
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            urllib.request.urlopen(asked, timeout=30)
+        assert samples(server.metrics_address or "")["experts_server_ready",] == 1
+    assert "a reader of metrics got no answer: TypeError" in caplog.text
     assert capfd.readouterr().err == ""
 
 

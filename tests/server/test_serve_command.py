@@ -339,7 +339,7 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
         ),
         *(
             (
-                ("serve", *FLAGS, option, f"{'x' * 64}:0", "--insecure"),
+                ("serve", *FLAGS, "--listen", "127.0.0.1:0", option, f"{'x' * 64}:0", "--insecure"),
                 1,
                 f"expected an address of this machine, got {'x' * 64}:0 (",
             )

@@ -44,15 +44,19 @@ class NeverReading:
 
     def call(self, path: bytes, message: bytes = b"") -> None:
         """Begin an RPC with one message."""
+        stream = self.begin(path)
+        data = struct.pack(">BI", 0, len(message)) + message
+        self._socket.sendall(_frame(_DATA, _END_STREAM, stream, data))
+
+    def begin(self, path: bytes) -> int:
+        """Begin an RPC, and send nothing; return its stream."""
         stream = 2 * self._num_streams + 1
         self._num_streams += 1
         fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
         fields |= {b"te": b"trailers", b"content-type": b"application/grpc"}
         headers = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
-        data = struct.pack(">BI", 0, len(message)) + message
-        self._socket.sendall(
-            _frame(_HEADERS, _END_HEADERS, stream, headers) + _frame(_DATA, _END_STREAM, stream, data)
-        )
+        self._socket.sendall(_frame(_HEADERS, _END_HEADERS, stream, headers))
+        return stream
 
     def _answer_pings(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as received:

@@ -260,3 +260,13 @@ def test_a_tensor_of_the_largest_size_finds_room_in_a_stream(max_tensor_bytes: i
     limits = TensorLimits.of_one_tensor(max_tensor_bytes)
     assert limits.max_tensor_bytes == max_tensor_bytes
     assert limits.max_unfinished_bytes >= max(max_tensor_bytes, TensorLimits().max_unfinished_bytes)
+
+
+def test_a_stream_that_never_ends_brings_only_so_many_parcels_that_are_refused() -> None:
+    reader, most = ParcelReader(), 1 << 16
+    refused = [pb.Announcement(parcel=number) for number in range(most + 1)]
+    for first in range(0, most, 1 << 12):
+        parcels = reader.feed(packet(*refused[first : first + (1 << 12)]))
+        assert all(isinstance(parcel.error, InvalidCallError) for parcel in parcels)
+    with pytest.raises(CorruptDataError, match="expected at most 65536 parcels that are refused, got more"):
+        reader.feed(packet(refused[most]))

@@ -6,6 +6,7 @@ parent; and the parent ends the lock by name, not only by closing, since a child
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import weakref
@@ -30,8 +31,15 @@ class FolderLock:
         except BaseException:
             os.close(fd)
             raise
+        self._path, self._fd = path, fd
         self.release = weakref.finalize(self, _release, fd, os.getpid())
         _locks.add(self)
+
+    def is_in_place(self) -> bool:
+        """Whether the file there is still the one that was locked: who finds another one locks that."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._fd), self._path.stat())
+        return False
 
 
 def _release(fd: int, process: int) -> None:
