@@ -217,6 +217,9 @@ def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Ca
     try:
         return make(**args)
     except (Exception, SystemExit) as error:  # whatever a user's class raises
+        if not args and not isinstance(error, TypeError):  # none is missing, so none is to blame
+            name = getattr(chosen, "__name__", repr(chosen))
+            raise ConfigError(f"{place}: expected {name} to do without any, got {_cause(error)}.") from error
         raise ConfigError(
             f"{place}: expected {_arguments_of(chosen)}, got {args} ({_cause(error)})."
         ) from error

@@ -51,7 +51,10 @@ class Script(torch.nn.Module):
         ({"class": "..up:NoSuch"}, "expected a class that can be imported, got '..up:NoSuch'"),
         ({"class": "tests.server.test_config_building:Broken"}, "ZeroDivisionError: division by zero, "),
         ({"class": "tests.server.test_config_building:Broken"}, "test_config_building.py:"),
-        ({"class": "tests.server.test_config_building:Script"}, "got {} (SystemExit: 2, "),
+        (
+            {"class": "tests.server.test_config_building:Script"},
+            "key 'args': expected Script to do without any, got SystemExit: 2, ",
+        ),
         (
             {"class": "tests.server.test_config_building:Broken", "args": {"x": 1}},
             "expected no arguments, got {'x': 1}",
@@ -86,6 +89,10 @@ class Script(torch.nn.Module):
         (
             {**FFN, "optimizer": {"args": {"nope": 1}}},
             "key 'optimizer.args': expected arguments that it takes (betas, eps, weight_decay,",
+        ),
+        (
+            {**FFN, "optimizer": {"name": "muon"}},
+            "key 'optimizer.args': expected Muon to do without any, got ValueError: Muon only supports 2D parameters",
         ),
         ({**FFN, "optimizer": {"schedule": {"name": "x"}}}, "key 'optimizer.schedule.name': expected one of"),
         ({**FFN, "optimizer": {"name": "lbfgs"}}, "got 'LBFGS', which wants a closure"),
