@@ -62,7 +62,7 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
         make = _find_class(place, config.class_name)
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + zlib.crc32(name.encode()))
-        module = _call(f"{place}, key 'args'", make, config.args, make)
+        module = _call(f"{place}, key 'args'", make, _with_dtype(place, make, config.args), make)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"{place}, key 'class': expected a torch.nn.Module, got {type(module).__name__} from {config.class_name!r}."
@@ -142,6 +142,19 @@ def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: Schedu
     make = _find_in(lr_scheduler, lr_scheduler.LRScheduler, f"{place}.schedule.name'", config.name)
     _refuse(f"{place}.schedule.name'", make)
     return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args, make)
+
+
+def _with_dtype(place: str, make: Callable[..., Any], args: dict[str, Any]) -> dict[str, Any]:
+    """A file has no dtypes: of what is ours or torch's, a text is the name of one."""
+    name, home = args.get("dtype"), getattr(make, "__module__", None) or ""
+    if not isinstance(name, str) or not (make in BUILT_IN.values() or home.startswith("torch.")):
+        return args
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"{place}, key 'args.dtype': expected the name of a torch.dtype, such as 'bfloat16', got {name!r}."
+        )
+    return {**args, "dtype": dtype}
 
 
 def _find_class(place: str, class_name: str) -> Callable[..., Any]:
