@@ -62,7 +62,7 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
         make = _find_class(place, config.class_name)
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + zlib.crc32(name.encode()))
-        module = _call(f"{place}, key 'args'", make, config.args, make)
+        module = _call(f"{place}, key 'args'", make, _with_dtype(place, make, config.args), make)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"{place}, key 'class': expected a torch.nn.Module, got {type(module).__name__} from {config.class_name!r}."
@@ -144,6 +144,19 @@ def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: Schedu
     return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args, make)
 
 
+def _with_dtype(place: str, make: Callable[..., Any], args: dict[str, Any]) -> dict[str, Any]:
+    """A file has no dtypes: of what is ours or torch's, a text is the name of one."""
+    name, home = args.get("dtype"), getattr(make, "__module__", None) or ""
+    if not isinstance(name, str) or not (make in BUILT_IN.values() or home.startswith("torch.")):
+        return args
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"{place}, key 'args.dtype': expected the name of a torch.dtype, such as 'bfloat16', got {name!r}."
+        )
+    return {**args, "dtype": dtype}
+
+
 def _find_class(place: str, class_name: str) -> Callable[..., Any]:
     if class_name in BUILT_IN:
         return BUILT_IN[class_name]
@@ -217,6 +230,9 @@ def _call(place: str, make: Callable[..., Any], args: dict[str, Any], chosen: Ca
     try:
         return make(**args)
     except (Exception, SystemExit) as error:  # whatever a user's class raises
+        if not args and not isinstance(error, TypeError):  # none is missing, so none is to blame
+            name = getattr(chosen, "__name__", repr(chosen))
+            raise ConfigError(f"{place}: expected {name} to do without any, got {_cause(error)}.") from error
         raise ConfigError(
             f"{place}: expected {_arguments_of(chosen)}, got {args} ({_cause(error)})."
         ) from error

@@ -25,9 +25,9 @@ def check_addresses(addresses: Sequence[str]) -> list[str]:
     for address in addresses:
         if not isinstance(address, str) or not is_host_and_port(address):
             raise ValueError(
-                f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed; several "
-                "are a list, an IPv6 address stands in brackets, such as [::1]:31415, and a TOML file is given as a "
-                "`Path`."
+                f"address: expected host:port, got {address!r}. Take what `experts-server serve` printed, or the "
+                "`address` of an `ExpertsServer` that has started; several are a list, an IPv6 address stands in "
+                "brackets, such as [::1]:31415, and a TOML file is given as a `Path`."
             )
     if not addresses:
         raise ValueError("addresses: expected at least one host:port, got none. Name a server.")

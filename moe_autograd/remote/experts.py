@@ -94,7 +94,7 @@ def connect(
     if not isinstance(addresses, Iterable):
         raise TypeError(
             f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
-            "`experts-server serve` printed."
+            "`experts-server serve` printed, or the `address` of an `ExpertsServer`."
         )
     check_arguments(given)
     listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))

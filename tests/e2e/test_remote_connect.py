@@ -120,6 +120,13 @@ class TestNoServer:
         with pytest.raises(TypeError, match=f"connect: expected host:port, .*, got {addresses}"):
             connect(addresses)
 
+    def test_who_has_a_server_in_python_is_told_to_take_its_address_once_it_has_started(self):
+        server = ExpertsServer({"ffn.0": nn.Linear(4, 4)})
+        with pytest.raises(TypeError, match="the `address` of an `ExpertsServer`"):
+            connect(server)
+        with pytest.raises(ValueError, match="the `address` of an `ExpertsServer` that has started"):
+            connect(server.address)
+
     def test_a_file_is_no_tls(self):
         with pytest.raises(
             TypeError, match=r"expected tls to be a TLS or None, got 'ca\.pem'\. Pass TLS\(ca_file="

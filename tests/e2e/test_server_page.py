@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from experts_server import ExpertsServer
 from experts_server.command.cli import main
 from experts_server.configuration import config as models
+from moe_autograd.remote import TLS, connect
 from tests.support.certificates import make_certificates
 from tests.support.servers import WireClient
 
@@ -70,6 +72,19 @@ def test_each_configuration_passes_the_check(
     Path("server.toml").write_text(text, encoding="utf-8")
     checked = CliRunner().invoke(main, ["config", "--check", "server.toml"])
     assert (checked.exit_code, "no mistakes" in checked.output) == (0, True), checked.output
+
+
+def test_clients_take_the_certificate_and_the_token_that_it_makes(tmp_path: Path) -> None:
+    (commands,) = (text for text in blocks("sh") if text.startswith("openssl"))
+    subprocess.run(["sh", "-ec", commands], check=True, capture_output=True, cwd=tmp_path)
+    files = {"tls_cert": "server.pem", "tls_key": "server.key", "tokens_file": "tokens"}
+    security = {key: tmp_path / name for key, name in files.items()}
+    tls = TLS(ca_file=tmp_path / "server.pem", server_name="experts.example")
+    with (
+        ExpertsServer({"e": torch.nn.Linear(1, 1)}, config={"security": security}) as server,
+        connect(server.address, tls=tls, token=tmp_path / "token") as experts,
+    ):
+        assert experts["e"](torch.ones(1, 1)).shape == (1, 1)
 
 
 def test_it_names_every_key_and_no_other(families: dict[str, set[str]]) -> None:

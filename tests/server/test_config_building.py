@@ -51,7 +51,10 @@ class Script(torch.nn.Module):
         ({"class": "..up:NoSuch"}, "expected a class that can be imported, got '..up:NoSuch'"),
         ({"class": "tests.server.test_config_building:Broken"}, "ZeroDivisionError: division by zero, "),
         ({"class": "tests.server.test_config_building:Broken"}, "test_config_building.py:"),
-        ({"class": "tests.server.test_config_building:Script"}, "got {} (SystemExit: 2, "),
+        (
+            {"class": "tests.server.test_config_building:Script"},
+            "key 'args': expected Script to do without any, got SystemExit: 2, ",
+        ),
         (
             {"class": "tests.server.test_config_building:Broken", "args": {"x": 1}},
             "expected no arguments, got {'x': 1}",
@@ -70,6 +73,14 @@ class Script(torch.nn.Module):
             "(TypeError: FeedForwardExpert: expected activation to be a function of a tensor, got 'relu'.",
         ),
         (
+            {"class": "ffn", "args": {"d_model": 4, "dtype": "bf16"}},
+            "key 'args.dtype': expected the name of a torch.dtype, such as 'bfloat16', got 'bf16'.",
+        ),
+        (
+            {"class": "transformer", "args": {"d_model": 4, "dtype": "bfloat16"}},
+            "key 'args': expected arguments that it takes (d_model,",
+        ),
+        (
             {"class": "math:pi"},
             "key 'class': expected a class, or a function that makes a module, got 'math:pi', which is of type float.",
         ),
@@ -86,6 +97,10 @@ class Script(torch.nn.Module):
         (
             {**FFN, "optimizer": {"args": {"nope": 1}}},
             "key 'optimizer.args': expected arguments that it takes (betas, eps, weight_decay,",
+        ),
+        (
+            {**FFN, "optimizer": {"name": "muon"}},
+            "key 'optimizer.args': expected Muon to do without any, got ValueError: Muon only supports 2D parameters",
         ),
         ({**FFN, "optimizer": {"schedule": {"name": "x"}}}, "key 'optimizer.schedule.name': expected one of"),
         ({**FFN, "optimizer": {"name": "lbfgs"}}, "got 'LBFGS', which wants a closure"),
@@ -112,6 +127,31 @@ def test_what_cannot_be_built_names_expert_key_and_value(expert: dict[str, Any],
     assert text in str(refused.value)
     assert "'e.0'" in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+class Named(torch.nn.Module):
+    """Takes the name of a dtype, and not a dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "args"),
+    [
+        ("ffn", {"d_model": 4}),
+        ("swiglu", {"d_model": 4, "d_ff": 8}),
+        ("torch.nn:Linear", {"in_features": 4, "out_features": 4}),
+        ("tests.server.test_config_building:Named", {}),
+    ],
+)
+def test_a_dtype_is_named_and_only_classes_of_others_get_the_name_itself(
+    class_name: str, args: dict[str, Any]
+) -> None:
+    expert = {"class": class_name, "args": {**args, "dtype": "bfloat16"}}
+    module = build_module("e", checked({"experts": {"e": expert}}).experts["e"], 0)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
 
 
 def test_an_optimizer_that_is_refused_is_not_offered() -> None:
