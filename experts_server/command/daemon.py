@@ -75,7 +75,8 @@ def _allow_descriptors() -> None:
     Each client has one at least, those that only connect as well, and nobody else could: `limits` has room for more.
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed < (wanted := min(most, MAX_DESCRIPTORS)):
+    wanted = MAX_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, MAX_DESCRIPTORS)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
