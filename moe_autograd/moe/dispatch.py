@@ -137,9 +137,22 @@ def combine(outputs: Sequence[Tensor], combine_weights: Tensor, plan: DispatchPl
         Gradients flow to `outputs` and `combine_weights`.
     """
     weights_N = combine_weights.flatten().index_select(0, plan.order)
-    weighted_ND = torch.cat(tuple(outputs)) * weights_N.unsqueeze(1)
+    weighted_ND = concatenate(outputs) * weights_N.unsqueeze(1)
     y_TD = weighted_ND.new_zeros(combine_weights.shape[0], weighted_ND.shape[1])
     return y_TD.index_add(0, plan.token_index, weighted_ND)
+
+
+def concatenate(outputs: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all of `outputs`, in the widest of their dtypes.
+
+    Under autocast to bfloat16 `torch.cat` refuses float16, which experts may return that are so elsewhere, and the
+    other way round.
+    """
+    kind = outputs[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return torch.cat(tuple(outputs))
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(tuple(outputs))
 
 
 class _Gather(torch.autograd.Function):

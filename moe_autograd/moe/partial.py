@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.errors import TooFewExpertsError
 from moe_autograd.moe.attendance import Attendance, name_of
-from moe_autograd.moe.dispatch import DispatchPlan, combine, dispatch, renormalize, select
+from moe_autograd.moe.dispatch import DispatchPlan, combine, concatenate, dispatch, renormalize, select
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import ExpertFailure, Rests, Tolerance
 from moe_autograd.moe.routing import Routing
@@ -117,7 +117,7 @@ class PartialPass:
         # Rows of tokens that become zeros are taken out, not multiplied by zero, which would keep an infinite one.
         is_kept_TK = self._of_those_kept(is_answered_TK) & ~is_short_T.unsqueeze(1)
         kept_plan, is_kept_N = select(plan, is_kept_TK)
-        rows_ND = torch.cat(tuple(outputs))[is_kept_N] if outputs else x[:0]
+        rows_ND = concatenate(outputs)[is_kept_N] if outputs else x[:0]
         return combine([rows_ND], renormalize(weights_TK, is_kept_TK), kept_plan)
 
     def _is_short(self, is_there_TK: Tensor) -> Tensor:

@@ -93,6 +93,31 @@ def test_autocast_gives_the_numbers_of_a_plain_loop_under_autocast() -> None:
         assert_equals_plain_loop(layer, x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+@pytest.mark.parametrize("of_experts", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("of_autocast", [torch.float16, torch.bfloat16])
+def test_under_autocast_to_another_dtype_experts_may_return_what_they_are_hosted_in(
+    of_autocast: torch.dtype, of_experts: torch.dtype, on_failure: str
+) -> None:
+    class Elsewhere(nn.Linear):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise ConnectionError("gone")
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float()).to(of_experts)
+
+    layer = layer_of(lambda: Elsewhere(D_MODEL, D_MODEL), dtype=torch.float32, on_failure=on_failure)
+    if on_failure == "drop":
+        layer.experts[0].fails = True
+    with torch.autocast("cpu", dtype=of_autocast):
+        y = layer(torch.randn(40, D_MODEL))
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert layer.experts[1].weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("check", "options"), [(gradcheck, {}), (gradgradcheck, {"fast_mode": True})], ids=["first", "second"]
 )
