@@ -18,7 +18,7 @@ from experts_server.configuration.config import ServerConfig
 from experts_server.configuration.names import counted
 from experts_server.serving.configured import from_config
 from experts_server.serving.server import ExpertServer
-from moe_autograd.autograd.offload.freed_memory import limit_heaps
+from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory, limit_heaps
 from moe_autograd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ SWITCH_INTERVAL_S = 0.001
 # A heap for each thread keeps what is free in it from the others: in 20 minutes of `make soak`, 37 MB and growing.
 NUM_HEAPS = 1
 LOOK_FOR_MODULES_S = 5.0
+REST_S = 10.0  # without a call; then what was freed is given back
 MAX_DESCRIPTORS = 1 << 16  # some systems allow a billion, and some programs look at each
 
 
@@ -50,12 +51,16 @@ async def run(config: ServerConfig) -> int:
     server.load()
     stopping = _stop_at(numbers)
     await server.start()
-    leaving_out = asyncio.ensure_future(_leave_modules_out_of_collections())
+    beside = [
+        asyncio.ensure_future(one)
+        for one in (_leave_modules_out_of_collections(), give_back_memory_at_rest(server))
+    ]
     if config.checkpoint_dir is None and any(queue.hosted.training for queue in server.registry.values()):
         logger.info("no checkpoint_dir: what the experts learn ends with this process")
     _say_ready(server)
     await stopping.wait()
-    leaving_out.cancel()
+    for one in beside:
+        one.cancel()
     status = 0
     try:
         await server.stop()
@@ -143,3 +148,22 @@ async def _leave_modules_out_of_collections() -> None:
     finally:
         if "triton" in sys.modules:  # torch 2.15's writes on stderr what of it is left at exit
             gc.unfreeze()  # only then: Python looks through all of it again, for a second
+
+
+async def give_back_memory_at_rest(server: ExpertServer) -> None:
+    """Give what was freed back to the system, once after each time of work; does not return.
+
+    The C library keeps it for the next calls: after a flood of them gigabytes, of which nothing was held.
+    """
+    before = given_back = now = _work_of(server)
+    while True:
+        await asyncio.sleep(REST_S)
+        before, now = now, _work_of(server)
+        if now == before != given_back and server.doorway.num_inside == 0:
+            given_back = now
+            await asyncio.to_thread(give_back_freed_memory)
+
+
+def _work_of(server: ExpertServer) -> tuple[int, int, int]:
+    """Return what changes as long as a server works, or lets go of what clients have left."""
+    return server.doorway.num_entered, server.memory.kept.num_bytes, server.memory.gathered.in_use

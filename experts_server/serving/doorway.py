@@ -43,9 +43,15 @@ class Doorway:
         self._gate = gate or Gate()
         self._is_closed = False
         self._is_empty = asyncio.Event()
+        self.num_entered = 0  # since it is open
 
     def __repr__(self) -> str:
         return f"<Doorway {'closed' if self._is_closed else 'open'}, {self._inside.in_use} inside>"
+
+    @property
+    def num_inside(self) -> int:
+        """How many RPCs are under way."""
+        return self._inside.in_use
 
     def passing(self, context: Context, permission: Permission) -> Passing:
         """Around the handling of one RPC, which needs `permission`; an error ends it with the status that says so.
@@ -76,6 +82,7 @@ class Doorway:
                 "server: expected to be ready, got draining: it is about to stop. Nothing was done; call another one."
             )
         self._inside.take(1)
+        self.num_entered += 1
 
     def _leave(self, context: Context) -> None:
         self._inside.give_back(1)
