@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
@@ -24,13 +25,14 @@ _NUMBERS = object()
 def let_engine_come_last(passed: Collection[Edge], ends: Collection[Edge]) -> None:
     """Give nodes that another thread has made the lowest numbers there are, in the order that they had.
 
-    Only for a node that the engine runs; within a call it does nothing.
+    Only for a node that the engine runs; within a call, and where compiled autograd runs it, it does nothing.
 
     Args:
         passed: where a call goes on, though the outer graph begins there.
         ends: where it ends.
     """
-    if running.seeds is not None:  # the numbers of a call's thread say nothing
+    is_within_a_call = running.seeds is not None  # whose thread's numbers say nothing
+    if is_within_a_call or torch._C._current_graph_task_id() == -1:
         return
     found: dict[Node, int] = {}
     _note(passed, ends, found)
