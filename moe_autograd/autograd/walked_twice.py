@@ -15,6 +15,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 
 from moe_autograd._random import running
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 from moe_autograd.autograd.walks import Edge, walk
@@ -48,7 +49,7 @@ def let_engine_come_last(passed: Collection[Edge], ends: Collection[Edge]) -> No
 
 def _note(passed: Collection[Edge], ends: Collection[Edge], found: dict[Node, int]) -> None:
     for node, _ in walk(passed, ends):
-        if node is None or node in found:
+        if node is None or node in found or type(node) is ACCUMULATE_GRAD:
             continue
         found[node] = node._sequence_nr()
         for call in getattr(joined_by(node), "calls", ()):
