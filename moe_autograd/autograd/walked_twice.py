@@ -8,6 +8,7 @@ backward, as on a GPU, the numbers of that graph may all be lower, and the engin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 
 import torch
@@ -20,13 +21,27 @@ from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 from moe_autograd.autograd.walks import Edge, walk
 
-_NUMBERS = object()
+_KEY = object()
+_here = threading.local()  # `num_nodes`: how many nodes this thread had made when it was here last
+
+
+class _PutLast:
+    """The nodes that a backward has put last so far, and the numbers that they had.
+
+    Attributes:
+        room: how many numbers there are below those of all nodes that this backward makes.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[Node, int] = {}
+        self.room = getattr(_here, "num_nodes", 0)
 
 
 def let_engine_come_last(passed: Collection[Edge], ends: Collection[Edge]) -> None:
     """Give nodes that another thread has made the lowest numbers there are, in the order that they had.
 
-    Only for a node that the engine runs; within a call, and where compiled autograd runs it, it does nothing.
+    Only for a node that the engine runs; within a call, and where compiled autograd runs it, it does nothing. In the
+    first such backward of a thread, which numbers from nought, all get the same: then it is not sure to help.
 
     Args:
         passed: where a call goes on, though the outer graph begins there.
@@ -39,12 +54,13 @@ def let_engine_come_last(passed: Collection[Edge], ends: Collection[Edge]) -> No
     _note(passed, ends, found)
     if max(found.values(), default=0) < _get_sequence_nr():
         return
-    numbers: dict[Node, int] = kept_by_this_backward(_NUMBERS, dict)
+    last = kept_by_this_backward(_KEY, _PutLast)
+    _here.num_nodes = _get_sequence_nr()
     for node, number in found.items():
-        numbers.setdefault(node, number)
-    in_order = sorted(numbers.items(), key=lambda item: item[1])
+        last.numbers.setdefault(node, number)
+    in_order = sorted(last.numbers.items(), key=lambda item: item[1])
     for rank, (node, _) in enumerate(in_order, 1):  # 0 is a departure's that waits (`join`, Rule 7)
-        node._set_sequence_nr(rank)  # type: ignore[attr-defined]
+        node._set_sequence_nr(rank if len(in_order) < last.room else 0)  # type: ignore[attr-defined]
 
 
 def _note(passed: Collection[Edge], ends: Collection[Edge], found: dict[Node, int]) -> None:
