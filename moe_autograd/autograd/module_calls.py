@@ -19,9 +19,11 @@ Rule 3. Tensors with history that a callable holds, or an object among its argum
         (`closures`) before the walk, which stops at them.
         Cuts that the walk does not meet (an input that the call did not use, for one) are dropped. If the join led to
         them, the engine would run what is behind them, which it does not natively, and would free graphs there that
-        somebody still needs. A tensor that the look does not find is walked through, down to its leaves; if two calls
-        meet behind it, neither frees what they share. (Two limits: a hook on it sees the gradient in parts, one a call;
-        and if it serves outside the map as well, the backward complains that its graph is freed.)
+        somebody still needs. The engine cannot end at a cut that leads on to others of the ends: it goes on from there,
+        and what flows to them that way is computed once more, and taken off (`_without_what_is_passed_on`).
+        A tensor that the look does not find is walked through, down to its leaves; if two calls meet behind it,
+        neither frees what they share. (Two limits: a hook on it sees the gradient in parts, one a call; and if it
+        serves outside the map as well, the backward complains that its graph is freed.)
 Rule 4. The inner backward is `torch.autograd.grad`, which captures gradients and accumulates none. The outer engine
         accumulates: `.grad`, hooks and DDP see each parameter once. A tensor hook on a leaf would run at the
         capture as well, so such hooks are made to sleep while an inner backward runs.
@@ -68,9 +70,8 @@ from moe_autograd.autograd.module_results import CallResults, changed_of, edge_o
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.runs import is_under_mode_of_torch
-from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
+from moe_autograd.autograd.sleeping_hooks import Ends, all_hooks_sleep, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
-from moe_autograd.autograd.walked_twice import let_engine_come_last
 from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
 _ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
@@ -121,7 +122,7 @@ class ModuleCall(CallResults):
         # Edges are looked up before the forward: an in-place change gives an alias a new history.
         self.cuts = [*[(edge_of(alias), tensor) for tensor, alias in entered], *cuts]
         self._has_history = bool(cuts)
-        self.passed: set[Edge] = set()  # cuts above others: its graph goes on there
+        self._upper: Sequence[Edge] = ()  # cuts that lead on to others of its ends (Rule 3)
         inner = [aliases.get(id(value), value) for value in values]
         inner_args, inner_kwargs = (inner, {}) if spec is None else tree_unflatten(inner, spec)
 
@@ -153,12 +154,10 @@ class ModuleCall(CallResults):
                 at a node share what lies behind it, and neither may free it.
         """
         met, leaf_nodes = self._walk(owners)
-        while self._has_history and (upper := self._cuts_above(met | {(node, 0) for node in leaf_nodes})):
-            # The engine goes on through such a cut to the ends behind it, which would get its gradient twice.
-            self.passed |= upper
-            self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
-            self._shares_graph = True  # with the outer graph, which must find it unfreed
-            met, leaf_nodes = self._walk(owners)
+        if self._has_history:
+            self._upper = self._cuts_above(met | {(node, 0) for node in leaf_nodes})
+            if self._upper:
+                self._shares_graph = True  # with the outer graph, which must find it unfreed
         self.leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
@@ -195,7 +194,7 @@ class ModuleCall(CallResults):
 
     def nodes(self) -> set[Node | None]:
         """Return the nodes of its inner graph."""
-        return {node for node, _ in walk(plain(self._edges), self.ends())}
+        return {node for node, _ in walk(plain(self._edges), {*plain(self._ends)})}
 
     def _spend(self, grad_outputs: Tensors) -> None:
         """Let go of what a backward has freed, unless another one may still walk the graph of some result."""
@@ -207,21 +206,28 @@ class ModuleCall(CallResults):
         """Return the places of the results whose graphs a backward has walked, or met."""
         if not self._edges or not has_missing(grad_outputs):
             return {*range(len(grad_outputs))}
-        stop_at = self.ends()
+        stop_at = {*plain(self._ends)}
         starts = plain(self._edges)
         begun = [start for start, grad in zip(starts, grad_outputs, strict=True) if grad is not None]
         walked = {node for node, _ in walk(begun, stop_at)}
         return {i for i, one in enumerate(starts) if one in stop_at or leads([one], walked, stop_at)}
 
-    def _cuts_above(self, ends: set[Edge]) -> set[Edge]:
-        """Return those cuts that lead on to others of the ends, by whichever output: the engine marks nodes."""
+    def _cuts_above(self, ends: set[Edge]) -> Sequence[Edge]:
+        """Return those cuts that lead on to others of the ends, by whichever output: the engine marks nodes.
+
+        Whoever leads to others of them comes before these.
+        """
         nodes = {node for node, _ in ends}
         met = ends.intersection(plain([edge for edge, _ in self.cuts]))
-        return {(node, nr) for node, nr in met if node is not None and leads(node.next_functions, nodes)}
+        upper = [(node, nr) for node, nr in met if node is not None and leads(node.next_functions, nodes)]
+        if len(upper) < 2:
+            return upper
+        below = {edge: {node for node, _ in walk(edge[0].next_functions)} for edge in upper}
+        return sorted(upper, key=lambda edge: -sum(node in below[edge] for node, _ in upper))
 
     def leads_to(self, tensor: Tensor) -> bool:
         """Whether its graph, which ends at the cuts, goes through the history that an outer tensor has now."""
-        return leads(plain(self._edges), {edge_of(tensor)[:2]}, self.ends())
+        return leads(plain(self._edges), {edge_of(tensor)[:2]}, {*plain(self._ends)})
 
     def backward(
         self, saved: Tensors, grad_outputs: Tensors, wanted: Sequence[Wanted], keep_graph: bool
@@ -284,12 +290,6 @@ class ModuleCall(CallResults):
         another thread makes the second one.
         """
         self._shares_graph = True
-        if self.passed:
-            let_engine_come_last(self.passed, self.ends())
-
-    def ends(self) -> set[Edge]:
-        """Return where its inner graph ends."""
-        return {*plain(self._ends)}
 
     def cuts_with_histories(self, name: str) -> list[Cut]:
         """Return where its graph ends, each with a tensor whose history is that of the forward (Rule 6).
@@ -329,7 +329,7 @@ class ModuleCall(CallResults):
             seen = self.begun_with(grad_outputs) if self.is_seen_within() else _NOBODY
             with sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends), on_this_thread(), seen:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
-                found = _engine_run_backward(
+                found: Tensors = _engine_run_backward(
                     tuple([edge for edge, _ in starts]),
                     tuple([grad for _, grad in starts]),
                     keep_graph,
@@ -338,9 +338,45 @@ class ModuleCall(CallResults):
                     allow_unreachable=True,
                     accumulate_grad=False,
                 )
+                if self._upper:
+                    found = self._without_what_is_passed_on(ends, found, create_graph)
             for i, grad in zip(ends, add_where_possible(found, [wanted[i] for i in ends]), strict=True):
                 grads[i] = grad
             return grads
+
+    def _without_what_is_passed_on(self, ends: Sequence[int], found: Tensors, create_graph: bool) -> Tensors:
+        """Take from each gradient what flows there through an upper cut: in the outer graph it comes from that cut.
+
+        The engine cannot end at a cut if what lies behind it is asked for as well.
+        """
+        direct = list(found)
+        places: dict[Edge, int] = {self._ends[i][:2]: place for place, i in enumerate(ends)}
+        for upper in self._upper:
+            start = places.get(upper)
+            if start is None or direct[start] is None or len(ends) == 1:
+                continue
+            others = [place for place in range(len(ends)) if place != start]
+            with all_hooks_sleep(self.ends_with_hooks):
+                passed_on = _engine_run_backward(
+                    (self._ends[ends[start]],),
+                    (direct[start],),
+                    True,
+                    create_graph,
+                    tuple([self._ends[ends[place]] for place in others]),
+                    allow_unreachable=True,
+                    accumulate_grad=False,
+                )
+            for place, grad in zip(others, passed_on, strict=True):
+                total = direct[place]
+                if grad is not None and total is not None:
+                    direct[place] = _difference(total, grad)
+        return direct
+
+
+def _difference(total: Tensor, part: Tensor) -> Tensor:
+    if total.layout is not part.layout:
+        total, part = total.to_dense(), part.to_dense()
+    return total - part
 
 
 def _renewed(cuts: Sequence[Cut]) -> list[Cut]:

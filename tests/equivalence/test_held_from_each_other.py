@@ -1,0 +1,118 @@
+"""Calls that hold tensors computed from each other, or from a weight that they have: the outer graph leads to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd import parallel_apply
+from tests.support.comparison import assert_same, one_after_another
+
+Apply = Callable[..., Any]
+
+
+def made(apply: Apply) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Three calls: of two tensors computed from one another, of a weight and what it made, of a chain of three."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    y = (x @ w).sin()
+    z = y.exp() * x
+    calls = [lambda v: v * y + z.sin(), lambda v: v @ w + y.cos(), lambda v: (z * y).tanh() * x + v]
+    results = apply(calls, [(x,), (y,), (z,)])
+    return results, {"x": x, "w": w, "y": y, "z": z}
+
+
+def loss_of(results: list[Tensor]) -> Tensor:
+    return sum(((i + 1) * r.tanh()).sum() for i, r in enumerate(results))  # type: ignore[return-value]
+
+
+def asked(names: str) -> Callable[[Apply], Any]:
+    def program(apply: Apply) -> Any:
+        results, tensors = made(apply)
+        return torch.autograd.grad(loss_of(results), [tensors[name] for name in names])
+
+    return program
+
+
+def retained(apply: Apply) -> Any:
+    results, tensors = made(apply)
+    for name in "yz":
+        tensors[name].retain_grad()
+    loss_of(results).backward()
+    return [tensor.grad for tensor in tensors.values()]
+
+
+def hooked(apply: Apply) -> Any:
+    results, tensors = made(apply)
+    seen: list[Tensor] = []
+    tensors["y"].register_hook(lambda grad: seen.append(grad.clone()))
+    tensors["z"].register_hook(lambda grad: grad / grad.norm())
+    loss_of(results).backward()
+    return [*seen, tensors["x"].grad, tensors["w"].grad]
+
+
+def used_outside(apply: Apply) -> Any:
+    results, tensors = made(apply)
+    (loss_of(results) + tensors["z"].square().sum()).backward()
+    return tensors["x"].grad, tensors["w"].grad
+
+
+def freed(apply: Apply) -> Any:
+    results, tensors = made(apply)
+    loss_of(results).backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        tensors["z"].sum().backward()
+    return tensors["x"].grad
+
+
+def sparse(apply: Apply) -> Any:
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+    trunk = table(torch.tensor([0, 1, 1])).sin()
+    results = apply(
+        [lambda i: table(i) * trunk, lambda i: trunk @ table(i).T], [(torch.tensor([1, 2, 3]),)] * 2
+    )
+    loss_of(results).backward()
+    grad = table.weight.grad
+    assert grad is not None
+    return grad.to_dense()
+
+
+def of_second_order(apply: Apply) -> Any:
+    results, tensors = made(apply)
+    grads = torch.autograd.grad(loss_of(results), list(tensors.values()), create_graph=True)
+    return torch.autograd.grad(sum(grad.sin().sum() for grad in grads), list(tensors.values()))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_concurrency": 1}, {"recompute": True}, {"defer_weight_grads": True}]
+)
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(asked("y"), asked("z"), asked("xwyz"), asked("x"), asked("wz")),
+        *(retained, hooked, used_outside, freed, sparse, of_second_order),
+    ],
+)
+def test_gradients_of_each_of_them_are_those_of_a_loop(
+    program: Callable[[Apply], Any], options: dict[str, Any]
+) -> None:
+    def mapped(calls: Any, inputs: Any) -> Any:
+        return parallel_apply(calls, inputs, **options)
+
+    assert_same(program(one_after_another), program(mapped), "", tolerance=1e-9)
+
+
+def test_second_derivatives_whose_first_a_new_thread_takes_are_those_of_a_loop() -> None:
+    """It numbers nodes from nought, so the engine runs those of the forward first, where nothing makes it wait."""
+
+    def program(apply: Apply) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(of_second_order, apply).result()
+
+    assert_same(program(one_after_another), program(parallel_apply), "", tolerance=1e-9)
