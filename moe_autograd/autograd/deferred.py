@@ -125,6 +125,8 @@ class DeferringModules(JoinedModules):
 
 
 class _Late(Function):
+    only_computes = True  # see `upper_cuts`
+
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)

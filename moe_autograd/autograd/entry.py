@@ -61,6 +61,8 @@ _ENTRY_NODE = _Entry._backward_cls
 class _Past(Function):
     """Has the history that a tensor had, and its shape; no memory."""
 
+    only_computes = True  # see `upper_cuts`
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         declare(ctx, to_declare([tensor]))

@@ -19,8 +19,7 @@ Rule 3. Tensors with history that a callable holds, or an object among its argum
         (`closures`) before the walk, which stops at them.
         Cuts that the walk does not meet (an input that the call did not use, for one) are dropped. If the join led to
         them, the engine would run what is behind them, which it does not natively, and would free graphs there that
-        somebody still needs. The engine cannot end at a cut that leads on to others of the ends: it goes on from there,
-        and what flows to them that way is computed once more, and taken off (`_without_what_is_passed_on`).
+        somebody still needs. Of cuts that lead on to others of the ends: `upper_cuts`.
         A tensor that the look does not find is walked through, down to its leaves; if two calls meet behind it,
         neither frees what they share. (Two limits: a hook on it sees the gradient in parts, one a call; and if it
         serves outside the map as well, the backward complains that its graph is freed.)
@@ -70,8 +69,9 @@ from moe_autograd.autograd.module_results import CallResults, changed_of, edge_o
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.runs import is_under_mode_of_torch
-from moe_autograd.autograd.sleeping_hooks import Ends, all_hooks_sleep, sleeping_hooks
+from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
+from moe_autograd.autograd.upper_cuts import cuts_above, may_be_walked_again, without_what_is_passed_on
 from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
 _ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
@@ -154,10 +154,17 @@ class ModuleCall(CallResults):
                 at a node share what lies behind it, and neither may free it.
         """
         met, leaf_nodes = self._walk(owners)
-        if self._has_history:
-            self._upper = self._cuts_above(met | {(node, 0) for node in leaf_nodes})
-            if self._upper:
-                self._shares_graph = True  # with the outer graph, which must find it unfreed
+        while self._has_history:
+            ends = met | {(node, 0) for node in leaf_nodes}
+            upper = cuts_above(plain([edge for edge, _ in self.cuts]), ends)
+            if not upper:
+                break
+            self._shares_graph = True  # with the outer graph, which must find it unfreed
+            if may_be_walked_again(upper, ends):
+                self._upper = upper
+                break
+            self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
+            met, leaf_nodes = self._walk(owners)
         self.leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
@@ -211,19 +218,6 @@ class ModuleCall(CallResults):
         begun = [start for start, grad in zip(starts, grad_outputs, strict=True) if grad is not None]
         walked = {node for node, _ in walk(begun, stop_at)}
         return {i for i, one in enumerate(starts) if one in stop_at or leads([one], walked, stop_at)}
-
-    def _cuts_above(self, ends: set[Edge]) -> Sequence[Edge]:
-        """Return those cuts that lead on to others of the ends, by whichever output: the engine marks nodes.
-
-        Whoever leads to others of them comes before these.
-        """
-        nodes = {node for node, _ in ends}
-        met = ends.intersection(plain([edge for edge, _ in self.cuts]))
-        upper = [(node, nr) for node, nr in met if node is not None and leads(node.next_functions, nodes)]
-        if len(upper) < 2:
-            return upper
-        below = {edge: {node for node, _ in walk(edge[0].next_functions)} for edge in upper}
-        return sorted(upper, key=lambda edge: -sum(node in below[edge] for node, _ in upper))
 
     def leads_to(self, tensor: Tensor) -> bool:
         """Whether its graph, which ends at the cuts, goes through the history that an outer tensor has now."""
@@ -339,44 +333,13 @@ class ModuleCall(CallResults):
                     accumulate_grad=False,
                 )
                 if self._upper:
-                    found = self._without_what_is_passed_on(ends, found, create_graph)
+                    asked = [self._ends[i] for i in ends]
+                    found = without_what_is_passed_on(
+                        self._upper, asked, found, self.ends_with_hooks, create_graph=create_graph
+                    )
             for i, grad in zip(ends, add_where_possible(found, [wanted[i] for i in ends]), strict=True):
                 grads[i] = grad
             return grads
-
-    def _without_what_is_passed_on(self, ends: Sequence[int], found: Tensors, create_graph: bool) -> Tensors:
-        """Take from each gradient what flows there through an upper cut: in the outer graph it comes from that cut.
-
-        The engine cannot end at a cut if what lies behind it is asked for as well.
-        """
-        direct = list(found)
-        places: dict[Edge, int] = {self._ends[i][:2]: place for place, i in enumerate(ends)}
-        for upper in self._upper:
-            start = places.get(upper)
-            if start is None or direct[start] is None or len(ends) == 1:
-                continue
-            others = [place for place in range(len(ends)) if place != start]
-            with all_hooks_sleep(self.ends_with_hooks):
-                passed_on = _engine_run_backward(
-                    (self._ends[ends[start]],),
-                    (direct[start],),
-                    True,
-                    create_graph,
-                    tuple([self._ends[ends[place]] for place in others]),
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
-            for place, grad in zip(others, passed_on, strict=True):
-                total = direct[place]
-                if grad is not None and total is not None:
-                    direct[place] = _difference(total, grad)
-        return direct
-
-
-def _difference(total: Tensor, part: Tensor) -> Tensor:
-    if total.layout is not part.layout:
-        total, part = total.to_dense(), part.to_dense()
-    return total - part
 
 
 def _renewed(cuts: Sequence[Cut]) -> list[Cut]:

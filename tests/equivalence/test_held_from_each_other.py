@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from moe_autograd import parallel_apply
 from tests.support.comparison import assert_same, one_after_another
@@ -83,6 +84,31 @@ def sparse(apply: Apply) -> Any:
     return grad.to_dense()
 
 
+class Trains(Function):
+    """Does in its backward what counts how often it runs, and with what: as experts elsewhere do."""
+
+    gathered: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Trains.gathered.append(grad)
+        return grad * 2
+
+
+def trained_on_the_way(apply: Apply) -> Any:
+    x = torch.linspace(0, 1, 4, dtype=torch.float64, requires_grad=True)
+    y = Trains.apply(x)  # type: ignore[no-untyped-call]
+    results = apply([lambda v: v * y, lambda v: (v + y).sin() * x], [(x,), (y.detach(),)])
+    loss_of(results).backward()
+    gathered = torch.stack(Trains.gathered).sum(0)
+    Trains.gathered.clear()
+    return x.grad, gathered
+
+
 def of_second_order(apply: Apply) -> Any:
     results, tensors = made(apply)
     grads = torch.autograd.grad(loss_of(results), list(tensors.values()), create_graph=True)
@@ -96,7 +122,7 @@ def of_second_order(apply: Apply) -> Any:
     "program",
     [
         *(asked("y"), asked("z"), asked("xwyz"), asked("x"), asked("wz")),
-        *(retained, hooked, used_outside, freed, sparse, of_second_order),
+        *(retained, hooked, used_outside, freed, sparse, trained_on_the_way, of_second_order),
     ],
 )
 def test_gradients_of_each_of_them_are_those_of_a_loop(
