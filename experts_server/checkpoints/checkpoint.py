@@ -127,6 +127,8 @@ class CheckpointFolder:
         for pattern in ("writing-*", "removing-*"):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # it was a folder, and is gone
+                    path.unlink()
 
     def _remove_old(self) -> None:
         for number in sorted(self.generations())[: -self.keep]:

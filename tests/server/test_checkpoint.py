@@ -360,6 +360,24 @@ def test_leftovers_of_an_interrupted_save_are_removed_at_the_start(tmp_path: Pat
         assert sorted(p.name for p in tmp_path.iterdir()) == [*BEGUN_AND_STOPPED, "lock"]
 
 
+def test_files_and_links_named_like_leftovers_stand_in_no_save_s_way(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "x").touch()
+    folder = tmp_path / "saved"
+    with served(folder) as server, WireClient(server.address) as client:
+        (folder / "writing-00000002").touch()
+        (folder / "writing-00000003").symlink_to(elsewhere)
+        (folder / "removing-00000001").touch()
+        assert [client.save() for _ in range(2)] == ["generation-00000002", "generation-00000003"]
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "generation-00000002",
+            "generation-00000003",
+            "lock",
+        ]
+    assert (elsewhere / "x").exists(), "what a link leads to is not ours"
+
+
 def test_save_export_and_import_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     file = tmp_path / "expert.safetensors"
