@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.accumulating import WAYS_TO_ASK, ask_for_some
 from tests.support.comparison import MapFunction, assert_same, assert_same_program, loss_of, natively
 from tests.support.functions import CATALOGUE, Case, Leaves
 from tests.support.module_programs import leaves
+from tests.support.servers import wait_until
 from tests.support.subprocesses import assert_prints
 
 
@@ -193,6 +195,36 @@ def test_hooks_get_whole_gradients_once(prepare: Callable[[list[Tensor], list[An
         return seen, [w.grad for w in own]
 
     assert_same_program(program)
+
+
+def test_a_hook_that_comes_while_its_call_goes_backward_gets_the_gradient() -> None:
+    def program(apply: MapFunction) -> Any:
+        own = weights()
+        args = [
+            (x, weight, lambda weight=weight: weight.register_hook(lambda grad: 2 * grad))
+            for x, weight in zip(leaves(), own, strict=True)
+        ]
+        loss_of(apply(Times, *args)).backward()
+        return [w.grad for w in own]
+
+    assert_same_program(program)
+
+
+def test_ctrl_c_waits_for_whoever_is_in_the_midst_of_adding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulating, "_REST_S", 3600.0)
+    at_once, is_adding, added = accumulating.AtOnce(), threading.Event(), list[Tensor]()
+
+    def node(grad: Tensor) -> None:
+        is_adding.set()
+        wait_until(lambda: at_once._is_over)
+        added.append(grad)
+
+    thread = threading.Thread(target=at_once.add, args=(node, torch.ones(2)))
+    thread.start()
+    assert is_adding.wait(60)
+    at_once.end()
+    assert len(added) == 1
+    thread.join(60)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from moe_autograd import _crew
+from moe_autograd import _crew, _workers
 from moe_autograd._intraop import _openmp, _set_mkl_threads, get_team_size, num_cores, set_team_size
 from moe_autograd._workers import run_all
 from tests.support.subprocesses import ROOT, assert_prints, run_ranks
@@ -93,6 +94,36 @@ def test_calls_share_out_all_cores_also_where_there_are_more_of_these(
     assert seen == [share] * num_calls
 
 
+@pytest.mark.parametrize("max_concurrency", [1, 2, None])
+def test_with_even_shares_each_call_has_the_smallest_whatever_runs_beside_it(
+    max_concurrency: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (_crew, _workers):
+        monkeypatch.setattr(module, "num_cores", lambda: 16)
+    before, seen = get_team_size(), []
+    try:
+        set_team_size(32)
+        call = lambda _: seen.append(torch.get_num_threads())  # noqa: E731
+        assert run_all(call, range(4), max_concurrency=max_concurrency, even_shares=True) == {}
+    finally:
+        set_team_size(before)
+    assert seen == [2] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not know affinity")
+def test_cores_that_a_thread_may_not_run_on_do_not_count() -> None:
+    counts: list[int] = []
+
+    def stay_on_one() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        counts.append(num_cores())
+
+    thread = threading.Thread(target=stay_on_one)
+    thread.start()
+    thread.join()
+    assert counts == [1]
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers")
 def test_the_callers_team_is_given_back_whenever_ctrl_c_comes() -> None:
     # What comes in a callback of `threading`'s own is told on stderr, and goes no further.
@@ -128,6 +159,32 @@ def test_a_worker_at_rest_keeps_no_team() -> None:
     command = [sys.executable, "-m", "tests.support.team_at_rest"]
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
     assert told == "2 0\n"
+
+
+@pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")
+def test_a_team_is_ended_though_its_thread_now_uses_one_thread_alone() -> None:
+    assert_prints(
+        """
+        import os, threading, torch
+        from moe_autograd._intraop import end_team, set_team_size
+        from tests.support.servers import wait_until
+
+        def run():
+            others = set(os.listdir("/proc/self/task"))
+            set_team_size(2)
+            torch.ones(1 << 20).add_(1)
+            members = set(os.listdir("/proc/self/task")) - others
+            set_team_size(1)
+            end_team()
+            wait_until(lambda: not members & set(os.listdir("/proc/self/task")))
+            print(len(members))
+
+        thread = threading.Thread(target=run)  # this process may have been forked, too
+        thread.start()
+        thread.join()
+        """,
+        "1",
+    )
 
 
 @pytest.mark.skipif(_openmp.end_team is None, reason="this torch has no libgomp")

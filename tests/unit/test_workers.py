@@ -23,6 +23,7 @@ from moe_autograd._intraop import (
 from moe_autograd._lookout import lookout
 from moe_autograd._workers import run_all
 from tests.support.lookouts import NobodyLooks
+from tests.support.servers import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,8 +39,11 @@ def test_calls_that_wait_for_each_other_all_run_at_once() -> None:
     assert run_all(lambda _: void(barrier.wait(60)), range(64)) == {}
 
 
-def test_a_bound_is_kept() -> None:
+@pytest.mark.parametrize("only_wait", [False, True])
+def test_a_bound_is_kept(only_wait: bool) -> None:
     """Three at a time meet at a barrier, so three do run at once; a fourth would be counted."""
+    habit = Habit()
+    habit.only_wait = only_wait
     running, most, lock, barrier = set[int](), [0], threading.Lock(), threading.Barrier(3)
 
     def call(index: int) -> None:
@@ -50,7 +54,7 @@ def test_a_bound_is_kept() -> None:
         with lock:
             running.discard(index)
 
-    assert run_all(call, range(24), max_concurrency=3) == {}
+    assert run_all(call, range(24), max_concurrency=3, habit=habit) == {}
     assert most[0] == 3
 
 
@@ -69,6 +73,43 @@ def test_failures_come_back_by_index_and_every_call_runs() -> None:
     failures = run_all(call, range(6))
     assert sorted(ran) == list(range(6))
     assert {index: type(error) for index, error in failures.items()} == dict.fromkeys((1, 3, 5), LookupError)
+
+
+def test_a_keyboard_interrupt_that_a_call_raises_on_another_thread_is_that_calls_failure() -> None:
+    caller, barrier, raised = threading.current_thread(), threading.Barrier(2), list[int]()
+
+    def call(index: int) -> None:
+        if index < 2:
+            barrier.wait(60)
+        if threading.current_thread() is not caller:
+            raised.append(index)
+            raise KeyboardInterrupt
+
+    failures = run_all(call, range(6))
+    assert raised
+    assert {index: type(error) for index, error in failures.items()} == dict.fromkeys(
+        raised, KeyboardInterrupt
+    )
+
+
+def test_after_ctrl_c_calls_that_have_not_begun_never_do() -> None:
+    caller, barrier, has_raised = threading.current_thread(), threading.Barrier(2), threading.Event()
+    ran, others = list[int](), list[threading.Thread]()
+
+    def call(index: int) -> None:
+        ran.append(index)
+        if index < 2:
+            barrier.wait(60)
+            if threading.current_thread() is caller:
+                raise KeyboardInterrupt
+            others.append(threading.current_thread())
+            has_raised.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(call, range(8), max_concurrency=2)
+    has_raised.set()
+    wait_until(lambda: others[0] in [idle.thread for idle in _threads._idle])
+    assert sorted(ran) == [0, 1]
 
 
 def test_the_scope_is_entered_on_each_thread_that_runs_calls() -> None:
@@ -91,6 +132,41 @@ def test_idle_threads_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in leaving:
         thread.join(60)
     assert not any(thread.is_alive() for thread in leaving)
+
+
+def test_a_thread_that_is_given_a_job_just_as_it_gives_up_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_run = threading.Event()
+
+    class Shared(list[_threads._Worker]):
+        """Another thread is a moment faster."""
+
+        def remove(self, worker: _threads._Worker) -> None:
+            if not has_run.is_set():
+                _threads.start_soon(has_run.set)
+            super().remove(worker)
+
+    workers = Shared()
+    monkeypatch.setattr(_threads, "IDLE_S", 0.01)
+    monkeypatch.setattr(_threads, "_idle", workers)
+    threads = list[threading.Thread]()
+    _threads.start_soon(lambda: threads.append(threading.current_thread()))
+    assert has_run.wait(60)
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+    assert workers == []  # else it would be given the next job
+
+
+def test_a_thread_at_rest_keeps_nothing_of_what_it_ran() -> None:
+    threads = list[threading.Thread]()
+
+    def job() -> None:
+        threads.append(threading.current_thread())
+
+    left = weakref.ref(job)
+    _threads.start_soon(job)
+    del job
+    wait_until(lambda: bool(threads) and threads[0] in [idle.thread for idle in _threads._idle])
+    assert left() is None
 
 
 def void(_: object) -> None:
@@ -159,6 +235,35 @@ def test_of_threads_that_nobody_needs_any_more_each_is_taken_off_once(step: str)
     crew._to_come = type("Shared", (list,), {step: interrupted})([None] * 8)
     crew._wake_next()
     assert crew._num_running == 1
+
+
+def test_whoever_still_looks_at_a_map_that_has_ended_keeps_none_of_its_calls() -> None:
+    def call(index: int) -> None: ...
+
+    crew = Crew(
+        call, range(4), 4, contextlib.nullcontext, even_shares=False, habit=Habit(), cores=num_cores()
+    )
+    left = weakref.ref(call)
+    del call
+    assert crew.run() == {}
+    assert crew not in lookout._crews
+    wait_until(lambda: crew._num_running == 0)
+    assert left() is None
+
+
+def test_a_map_ends_though_the_thread_it_waits_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_coming = threading.Event()
+
+    def refuse(job: Any) -> None:
+        is_coming.set()
+        wait_until(lambda: crew._num_running == 1)  # the calling thread has left
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_crew, "start_soon", refuse)
+    crew = Crew(
+        lambda _: void(is_coming.wait(60)), range(2), 2, contextlib.nullcontext, False, Habit(), num_cores()
+    )
+    assert crew.run() == {}
 
 
 def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
