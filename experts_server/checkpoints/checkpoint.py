@@ -124,7 +124,7 @@ class CheckpointFolder:
 
     def remove_leftovers(self) -> None:
         """Remove what an interrupted save or removal has left."""
-        for pattern in ("writing-*", "removing-*"):
+        for pattern in ("writing-[0-9]*", "removing-[0-9]*"):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):  # it was a folder, and is gone
