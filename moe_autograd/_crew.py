@@ -41,12 +41,12 @@ from moe_autograd._intraop import end_team, get_team_size, num_cores, set_team_s
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
 from moe_autograd._progress import Progress, here
 from moe_autograd._threads import start_soon
+from moe_autograd._waiting import acquire
 
 FIRST_LOOK_S = 0.0003
 SHORTEST_PAUSE_S = 0.00015  # after threads were added
 TINY_S = 0.001
 STALL_S = 1.0
-LOOK_UP_S = 0.1
 ADDED_FOR_EACH = 2  # thread that waits, in a look
 MOST_LOOKS_AGAIN = 16  # in a look, at threads that waited before
 MOSTLY = 0.75  # of the threads came to a call: so many at least did of 64 that wait 0.3 ms, a third of 64 that are tiny
@@ -141,16 +141,8 @@ class Crew:
         return taken_from(self._failures)
 
     def _wait_for_rest(self) -> None:
-        """Wait until the last thread has left.
-
-        A signal that comes just before a lock blocks, or that another thread of the process takes, does not wake it.
-        So the main thread, which has to see Ctrl-C, looks up now and then.
-        """
-        if threading.current_thread() is threading.main_thread():
-            while not self._at_rest.acquire(timeout=LOOK_UP_S):
-                pass
-        else:
-            self._at_rest.acquire()
+        """Wait until the last thread has left."""
+        acquire(self._at_rest)
 
     def _work(self, *, is_added: bool = False) -> None:
         try:

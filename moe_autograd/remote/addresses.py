@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from moe_autograd._waiting import get
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote.operations import Operation
 from moe_autograd.wire.addresses import host_of, is_host_and_port
@@ -58,7 +59,7 @@ def resolve(
     operation.cancellation.add(wake)
     try:
         while len(found) < len(addresses):
-            answer = answers.get(timeout=operation.deadline.remaining_s)
+            answer = get(answers, operation.deadline.remaining_s)
             if answer is None:
                 break
             found.update([answer])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from moe_autograd._waiting import get
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.pool import Pool
@@ -120,7 +121,7 @@ class Fanout:
         for address in here:
             results[address] = attempt(do, address, work[address])
         while len(results) < len(work):
-            address, outcome = ended.get()
+            address, outcome = get(ended)
             if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
                 raise outcome
             results[address] = outcome

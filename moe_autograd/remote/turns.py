@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from moe_autograd._waiting import get
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.channel import phase_of
 from moe_autograd.remote.operations import Operation
@@ -80,7 +81,7 @@ class Turns:
     def _wait(self, own: _Turn, rpc: str, operation: Operation) -> RemoteError | None:
         operation.cancellation.add(own.ring)
         try:
-            own.bell.get(timeout=operation.deadline.remaining_s)
+            get(own.bell, operation.deadline.remaining_s)
         except queue.Empty:
             what = "backward or update" if own.is_alone else "update"
             return DeadlineExceededError(
