@@ -303,6 +303,8 @@ def test_calls_of_one_expert_update_it_in_the_order_of_a_loops_backward(update):
         ):
             for _ in range(3):
                 ys = call_all([experts["e"]] * len(xs), [(x,) for x in xs])
-                sum(place * y.square().sum() for place, y in enumerate(ys)).backward()
+                sum(place * y.square().mean() for place, y in enumerate(ys)).backward()
         ended.append(hosted.state_dict())
+    # Calls that arrive together run as one batch, which may round otherwise; another order differs
+    # by 2e-3.
     torch.testing.assert_close(*ended, rtol=0, atol=1e-12)
