@@ -48,6 +48,7 @@ from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd._threads import start_soon
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.joined import Tensors, split, which_are_wanted
@@ -232,7 +233,7 @@ class _Work:
     def _rest(self) -> None:
         """Wait for the worker that has taken the work; Ctrl-C leaves it to end by itself."""
         try:
-            self._is_at_rest.wait()
+            wait(self._is_at_rest.wait)
         except KeyboardInterrupt:
             self._is_cancelled, self._grads = True, []
             raise

@@ -32,6 +32,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from moe_autograd._streams import continue_after, queued_here
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.reaching import Held
@@ -52,9 +53,9 @@ class Turn:
     def __enter__(self) -> None:
         try:
             for turn in self._before:
-                if not turn._is_over.wait(WARN_AFTER_S):
+                if not wait(turn._is_over.wait, WARN_AFTER_S):
                     self._warn_of(turn)
-                    turn._is_over.wait()
+                    wait(turn._is_over.wait)
                 continue_after(turn._queued)
         except BaseException:  # such as Ctrl-C: the next one must not wait for ever
             self._is_over.set()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from moe_autograd._waiting import get
+from moe_autograd._waiting import get, wait
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.pool import Pool
@@ -67,9 +67,12 @@ class Cancellation:
 
     def wait(self, pause_s: float) -> bool:
         """Pause; return at once with True if the operation is cancelled."""
-        if not self._is_cancelled and pause_s > 0 and self._bell.acquire(timeout=pause_s):
+        if not self._is_cancelled and pause_s > 0 and wait(self._hear, pause_s):
             self._bell.release()  # for others that wait
         return self._is_cancelled
+
+    def _hear(self, pause_s: float) -> bool:
+        return self._bell.acquire(timeout=pause_s)
 
     def __repr__(self) -> str:
         return f"Cancellation({len(self._cancels)} under way)"

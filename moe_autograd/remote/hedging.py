@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moe_autograd._waiting import wait
 from moe_autograd.errors import DeadlineExceededError, RemoteError
 from moe_autograd.remote.calls import Outcome, Request, exchange
 from moe_autograd.remote.channel import Channel
@@ -280,7 +281,7 @@ class _Race:
 
     def wait_until_over(self, timeout_s: float) -> None:
         with self._lock:
-            self._changed.wait_for(self._is_over, timeout_s)
+            wait(functools.partial(self._changed.wait_for, self._is_over), timeout_s)
 
     def open_calls(self, elsewhere: Sequence[str | None]) -> dict[str, list[int]]:
         """Return the calls without an answer, by the other server that may give one."""

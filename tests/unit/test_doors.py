@@ -47,6 +47,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "moe_autograd._random",
         "moe_autograd._streams",
         "moe_autograd._threads",
+        "moe_autograd._waiting",
         "moe_autograd._workers",
         "moe_autograd.errors",
         "moe_autograd.timeline",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from moe_autograd._waiting import acquire, get, wait
+from moe_autograd.autograd.turns import Turn
+from moe_autograd.remote.fanout import Cancellation
 
 PATIENCE_S = 60.0
 
@@ -56,8 +58,10 @@ def take_a_lock_that_is_held() -> None:
         take_a_lock_that_is_held,
         lambda: get(queue.SimpleQueue[None](), PATIENCE_S),
         lambda: wait(threading.Event().wait, PATIENCE_S),
+        lambda: Turn("second", [Turn("first", ())]).__enter__(),
+        lambda: Cancellation().wait(PATIENCE_S),
     ],
-    ids=["lock", "queue", "event"],
+    ids=["lock", "queue", "event", "turn of a module", "pause before a retry"],
 )
 def test_ctrl_c_that_another_thread_takes_is_seen(
     block: Callable[[], object], interrupt_taken_by_another_thread: None

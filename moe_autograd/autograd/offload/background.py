@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent import futures
 from typing import TypeVar
 
 import torch
 
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream, stream_apart
 from moe_autograd.autograd.offload.parts import Part
 
@@ -38,7 +39,7 @@ class Mover:
         self.is_moving = False
         self._stream = stream_apart(device)
         self._lock, self._choose, self._move = lock, choose, move
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def start(self) -> None:
         """Begin, if it does not move already. The lock is held."""
@@ -68,15 +69,16 @@ class Apart:
     """A thread of its own, outside of the modes and random numbers of whoever calls; one function at a time."""
 
     def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function there; it has ended when this returns or raises."""
         running = self._thread.submit(function)
         try:
+            wait(lambda pause_s: bool(futures.wait([running], pause_s).done))
             return running.result()
         except BaseException:
-            wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
+            futures.wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
             raise
 
     def close(self) -> None:

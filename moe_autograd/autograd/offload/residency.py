@@ -42,6 +42,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream
 from moe_autograd.autograd.offload.background import Apart
 from moe_autograd.autograd.offload.checks import check_fits, check_process
@@ -189,7 +190,7 @@ class Residency:
         with self._lock:
             self._transfers.withdraw(part)
             while part.is_busy:
-                self._lock.wait()
+                wait(self._lock.wait)
             self._put_away(part)
 
     def forget(self, part: Part) -> None:
@@ -290,7 +291,7 @@ class Residency:
                 self._transfers.raise_error(since)
                 with self._holders.waiting():
                     self._check_for_deadlock(parts)
-                    self._lock.wait()
+                    wait(self._lock.wait)
             self._holders.begin()
             missing = [part for part in parts if part.is_reading]
         try:

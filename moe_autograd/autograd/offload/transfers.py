@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.background import Mover
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.stores import Store
@@ -156,7 +157,7 @@ class Transfers:
                 self.to_write.add_though_held(part)
         self.start_writing()
         while self.num_failures == since and (self.to_write.has_some_though_held or self.is_any_busy):
-            self._lock.wait()
+            wait(self._lock.wait)
         self.raise_error(since)
 
     def _write(self, part: Part) -> None:
