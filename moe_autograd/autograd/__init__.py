@@ -5,7 +5,7 @@ Begin with `parallel`, which draws the three steps of a map. The first line of e
     the maps                parallel, alone, in_turn, grouping, units, runs, uncompiled
     what only computes      arithmetic, known_arithmetic, function_reading, bytecode
     a call of a function    emulated, isolated, function_calls
-    a call of a module      module_calls, module_results, joined_modules, upper_cuts, entry, walks
+    a call of a module      module_calls, module_results, joined_modules, used_results, uses, upper_cuts, entry, walks
     one node for all calls  join, joined, left, histories, this_backward, boxed, grad_dtypes, accumulating, sums
     what calls hold         closures, in_modules, in_objects, reaching, named, compiled, ranks
     what calls share        turns, watched, changes

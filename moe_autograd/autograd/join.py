@@ -115,7 +115,7 @@ def _name_guilty_call(joined: Joined) -> None:
             raise
 
 
-def _backward(run: Callable[[Any, Grads], Tensors]) -> Any:
+def backward_by(run: Callable[[Any, Grads], Tensors]) -> Any:
     """Return the backward of a node that `run` makes of its gradients; compiled autograd cannot trace it."""
 
     @uncompiled
@@ -150,7 +150,7 @@ class _Join(Function):
         ctx.joined = joined
         return tuple(results)
 
-    @_backward
+    @backward_by
     def backward(ctx: Any, grad_outputs: Grads) -> Tensors:
         joined: Joined = ctx.joined
         wanted = _ask(joined, ctx, grad_outputs)
@@ -244,14 +244,14 @@ class _Link(Function):
 
 
 class _Departure(_Link):
-    @_backward
+    @backward_by
     def backward(ctx: Any, _: Grads) -> Tensors:
         part: _Part = ctx.part
         return (None, *part.joined.hand_out(_arrivals_of(part.whole).take_grads(part)))
 
 
 class _Waiting(_Link):
-    @_backward
+    @backward_by
     def backward(ctx: Any, _: Grads) -> Tensors:
         _arrivals_of(ctx.part.whole).let_wait(ctx.next_functions[0][0], ctx._sequence_nr())
         return None, ctx.part.token()
@@ -267,7 +267,7 @@ class _Arrival(Function):
         part.whole.arrivals.append(weakref.ref(ctx))
         return _Join.forward(ctx, part.joined, token, *again)
 
-    @_backward
+    @backward_by
     def backward(ctx: Any, grad_outputs: Grads) -> Tensors:
         part: _Part = ctx.part
         departure = ctx.next_functions[0][0].next_functions[0][0]

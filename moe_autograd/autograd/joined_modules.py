@@ -41,6 +41,7 @@ from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.turns import Turns
+from moe_autograd.autograd.uses import is_whole, lead_to_used
 
 _NO_HOOKS = contextlib.nullcontext()
 
@@ -107,9 +108,30 @@ class JoinedModules(Joined):
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
+            self.calls[i].is_whole = bool(self.calls[i].next_above) and is_whole(self.calls[i])
         if self.turns is not None:
             for i, turn in self.turns.of(reversed(reached)).items():  # the last call begins first
                 self.calls[i].turn = turn
+
+    def flow_to(self, index: int, used: int, grads: dict[int, Tensor | None]) -> Tensor | None:
+        """See `uses`; with `create_graph=True` it is a map of its own (Rule 6)."""
+        call = self.calls[index]
+        with nested_backwards():
+            if not torch.is_grad_enabled():
+                return call.flow_to(used, grads)
+            call.share_graph()
+            planned = Planned(
+                functools.partial(_second_order_flow, call, used, [*grads]),
+                flatten(tuple(grads.values()), {}),
+                call.cuts_with_histories(self.map.names[index]),
+            )
+            flow: Tensor | None
+            (flow,) = run_module_calls([planned], self._of_backward([index]), shares_graph=True)
+            return flow
+
+    def _of_backward(self, places: Sequence[int]) -> Map:
+        title = f"{self.map.title}, backward"
+        return self.map.of_some(places)._replace(title=title, even_shares=False, kind=None)
 
     def _backward_with_graph(
         self, reached: Sequence[int], grad_outputs: Grads, wanted: Sequence[Wanted]
@@ -126,15 +148,19 @@ class JoinedModules(Joined):
             )
             for i in reached
         ]
-        title = f"{self.map.title}, backward"
-        the_map = self.map.of_some(reached)._replace(title=title, even_shares=False, kind=None)
-        found = run_module_calls(planned, the_map, shares_graph=True)
+        found = run_module_calls(planned, self._of_backward(reached), shares_graph=True)
         by_call = dict(zip(reached, found, strict=True))
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
 
 
 def _second_order(call: ModuleCall, wanted: Sequence[Wanted], *grad_outputs: Tensor | None) -> Tensors:
     return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
+
+
+def _second_order_flow(
+    call: ModuleCall, used: int, places: Sequence[int], *grads: Tensor | None
+) -> Tensor | None:
+    return call.flow_to(used, dict(zip(places, grads, strict=True)), create_graph=True)
 
 
 class _Forwards:
@@ -288,7 +314,7 @@ def _tie(calls: JoinedModules) -> Sequence[Sequence[Tensor]]:
     # Tying counts as one more in-place change; the inner graphs have saved tensors that know of the real one.
     dirty = tuple([tensor for call in calls.calls for tensor in call.dirty])
     with torch.enable_grad(), torch.autograd._unsafe_preserve_version_counter(dirty), _thawed(calls.calls):
-        return join(calls)
+        return lead_to_used(calls, join(calls))
 
 
 @contextlib.contextmanager

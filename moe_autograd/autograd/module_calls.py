@@ -49,11 +49,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
@@ -65,16 +64,19 @@ from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, is_entry, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
-from moe_autograd.autograd.module_results import CallResults, changed_of, edge_of, refuse_lost
+from moe_autograd.autograd.module_results import changed_of, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
+from moe_autograd.autograd.this_backward import on_this_thread
 from moe_autograd.autograd.upper_cuts import cuts_above, may_be_walked_again, without_what_is_passed_on
+from moe_autograd.autograd.used_results import UsedResults
+from moe_autograd.autograd.uses import asking_for_ends, is_use
 from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
-_ANY_THREAD = _NO_TURN = _NOBODY = contextlib.nullcontext()
+_NO_TURN = _NOBODY = contextlib.nullcontext()
 
 
 class Planned(NamedTuple):
@@ -91,7 +93,7 @@ class Planned(NamedTuple):
     cuts: Sequence[Cut]
 
 
-class ModuleCall(CallResults):
+class ModuleCall(UsedResults):
     """One call of a module; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
 
     Args:
@@ -110,12 +112,14 @@ class ModuleCall(CallResults):
     histories: Sequence[Node | None] = ()
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
+    _meets_results = False  # whether its results lead to others of them
+    _holds_uses = False  # whether its graph goes through those of a map within
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
         module, (values, spec), cuts = planned
         self._shares_graph = shares_graph
         self._leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
-        self._spent: set[int] = set()  # the places of results whose graph is freed
+        self._spent = set()
         self.leaves: list[Tensor] = []
         entered = {key: (value, aliases[key]) for value in values if (key := id(value)) in aliases}.values()
         versions = [tensor._version for tensor, _ in entered]
@@ -170,6 +174,8 @@ class ModuleCall(CallResults):
             changed = {id(tensor) for tensor in self.dirty}
             self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
         self._ends = [*[edge for edge, _ in self.cuts], *[GradientEdge(node, 0) for node in leaf_nodes]]
+        if self._meets_results:
+            self.find_used({*plain(self._ends)})
         self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
 
     def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
@@ -179,9 +185,12 @@ class ModuleCall(CallResults):
         leaf_nodes: list[Node] = []
         seen: set[Node] = set()
         to_visit = plain(self._edges)
+        results: Collection[Edge] = {*to_visit} if len(to_visit) > 1 else ()
+        num_met = -len(to_visit)  # of results, each of which is met first as such
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
+            num_met += edge in results
             if edge in stop_at:
                 met.add(edge)
                 continue
@@ -196,7 +205,9 @@ class ModuleCall(CallResults):
                 continue
             if (owner := owners.setdefault(node, self)) is not self:
                 owner._shares_graph = self._shares_graph = True
+            self._holds_uses = self._holds_uses or is_use(node)
             to_visit += node.next_functions
+        self._meets_results = num_met > 0
         return met, leaf_nodes
 
     def nodes(self) -> set[Node | None]:
@@ -244,7 +255,7 @@ class ModuleCall(CallResults):
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
         if not self.may_defer or self._spent or self._leaves_out or self._has_waiting_hooks:
             return False
-        if self.turn is not _NO_TURN:
+        if self.turn is not _NO_TURN or self.is_whole or self._holds_uses:
             return False
         if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False
@@ -321,7 +332,10 @@ class ModuleCall(CallResults):
             starts = self._starts(grad_outputs)
             nodes = [edge.node for edge, _ in starts]
             seen = self.begun_with(grad_outputs) if self.is_seen_within() else _NOBODY
-            with sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends), on_this_thread(), seen:
+            arrived = self.arrived_with(grad_outputs) if self.is_whole else _NOBODY
+            asking = asking_for_ends(nodes) if self._holds_uses and not self.is_whole else _NOBODY
+            sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
+            with sleeping, on_this_thread(), seen, arrived, asking:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
                 found: Tensors = _engine_run_backward(
                     tuple([edge for edge, _ in starts]),
@@ -346,14 +360,3 @@ def _renewed(cuts: Sequence[Cut]) -> list[Cut]:
     """Return further cuts: held views of what a call has changed meanwhile have another history by now."""
     views = [(edge, view, edge_of(view)) for edge, view in cuts if follows(view)]
     return [(now, view) for edge, view, now in views if now.node is not edge.node]
-
-
-def on_this_thread() -> contextlib.AbstractContextManager[object]:
-    """Keep an inner backward on its worker.
-
-    On a GPU the engine hands nodes to a thread of the device. That thread is the one which runs the join, and waits
-    there for the workers.
-    """
-    if torch.accelerator.current_accelerator() is None:
-        return _ANY_THREAD
-    return torch.autograd.set_multithreading_enabled(False)

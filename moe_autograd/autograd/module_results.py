@@ -122,6 +122,7 @@ class CallResults:
     _own_hooks: dict[int, Any]  # that it put on its results, by their places
     _has_waiting_hooks: bool  # whether one of these is of `register_multi_grad_hook`
     _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
+    _retained: Sequence[int] = ()  # the places of those that it lets retain their gradients
     # the places of those that retain their gradients, as far as is known
     _retaining: frozenset[int] = frozenset()
 
@@ -169,6 +170,7 @@ class CallResults:
         self._edges = [edge_of(value) for value in inner]
         self._inner = inner
         self._own_hooks = {i: hooks for i, value in enumerate(inner) if (hooks := value._backward_hooks)}
+        self._retained = [i for i, value in enumerate(inner) if value.retains_grad]
         self._has_waiting_hooks = any(waited_for(h) for own in self._own_hooks.values() for h in own.values())
         self._detach(inner, given, outer_of)
 
@@ -279,6 +281,8 @@ class CallResults:
         """Return what the module returned, with the tied tensors in their places."""
         values, self._values = self._values, []
         self._tied = [weakref.ref(tensor) for tensor in tied]
+        for place in self._retained:
+            tied[place].retain_grad()
         for places, tensor in zip(self._places.values(), tied, strict=False):
             for place in places:
                 values[place] = tensor

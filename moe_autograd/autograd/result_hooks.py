@@ -4,11 +4,12 @@ One node stands for many calls, and PyTorch calls the hooks on all results of a 
 gradient flows. A call of its own would not run then, nor its hooks. (But `register_multi_grad_hook(mode="all")` counts
 the calls that it is to get, of all nodes that run.)
 
-That node sees what comes to a result from outside of its call. From within comes what flows through other results that
-were computed from it, and, in second derivatives, through what its operator has saved of it. For these parts a hook is
-registered on the node within as well. So it sees parts, where natively it sees their sum: whoever scales or records a
-gradient does the same to both. (Those of `register_multi_grad_hook` count, and are left alone.) It comes before hooks
-that the call has put there itself: what these change would pass for a part from within, and be changed once more.
+That node sees what comes to a result from outside of its call, and what `uses` lead there from within. More comes from
+within in second derivatives, through what the result's operator has saved of it, and through other results that were
+computed from it where `used_results` leaves these alone. For such parts a hook is registered on the node within as
+well. So it sees parts, where natively it sees their sum: whoever scales or records a gradient does the same to both.
+(Those of `register_multi_grad_hook` count, and are left alone.) It comes before hooks that the call has put there
+itself: what these change would pass for a part from within, and be changed once more.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Within(abc.ABC):
 
     def __init__(self, output_nr: int) -> None:
         self._output_nr = output_nr
-        # by thread: what came from outside, where the call's own backward runs
-        self.seeds: dict[int, Tensor] = {}
+        # by thread: what came from outside, where the call's own backward runs; `None`: it sleeps
+        self.seeds: dict[int, Tensor | None] = {}
 
     @abc.abstractmethod
     def register(self, node: Any, hooks: Any) -> None:
@@ -106,28 +107,44 @@ class Within(abc.ABC):
     @left_alone
     def of_tensor(self, total: Tensor | None) -> Tensor | None:
         """Return a gradient in place of this one, or nothing."""
-        seed = self.seeds.get(threading.get_ident())
-        if total is None or total is seed:
+        me = threading.get_ident()
+        seed = self.seeds.get(me)
+        if total is None or total is seed or (seed is None and me in self.seeds):
             return None
-        part = total if seed is None else total - seed
-        changed = self.see(part)
-        if changed is part:
-            return None
-        return changed if seed is None else seed + changed
+        if seed is None:
+            changed = self.see(total)
+            return None if changed is total else changed
+        return self._in_place_of(total, seed)
 
-    @abc.abstractmethod
+    def _in_place_of(self, total: Tensor, seed: Tensor) -> Tensor | None:
+        part = total - seed
+        changed = self.see(part)
+        return None if changed is part else seed + changed
+
     def see(self, part: Tensor) -> Tensor:
         """Return what is to flow in place of what came from within."""
+        return part
 
 
 def _put_in(hooks: Any, place: int, key: object, hook: Callable[..., Any]) -> None:
-    """Put a hook before those that are there; at place 1 after ours. Dictionaries of ours note what users put there."""
+    """Put a hook before those that are there, but for what arrives first; at place 1 after ours.
+
+    Dictionaries of ours note what users put there.
+    """
     others = list(hooks.items())
-    num_ours = sum(isinstance(each, Within) for _, each in others)
-    others.insert(num_ours * place, (key, hook))
+    is_before = [_is_first, _is_ours][place]
+    others.insert(sum(is_before(each) for _, each in others), (key, hook))
     hooks.clear()
     for each in others:
         collections.OrderedDict.__setitem__(hooks, *each)
+
+
+def _is_first(hook: Any) -> bool:
+    return isinstance(getattr(innermost(hook), "__self__", hook), Arrived)
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, Within)
 
 
 def _is_within(hook: Any) -> bool:
@@ -179,12 +196,42 @@ class RetainWithin(Within):
         return part
 
 
+class Arrived(Within):
+    """The whole gradient of a result that others were computed from, in place of what arrives (`used_results`)."""
+
+    def register(self, node: Any, hooks: Any) -> None:
+        """Nothing: it has been put there."""
+
+    def put_first(self, result: Tensor) -> Any:
+        """Have it called before all hooks of a result, which the call has computed; return these, if it is one of them.
+
+        Threads: only that of the call, which has the result to itself.
+        """
+        if joined_by(result.grad_fn) is not None:  # a map within, which would take it for a user's
+            self._register_at_node(result.grad_fn, 0)
+        elif result._backward_hooks is None:
+            result.register_hook(self.of_tensor)
+        else:
+            _put_in(result._backward_hooks, 0, self, self.of_tensor)
+        return result._backward_hooks
+
+    def _in_place_of(self, total: Tensor, seed: Tensor) -> Tensor | None:
+        return seed
+
+
 @contextlib.contextmanager
-def begun_with(seeds: Sequence[tuple[Within, Tensor | None]]) -> Iterator[None]:
-    """Run the backward of a call, which begins with these gradients on this thread."""
+def begun_with(
+    seeds: Sequence[tuple[Within, Tensor | None]], *, others_sleep: bool = False
+) -> Iterator[None]:
+    """Run the backward of a call, which begins with these gradients on this thread.
+
+    Args:
+        seeds: of what is called on the way; `None` where it begins with none.
+        others_sleep: whether those with none are to do nothing.
+    """
     me = threading.get_ident()
     for within, seed in seeds:
-        if seed is not None:
+        if seed is not None or others_sleep:
             within.seeds[me] = seed
     try:
         yield

@@ -98,15 +98,9 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
     Returns:
         Those that have hooks which would run in an inner backward.
     """
-    ends = set()
+    ends: Ends = frozenset()
     for tensor in tensors:
-        hooks: Any = tensor._backward_hooks
-        if hooks:
-            ends.add(id(hooks))
-            for key, hook in hooks.items():
-                if not isinstance(hook, _Sleeper):
-                    # not `hooks[key] =`: dictionaries of ours take that for a hook that a user registers
-                    collections.OrderedDict.__setitem__(hooks, key, _Sleeper(hook, id(hooks)))
+        ends |= let_these_sleep(tensor._backward_hooks)
         late_hooks: Any = tensor._post_accumulate_grad_hooks
         if late_hooks:
             before = _Before(tensor.grad)
@@ -114,7 +108,18 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
                 if not isinstance(hook, _LateSleeper):
                     late_hooks[key] = hook = _LateSleeper(hook)
                 hook.before = before
-    return frozenset(ends)
+    return ends
+
+
+def let_these_sleep(hooks: Any) -> Ends:
+    """Wrap the hooks of one tensor, if it has any."""
+    if not hooks:
+        return frozenset()
+    for key, hook in hooks.items():
+        if not isinstance(hook, _Sleeper):
+            # not `hooks[key] =`: dictionaries of ours take that for a hook that a user registers
+            collections.OrderedDict.__setitem__(hooks, key, _Sleeper(hook, id(hooks)))
+    return frozenset([id(hooks)])
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ threads come at once, one of them makes what all get, by an operation that the i
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch.autograd import Variable
 
 T = TypeVar("T")
+_ANY_THREAD = contextlib.nullcontext()
 
 
 class _Hold:
@@ -50,3 +52,14 @@ def kept_by_this_backward(key: object, make: Callable[[], T]) -> T:
     assert hold is not None  # the engine has it
     thing: T | None = hold.things.get(key)
     return hold.things.setdefault(key, make()) if thing is None else thing
+
+
+def on_this_thread() -> contextlib.AbstractContextManager[object]:
+    """Keep an inner backward on its worker.
+
+    On a GPU the engine hands nodes to a thread of the device. That thread is the one which runs the join, and waits
+    there for the workers.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        return _ANY_THREAD
+    return torch.autograd.set_multithreading_enabled(False)

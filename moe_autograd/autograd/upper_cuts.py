@@ -48,10 +48,11 @@ def cuts_above(cuts: Collection[Edge], ends: set[Edge]) -> list[Edge]:
 def may_be_walked_again(upper: Collection[Edge], ends: Collection[Edge]) -> bool:
     """Whether what lies between upper cuts and the other ends only computes gradients."""
     lower = set(ends).difference(upper)
-    return all(_only_computes(node) for node, _ in walk(upper, lower))
+    return all(only_computes(node) for node, _ in walk(upper, lower))
 
 
-def _only_computes(node: Node | None) -> bool:
+def only_computes(node: Node | None) -> bool:
+    """Whether all that a node does is compute gradients."""
     if node is None or not is_python(node) or is_entry(node):
         return True
     known: Any = node
@@ -62,7 +63,7 @@ def _only_computes(node: Node | None) -> bool:
     else:
         joined = joined_by(node)
         calls = [None] if joined is None else joined.calls
-    return all(hasattr(call, "nodes") and all(map(_only_computes, call.nodes())) for call in calls)
+    return all(hasattr(call, "nodes") and all(map(only_computes, call.nodes())) for call in calls)
 
 
 def without_what_is_passed_on(

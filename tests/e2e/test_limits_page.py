@@ -242,10 +242,30 @@ def test_what_a_changed_view_is_a_view_of() -> None:
         assert base.grad.tolist() == expected
 
 
-@of("**Results of one call that were computed from each other** do not lead to each other outside of it")
+@of("an autograd function of yours, compiled code, an input that the call changes")
 def test_results_of_each_other() -> None:
-    a, b = in_call(lambda x: (y := x * 2, y * 3), leaf())
+    a, b = in_call(lambda x: (y := x * 2, Doubles.apply(y)), leaf())
     assert torch.autograd.grad(b.sum(), a, allow_unused=True) == (None,)
+
+
+@of("what lies between goes backward once more: hooks and retained gradients there have it twice")
+def test_between_results_of_each_other() -> None:
+    for call, expected in ((parallel_apply, 2), (in_loop, 1)):
+        seen: list[Tensor] = []
+
+        def compute(x: Tensor, seen: list[Tensor] = seen) -> tuple[Tensor, Tensor]:
+            y = x * 2
+            z = y * 3
+            z.register_hook(seen.append)
+            return y, z * 4
+
+        ((a, b),) = call([compute], [(x := leaf(),)])
+        a.retain_grad()
+        b.sum().backward()
+        assert a.grad is not None
+        assert x.grad is not None
+        assert (a.grad.tolist(), x.grad.tolist()) == ([12.0, 12.0], [24.0, 24.0])
+        assert len(seen) == expected
 
 
 @of("**A backward that a call starts itself** ends at the call's inputs")
