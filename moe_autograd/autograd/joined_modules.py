@@ -36,7 +36,7 @@ from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_
 from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
 from moe_autograd.autograd.result_hooks import See
-from moe_autograd.autograd.runs import Map, run_calls
+from moe_autograd.autograd.runs import Map, name_guilty, run_calls
 from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
@@ -118,8 +118,13 @@ class JoinedModules(Joined):
         call = self.calls[index]
         with nested_backwards():
             if not torch.is_grad_enabled():
-                return call.flow_to(used, grads)
+                try:
+                    return call.flow_to(used, grads)
+                except BaseException as error:
+                    name_guilty(error, self.map, "backward", index)
+                    raise
             call.share_graph()
+            call.histories = call.first_histories  # the join notes them when it runs, which is later
             planned = Planned(
                 functools.partial(_second_order_flow, call, used, [*grads]),
                 flatten(tuple(grads.values()), {}),

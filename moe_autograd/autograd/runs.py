@@ -209,16 +209,22 @@ def is_under_mode_of_torch() -> bool:
     return any(base.__module__.startswith("torch.") for base in bases.difference(TorchDispatchMode.__mro__))
 
 
-def _raise_lowest(failures: dict[int, BaseException], the_map: Map, phase: str) -> None:
-    if not failures:
-        return
-    names, index = the_map.names, min(failures)
-    error = failures[index]
-    num_others = len(failures) - 1
-    others = f"; {num_others} other call{'s' * (num_others > 1)} failed as well" if num_others else ""
+def name_guilty(error: BaseException, the_map: Map, phase: str, index: int, others: str = "") -> None:
+    """Add a note to what a call has raised that names it, by its place in this pass; `others`: who else failed."""
+    names = the_map.names
     place = names[index] if index < len(names) else "no call"
     num_calls = len(names) + the_map.num_left_out
     error.add_note(f"{the_map.title}, {phase}: raised by {place} of {num_calls}{others}.")
+
+
+def _raise_lowest(failures: dict[int, BaseException], the_map: Map, phase: str) -> None:
+    if not failures:
+        return
+    index = min(failures)
+    error = failures[index]
+    num_others = len(failures) - 1
+    others = f"; {num_others} other call{'s' * (num_others > 1)} failed as well" if num_others else ""
+    name_guilty(error, the_map, phase, index, others)
     try:
         raise error
     finally:

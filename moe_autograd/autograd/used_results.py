@@ -85,6 +85,9 @@ class UsedResults(CallResults):
 
     next_above: Mapping[int, Sequence[int]] = {}  # as the function has it
     is_whole = False  # whether the backward that comes gets the whole gradients of used results (Rule 2)
+    first_histories: Sequence[
+        Node | None
+    ] = ()  # where the gradients of its cuts went when its results were tied
     _spent: set[int]  # the places of results whose graph is freed
     _arrived: Mapping[int, Arrived] = {}  # by the places of used results
     _met: Mapping[int, weakref.ref[Tensor]] = {}  # used results as the call knows them, likewise

@@ -114,6 +114,7 @@ def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Seq
         return tied
     leading = [list(own) for own in tied]
     for index, (call, own) in enumerate(zip(flows.calls, leading, strict=True)):
+        call.first_histories = [tensor.grad_fn for _, tensor in call.cuts] if call.next_above else ()
         for used, above in call.next_above.items():
             lead = _Use.apply(  # type: ignore[no-untyped-call]
                 _UseOf(flows, index, used), own[used], *[own[place] for place in above]
