@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 from moe_autograd import parallel_apply
 from tests.support.comparing_modules import assert_same_modules_program
@@ -179,6 +180,14 @@ def one_result_after_the_other(apply: MapFunction, kind: type[nn.Module]) -> Any
     return [own[0].grad for own in returned], [t.grad for t in wanted]
 
 
+def compiled(apply: MapFunction, kind: type[nn.Module]) -> Any:
+    torch._dynamo.reset()
+    returned, wanted = results_of(apply, kind)
+    with compiled_autograd._enable(lambda graph: graph):
+        loss_of(returned).backward()
+    return [t.grad for t in wanted]
+
+
 def changed_afterwards(apply: MapFunction, kind: type[nn.Module]) -> Any:
     returned, wanted = results_of(apply, kind)
     if kind is not Classifier:
@@ -200,6 +209,7 @@ PROGRAMS = [
     penalty_on_all_gradients,
     third_order,
     one_result_after_the_other,
+    compiled,
     changed_afterwards,
 ]
 
