@@ -268,6 +268,24 @@ def test_between_results_of_each_other() -> None:
         assert len(seen) == expected
 
 
+@of(
+    "as does `torch.autograd.grad` for that result: **no error**, where a plain loop has what they made of it"
+)
+def test_hooks_of_the_call_on_its_result() -> None:
+    for call, expected in ((parallel_apply, 1.0), (in_loop, 3.0)):
+
+        def hooked(x: Tensor) -> Tensor:
+            y = x * 2
+            y.register_hook(lambda grad: grad * 3)
+            return y
+
+        seen: list[Tensor] = []
+        y, _ = call([hooked, hooked], [(leaf(),), (leaf(),)])
+        y.register_hook(seen.append)
+        assert torch.autograd.grad(y.sum(), y)[0].tolist() == [expected] * 2
+        assert seen[0].tolist() == [expected] * 2
+
+
 @of("**A backward that a call starts itself** ends at the call's inputs")
 def test_backwards_within() -> None:
     weight = leaf()
