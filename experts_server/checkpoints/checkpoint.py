@@ -114,8 +114,8 @@ class CheckpointFolder:
             _flush_folder(self.folder)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint_dir {str(self.folder)!r}: expected room for {name}, got {error.strerror!r}. "
-                "The one before is untouched; make room and save again."
+                f"checkpoint_dir {str(self.folder)!r}: expected a folder that takes {name}, got "
+                f"{error.strerror!r}. The one before is untouched; make room, or let it be written, and save again."
             ) from error
         finally:
             shutil.rmtree(writing, ignore_errors=True)  # nothing is left of one that was not finished

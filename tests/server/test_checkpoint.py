@@ -337,7 +337,7 @@ def test_a_folder_that_cannot_be_looked_through_is_a_save_that_failed(
 
     with served(tmp_path) as server, WireClient(server.address) as client:
         monkeypatch.setattr(Path, "glob", fail)
-        with pytest.raises(grpc.RpcError, match=r"expected room for .*, got 'Input/output error'"):
+        with pytest.raises(grpc.RpcError, match=r"expected a folder that takes .*, got 'Input/output error'"):
             client.save()
         monkeypatch.undo()
         assert client.save() == "generation-00000002"

@@ -49,7 +49,7 @@ with_limit.stop()
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert "expected room for generation-00000003, got 'File too large'" in ended.stdout, ended.stderr
+    assert "expected a folder that takes generation-00000003, got 'File too large'" in ended.stdout, ended.stderr
     assert str([*BEGUN_AND_STOPPED, "lock"]) in ended.stdout
     with served(tmp_path) as server, WireClient(server.address) as client:
         torch.testing.assert_close(client.get_state(), expected, rtol=0, atol=0)
@@ -128,7 +128,7 @@ def test_on_a_disk_that_is_full_a_save_fails_clearly_and_one_with_room_again_suc
             with pytest.raises(grpc.RpcError) as refused:
                 client.save()
             assert (
-                "expected room for generation-00000003, got 'No space left on device'"
+                "expected a folder that takes generation-00000003, got 'No space left on device'"
                 in refused.value.details()
             )
             assert left() == ["generation-00000002", "lock"]
