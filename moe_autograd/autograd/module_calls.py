@@ -73,7 +73,7 @@ from moe_autograd.autograd.split_backward import PendingWeightGradients, split_b
 from moe_autograd.autograd.this_backward import on_this_thread
 from moe_autograd.autograd.upper_cuts import cuts_above, may_be_walked_again, without_what_is_passed_on
 from moe_autograd.autograd.used_results import UsedResults
-from moe_autograd.autograd.uses import asking_for_ends, is_use
+from moe_autograd.autograd.uses import USE_NODE, asking_for_ends
 from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
 _NO_TURN = _NOBODY = contextlib.nullcontext()
@@ -186,7 +186,7 @@ class ModuleCall(UsedResults):
         seen: set[Node] = set()
         to_visit = plain(self._edges)
         results: Collection[Edge] = {*to_visit} if len(to_visit) > 1 else ()
-        num_met = -len(to_visit)  # of results, each of which is met first as such
+        num_met, holds_uses = -len(to_visit), False  # of results: each is met first as such
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
@@ -197,7 +197,8 @@ class ModuleCall(UsedResults):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if type(node) is ACCUMULATE_GRAD:
+            kind = type(node)
+            if kind is ACCUMULATE_GRAD:
                 leaf = node.variable  # type: ignore[attr-defined]
                 # One that was frozen counts (`_thawed`), if it was not made whole numbers (quantized) as well.
                 if leaf.requires_grad or leaf.is_floating_point() or leaf.is_complex():
@@ -205,9 +206,9 @@ class ModuleCall(UsedResults):
                 continue
             if (owner := owners.setdefault(node, self)) is not self:
                 owner._shares_graph = self._shares_graph = True
-            self._holds_uses = self._holds_uses or is_use(node)
+            holds_uses = holds_uses or kind is USE_NODE
             to_visit += node.next_functions
-        self._meets_results = num_met > 0
+        self._meets_results, self._holds_uses = num_met > 0, holds_uses
         return met, leaf_nodes
 
     def nodes(self) -> set[Node | None]:

@@ -94,18 +94,13 @@ class _Use(Function):
         return None, flow, *grads
 
 
-_USE_NODE = _Use._backward_cls
+USE_NODE: type = _Use._backward_cls
 
 
 def _as_it_is(result: Tensor) -> Tensor:
     """Return a result for another node; one that is tied as a view stays one."""
     alias = result.detach()
     return alias.expand_as(alias) if result._is_view() else alias
-
-
-def is_use(node: Node) -> bool:
-    """Whether a node leads from results to one that they were computed from."""
-    return type(node) is _USE_NODE
 
 
 def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:

@@ -49,7 +49,9 @@ with_limit.stop()
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert "expected a folder that takes generation-00000003, got 'File too large'" in ended.stdout, ended.stderr
+    assert "expected a folder that takes generation-00000003, got 'File too large'" in ended.stdout, (
+        ended.stderr
+    )
     assert str([*BEGUN_AND_STOPPED, "lock"]) in ended.stdout
     with served(tmp_path) as server, WireClient(server.address) as client:
         torch.testing.assert_close(client.get_state(), expected, rtol=0, atol=0)
