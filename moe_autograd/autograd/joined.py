@@ -15,7 +15,7 @@ from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, may_have_gradient
-from moe_autograd.autograd.result_hooks import See
+from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.sums import Shared, Sums, shared_by_many
 from moe_autograd.autograd.this_backward import keeps_graph
@@ -204,6 +204,14 @@ class Joined:
         Args:
             place: of the result among those of all calls.
             see: makes it, given the number of the result among the outputs of a node.
+        """
+
+    def note_arrived(self, place: int, arrived: Arrived) -> None:
+        """Note that a result is one of a call around the map, which others were computed from there.
+
+        Args:
+            place: of the result among those of all calls.
+            arrived: its whole gradient.
         """
 
     def hand_out(self, grads: Grads) -> Tensors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,14 @@ from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
-from moe_autograd.autograd.result_hooks import See
+from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.runs import Map, name_guilty, run_calls
 from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.turns import Turns
-from moe_autograd.autograd.uses import is_whole, lead_to_used
+from moe_autograd.autograd.used_results import looked_at
+from moe_autograd.autograd.uses import Known, lead_to_used, looks_of_this_backward
 
 _NO_HOOKS = contextlib.nullcontext()
 
@@ -81,10 +82,21 @@ class JoinedModules(Joined):
 
     def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""
+        call, own = self._call_of(place)
+        call.see_within(own, see)
+
+    def note_arrived(self, place: int, arrived: Arrived) -> None:
+        """See `Joined`."""
+        call, own = self._call_of(place)
+        call.note_arrived(own, arrived)
+
+    def _call_of(self, place: int) -> tuple[ModuleCall, int]:
+        """Return the call that a result is of, given its place among those of all calls, and its place there."""
         for call, count in zip(self.calls, self.num_results, strict=True):
-            if 0 <= place < count:
-                call.see_within(place, see)
+            if place < count:
+                return call, place
             place -= count
+        raise IndexError(place)
 
     def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
@@ -93,11 +105,15 @@ class JoinedModules(Joined):
             inputs = [tensor for call in self.calls for _, tensor in call.cuts]
             reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
             self._prepare(inputs, reached)
-            if torch.is_grad_enabled():
-                grads = self._backward_with_graph(reached, grad_outputs, wanted)
-            else:
-                with retained_grads_untouched(inputs), ended(wanted):
-                    grads = super().backward(saved_of, grad_outputs, wanted)
+            token = looked_at.set(looks_of_this_backward(self.calls))
+            try:
+                if torch.is_grad_enabled():
+                    grads = self._backward_with_graph(reached, grad_outputs, wanted)
+                else:
+                    with retained_grads_untouched(inputs), ended(wanted):
+                        grads = super().backward(saved_of, grad_outputs, wanted)
+            finally:
+                looked_at.reset(token)
             self.entrance.move_hooks()
         return grads
 
@@ -108,26 +124,25 @@ class JoinedModules(Joined):
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
-            self.calls[i].is_whole = bool(self.calls[i].next_above) and is_whole(self.calls[i])
         if self.turns is not None:
             for i, turn in self.turns.of(reversed(reached)).items():  # the last call begins first
                 self.calls[i].turn = turn
 
-    def flow_to(self, index: int, used: int, grads: dict[int, Tensor | None]) -> Tensor | None:
+    def flow_to(self, index: int, used: int, known: Known) -> Tensor | None:
         """See `uses`; with `create_graph=True` it is a map of its own (Rule 6)."""
         call = self.calls[index]
         with nested_backwards():
             if not torch.is_grad_enabled():
                 try:
-                    return call.flow_to(used, grads)
+                    return call.flow_to(used, known.grads, known.looked)
                 except BaseException as error:
                     name_guilty(error, self.map, "backward", index)
                     raise
             call.share_graph()
             call.histories = call.first_histories  # the join notes them when it runs, which is later
             planned = Planned(
-                functools.partial(_second_order_flow, call, used, [*grads]),
-                flatten(tuple(grads.values()), {}),
+                functools.partial(_second_order_flow, call, used, [*known.grads], known.looked),
+                flatten(tuple(known.grads.values()), {}),
                 call.cuts_with_histories(self.map.names[index]),
             )
             flow: Tensor | None
@@ -163,9 +178,9 @@ def _second_order(call: ModuleCall, wanted: Sequence[Wanted], *grad_outputs: Ten
 
 
 def _second_order_flow(
-    call: ModuleCall, used: int, places: Sequence[int], *grads: Tensor | None
+    call: ModuleCall, used: int, places: Sequence[int], looked: Collection[int], *grads: Tensor
 ) -> Tensor | None:
-    return call.flow_to(used, dict(zip(places, grads, strict=True)), create_graph=True)
+    return call.flow_to(used, dict(zip(places, grads, strict=True)), looked, create_graph=True)
 
 
 class _Forwards:

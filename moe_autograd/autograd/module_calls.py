@@ -73,7 +73,6 @@ from moe_autograd.autograd.split_backward import PendingWeightGradients, split_b
 from moe_autograd.autograd.this_backward import on_this_thread
 from moe_autograd.autograd.upper_cuts import cuts_above, may_be_walked_again, without_what_is_passed_on
 from moe_autograd.autograd.used_results import UsedResults
-from moe_autograd.autograd.uses import USE_NODE, asking_for_ends
 from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
 _NO_TURN = _NOBODY = contextlib.nullcontext()
@@ -113,7 +112,6 @@ class ModuleCall(UsedResults):
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
     _meets_results = False  # whether its results lead to others of them
-    _holds_uses = False  # whether its graph goes through those of a map within
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
         module, (values, spec), cuts = planned
@@ -186,7 +184,7 @@ class ModuleCall(UsedResults):
         seen: set[Node] = set()
         to_visit = plain(self._edges)
         results: Collection[Edge] = {*to_visit} if len(to_visit) > 1 else ()
-        num_met, holds_uses = -len(to_visit), False  # of results: each is met first as such
+        num_met = -len(to_visit)  # of results, each of which is met first as such
         while to_visit:
             edge = to_visit.pop()
             node = edge[0]
@@ -197,8 +195,7 @@ class ModuleCall(UsedResults):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            kind = type(node)
-            if kind is ACCUMULATE_GRAD:
+            if type(node) is ACCUMULATE_GRAD:
                 leaf = node.variable  # type: ignore[attr-defined]
                 # One that was frozen counts (`_thawed`), if it was not made whole numbers (quantized) as well.
                 if leaf.requires_grad or leaf.is_floating_point() or leaf.is_complex():
@@ -206,9 +203,8 @@ class ModuleCall(UsedResults):
                 continue
             if (owner := owners.setdefault(node, self)) is not self:
                 owner._shares_graph = self._shares_graph = True
-            holds_uses = holds_uses or kind is USE_NODE
             to_visit += node.next_functions
-        self._meets_results, self._holds_uses = num_met > 0, holds_uses
+        self._meets_results = num_met > 0
         return met, leaf_nodes
 
     def nodes(self) -> set[Node | None]:
@@ -256,7 +252,7 @@ class ModuleCall(UsedResults):
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
         if not self.may_defer or self._spent or self._leaves_out or self._has_waiting_hooks:
             return False
-        if self.turn is not _NO_TURN or self.is_whole or self._holds_uses:
+        if self.turn is not _NO_TURN or self.looked_at():
             return False
         if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False
@@ -333,10 +329,9 @@ class ModuleCall(UsedResults):
             starts = self._starts(grad_outputs)
             nodes = [edge.node for edge, _ in starts]
             seen = self.begun_with(grad_outputs) if self.is_seen_within() else _NOBODY
-            arrived = self.arrived_with(grad_outputs) if self.is_whole else _NOBODY
-            asking = asking_for_ends(nodes) if self._holds_uses and not self.is_whole else _NOBODY
+            arrived = self.arrived_with(grad_outputs, self.looked_at()) if self.next_above else _NOBODY
             sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
-            with sleeping, on_this_thread(), seen, arrived, asking:
+            with sleeping, on_this_thread(), seen, arrived:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
                 found: Tensors = _engine_run_backward(
                     tuple([edge for edge, _ in starts]),

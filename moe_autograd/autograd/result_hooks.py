@@ -23,13 +23,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, innermost, of_several, waited_for
 
-_TYING: set[type] = set()  # the kinds of nodes that tie the results of calls
+# of each kind of nodes that tie the results of calls how torch registers hooks there
+_REGISTERS: dict[type, Callable[[Any, Tensor], None]] = {}
 
 
 def skip_missing_gradients(func: type[Function]) -> type[Function]:
@@ -45,13 +47,13 @@ def skip_missing_gradients(func: type[Function]) -> type[Function]:
         node.joined.see_within(result.output_nr, functools.partial(HooksWithin, weakref.ref(hooks)))
 
     node_class._register_hook_dict = register_skipping
-    _TYING.add(node_class)
+    _REGISTERS[node_class] = register
     return func
 
 
 def joined_by(node: Any) -> Any:
     """Return the calls whose results a node ties, if it is one of ours."""
-    return node.joined if type(node) in _TYING else None
+    return node.joined if type(node) in _REGISTERS else None
 
 
 class _Skipping(WrappedHook):
@@ -67,6 +69,9 @@ class Hooks(collections.OrderedDict[int, Callable[[Tensor], Any]]):
 
     def __setitem__(self, key: int, hook: Callable[[Tensor], Any]) -> None:
         super().__setitem__(key, hook if waited_for(hook) else _Skipping(hook))
+
+
+_NO_SEED = torch.empty(0, device="cpu")  # not even one that lets it sleep
 
 
 class Within(abc.ABC):
@@ -207,13 +212,23 @@ class Arrived(Within):
 
         Threads: only that of the call, which has the result to itself.
         """
-        if joined_by(result.grad_fn) is not None:  # a map within, which would take it for a user's
-            self._register_at_node(result.grad_fn, 0)
-        elif result._backward_hooks is None:
-            result.register_hook(self.of_tensor)
+        hooks, kind = result._backward_hooks, type(result.grad_fn)
+        if (joined := joined_by(result.grad_fn)) is not None:
+            joined.note_arrived(result.output_nr, self)
+        if hooks is not None:
+            _put_in(hooks, 0, self, self.of_tensor)
+        elif kind in _REGISTERS:  # a map within, which would take it for a user's
+            result._backward_hooks = hooks = Hooks()
+            _put_in(hooks, 0, self, self.of_tensor)
+            _REGISTERS[kind](result.grad_fn, result)
         else:
-            _put_in(result._backward_hooks, 0, self, self.of_tensor)
-        return result._backward_hooks
+            result.register_hook(self.of_tensor)
+            hooks = result._backward_hooks
+        return hooks
+
+    def is_expected(self) -> bool:
+        """Whether it comes in the backward that runs on this thread."""
+        return self.seeds.get(threading.get_ident()) is not None
 
     def _in_place_of(self, total: Tensor, seed: Tensor) -> Tensor | None:
         return seed
@@ -230,11 +245,16 @@ def begun_with(
         others_sleep: whether those with none are to do nothing.
     """
     me = threading.get_ident()
+    before = [
+        (within, within.seeds.pop(me, _NO_SEED)) for within, _ in seeds
+    ]  # one may be in the midst of another
     for within, seed in seeds:
         if seed is not None or others_sleep:
             within.seeds[me] = seed
     try:
         yield
     finally:
-        for within, _ in seeds:
+        for within, seed in before:
             within.seeds.pop(me, None)
+            if seed is not _NO_SEED:
+                within.seeds[me] = seed

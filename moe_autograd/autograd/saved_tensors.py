@@ -38,6 +38,16 @@ def is_checkpointed(node: Node) -> bool:
     return False
 
 
+def is_packed(node: Node) -> bool:
+    """Whether a hook is to give back what a node saved, which it may do once, or at some expense."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if one is not None and one.unpack_hook is not None:
+                return True
+    return False
+
+
 def drop_in_python(nodes: Iterable[Any]) -> None:
     """Do the same to contexts of Python functions; call it inside an engine pass without `retain_graph`."""
     for node in nodes:

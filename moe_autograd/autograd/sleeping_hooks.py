@@ -134,10 +134,12 @@ def sleeping_hooks(
         tensors: returns those at which it ends, to be asked when there may be more hooks.
     """
     noted: list[int] = []
+    me = threading.get_ident()
 
     def note(_: object) -> None:
-        noted.append(torch._C._current_graph_task_id())
-        _inner.backwards[noted[-1]] = ends
+        if threading.get_ident() == me:  # others may begin there, too
+            noted.append(torch._C._current_graph_task_id())
+            _inner.backwards[noted[-1]] = ends
 
     handles = [node.register_prehook(note) for node in starts] if ends else []
     _inner.running.append((tensors, noted))

@@ -10,12 +10,16 @@ threads come at once, one of them makes what all get, by an operation that the i
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 T = TypeVar("T")
 _ANY_THREAD = contextlib.nullcontext()
@@ -52,6 +56,38 @@ def kept_by_this_backward(key: object, make: Callable[[], T]) -> T:
     assert hold is not None  # the engine has it
     thing: T | None = hold.things.get(key)
     return hold.things.setdefault(key, make()) if thing is None else thing
+
+
+def asked_for_by_name() -> Collection[tuple[int, int]]:
+    """Return what this backward is asked for by name: `id`s of nodes, each with an output.
+
+    The engine tells a node only whether it is to run. Who is asked can be seen where the engine was called: on this
+    thread; or on some thread, where a device has one of its own.
+    """
+    return kept_by_this_backward(asked_for_by_name, _asked_for_by_name)
+
+
+def _asked_for_by_name() -> Collection[tuple[int, int]]:
+    here = _asked_in(sys._getframe())
+    if here is not None:
+        return here
+    return frozenset().union(*[_asked_in(frame) or () for frame in sys._current_frames().values()])
+
+
+def _asked_in(frame: FrameType | None) -> Collection[tuple[int, int]] | None:
+    """Return what the innermost backward that begins in these frames is asked for; `None` if none does."""
+    while frame is not None:
+        if frame.f_code is _engine_run_backward.__code__:
+            _, _, _, inputs, *_ = frame.f_locals["args"]
+            return frozenset(map(_edge_of, inputs))
+        frame = frame.f_back
+    return None
+
+
+def _edge_of(asked: Tensor | GradientEdge) -> tuple[int, int]:
+    if isinstance(asked, Tensor):
+        return id(asked.grad_fn), asked.output_nr
+    return id(asked.node), asked.output_nr
 
 
 def on_this_thread() -> contextlib.AbstractContextManager[object]:

@@ -8,13 +8,15 @@ A call may return what it met on its way: hidden states, features along with the
 What flows from `y` to `h` flows within the call, whose backward takes it along: all that a plain backward wants. But a
 hook on `h`, its `retain_grad` and `torch.autograd.grad(y, h)` are about the whole gradient, in the outer graph.
 
-Rule 1. Where somebody looks at used results in a backward, or may do so, what flows to each is computed before the
-        call's own backward: an engine pass begins at the results next above it, with their whole gradients, and ends
-        there. The highest come first, so that these are whole.
+Rule 1. Where somebody looks at a used result in a backward, what flows there is computed before the call's own
+        backward: an engine pass begins at the results above it, and ends there. The highest come first, so that those
+        between, at which somebody looks as well, are whole.
 Rule 2. The call's own backward then gets the whole gradient of each, and puts it in the place of what arrives there
         within (`Arrived`), before hooks of the call itself.
-Rule 3. So what lies between is walked twice. That is left out where a walk does something (`only_computes`), or runs a
-        forward again: results of such calls do not lead to each other, nor those of calls that change an input.
+Rule 3. So what lies between is walked twice. That is left out where a walk does something: where a function of the
+        user's is between (`only_computes`), or what was saved is fetched or computed again; and where the call waits
+        for gradients of several results. Such results do not lead to each other, nor those of calls that change an
+        input.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import contextlib
 import graphlib
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
 
 from torch import Tensor
 from torch.autograd.graph import Node, _engine_run_backward
@@ -30,11 +34,17 @@ from torch.autograd.graph import Node, _engine_run_backward
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.module_results import CallResults
 from moe_autograd.autograd.result_hooks import Arrived, begun_with
-from moe_autograd.autograd.saved_tensors import is_checkpointed
+from moe_autograd.autograd.saved_tensors import is_packed
 from moe_autograd.autograd.sleeping_hooks import let_these_sleep, retained_grads_untouched, sleeping_hooks
 from moe_autograd.autograd.this_backward import on_this_thread
 from moe_autograd.autograd.upper_cuts import only_computes
 from moe_autograd.autograd.walks import Edge, plain
+from moe_autograd.autograd.wrapped_hooks import of_several
+
+# In the backward of a map: for each call the places of used results at which somebody looks.
+looked_at: ContextVar[Mapping[UsedResults, Collection[int]]] = ContextVar(
+    "looked_at", default=MappingProxyType({})
+)
 
 
 def next_above(results: Sequence[Edge], ends: Collection[Edge]) -> dict[int, list[int]]:
@@ -65,31 +75,37 @@ def next_above(results: Sequence[Edge], ends: Collection[Edge]) -> dict[int, lis
             below[node] = 0
             for edge in edges:
                 below[node] |= bit_of.get(edge) or below[edge[0]]
-    if any(bits and (not only_computes(node) or is_checkpointed(node)) for node, bits in below.items()):
+    if any(bits and (not only_computes(node) or is_packed(node)) for node, bits in below.items()):
         return {}  # Rule 3
-    uses = {
-        place: [one for one in range(len(results)) if below[node] & 1 << one]
-        for place, (node, _) in enumerate(results)
-        if node is not None
-    }
-    above: dict[int, list[int]] = {}
-    for place in graphlib.TopologicalSorter(uses).static_order():
-        users = [one for one, used in uses.items() if place in used]
-        if users:
-            above[place] = users
-    return above
+    uses = {place: _places(below[node]) for place, (node, _) in enumerate(results) if node is not None}
+    above: dict[int, list[int]] = {place: [] for place in graphlib.TopologicalSorter(uses).static_order()}
+    for user, used in uses.items():
+        for place in used:
+            above[place].append(user)
+    return {place: users for place, users in above.items() if users}
+
+
+def _places(bits: int) -> list[int]:
+    places = []
+    while bits:
+        places.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return places
 
 
 class UsedResults(CallResults):
     """The part of a module's call that is about results which it computed from each other."""
 
     next_above: Mapping[int, Sequence[int]] = {}  # as the function has it
-    is_whole = False  # whether the backward that comes gets the whole gradients of used results (Rule 2)
+    # where outer graphs end that lead to used results, by their places: `id`s of nodes, each with an output
+    outer_edges: Mapping[int, tuple[int, int]] = {}
     first_histories: Sequence[
         Node | None
     ] = ()  # where the gradients of its cuts went when its results were tied
     _spent: set[int]  # the places of results whose graph is freed
     _arrived: Mapping[int, Arrived] = {}  # by the places of used results
+    # of a call around the map, each with a place
+    _arrived_further_out: Sequence[tuple[int, Arrived]] = ()
     _met: Mapping[int, weakref.ref[Tensor]] = {}  # used results as the call knows them, likewise
 
     def find_used(self, ends: Collection[Edge]) -> None:
@@ -98,7 +114,7 @@ class UsedResults(CallResults):
         Args:
             ends: of its graph.
         """
-        if self.changed:
+        if self.changed or any(of_several(hook) for own in self._own_hooks.values() for hook in own.values()):
             return
         self.next_above = next_above(plain(self._edges), ends)
         self._met = {place: weakref.ref(self._inner[place]) for place in self.next_above}
@@ -106,18 +122,44 @@ class UsedResults(CallResults):
         for place, arrived in self._arrived.items():
             self._own_hooks[place] = arrived.put_first(self._inner[place])
 
-    def is_looked_at(self) -> bool:
-        """Whether there are hooks on used results, or these retain their gradients."""
-        return self.is_seen_within() and any(place in self.next_above for place, _ in self._within)
+    def are_seen(self) -> set[int]:
+        """Return the places of used results that have hooks, or retain their gradients, or are whole further out."""
+        further_out = {place for place, arrived in self._arrived_further_out if arrived.is_expected()}
+        if not self.is_seen_within():
+            return further_out
+        return further_out.union(place for place, _ in self._within if place in self.next_above)
+
+    def note_arrived(self, place: int, arrived: Arrived) -> None:
+        """Note that a result is one of the call around the map, which others were computed from there."""
+        if place in self.next_above:
+            self._arrived_further_out = [*self._arrived_further_out, (place, arrived)]
+
+    def _begins_of(
+        self, used: int, grads: Mapping[int, Tensor], looked: Collection[int]
+    ) -> dict[int, Tensor]:
+        """Return the gradients of the results above a used one, up to the next ones at which somebody looks."""
+        found: dict[int, Tensor] = {}
+        seen: set[int] = set()
+        to_visit = [*self.next_above[used]]
+        while to_visit:
+            place = to_visit.pop()
+            if place not in seen:
+                seen.add(place)
+                if place in grads:
+                    found[place] = grads[place]
+                if place not in looked:
+                    to_visit += self.next_above.get(place, ())
+        return found
 
     def flow_to(
-        self, used: int, grads: Mapping[int, Tensor | None], *, create_graph: bool = False
+        self, used: int, grads: Mapping[int, Tensor], looked: Collection[int], *, create_graph: bool = False
     ) -> Tensor | None:
         """Return what flows to a used result within the call (Rule 1); `None` if nothing does.
 
         Args:
             used: its place.
-            grads: the whole gradients of the results next above it, by their places.
+            grads: those of the results above it that are known, by their places.
+            looked: the places of those that are whole.
             create_graph: whether it is differentiable.
 
         Raises:
@@ -125,23 +167,24 @@ class UsedResults(CallResults):
 
         Threads: any.
         """
-        begun = {place: grad for place, grad in grads.items() if grad is not None}
-        if not begun:
+        begins = self._begins_of(used, grads, looked)
+        if not begins:
             return None
-        if not self._edges or not self._spent.isdisjoint(begun):
+        if not self._edges or not self._spent.isdisjoint(begins):
             raise RuntimeError(BACKWARD_TWICE)
-        starts = [self._edges[place] for place in begun]
-        arriving = [(within, begun.get(place)) for place, within in [*self._arrived.items(), *self._within]]
+        starts = [self._edges[place] for place in begins]
+        arriving = [(self._arrived[place], grad) for place, grad in begins.items() if place in looked]
+        asleep = [(within, None) for _, within in self._within]
         met = [tensor for reference in self._met.values() if (tensor := reference()) is not None]
         with (
             sleeping_hooks([edge.node for edge in starts], let_these_sleep(self._own_hooks[used])),
-            begun_with(arriving, others_sleep=True),
+            begun_with([*arriving, *asleep], others_sleep=True),
             retained_grads_untouched(met),
             on_this_thread(),
         ):
             (flow,) = _engine_run_backward(
                 tuple(starts),
-                tuple(begun.values()),
+                tuple(begins.values()),
                 True,  # its own backward is still to come
                 create_graph,
                 (self._edges[used],),
@@ -150,6 +193,12 @@ class UsedResults(CallResults):
             )
         return flow
 
-    def arrived_with(self, grads: Sequence[Tensor | None]) -> contextlib.AbstractContextManager[object]:
-        """Run its backward, which begins with these gradients; those of used results are whole (Rule 2)."""
-        return begun_with([(arrived, grads[place]) for place, arrived in self._arrived.items()])
+    def looked_at(self) -> Collection[int]:
+        """Return the places of used results whose gradients are whole in the backward that runs."""
+        return looked_at.get().get(self, ()) if self.next_above else ()
+
+    def arrived_with(
+        self, grads: Sequence[Tensor | None], looked: Collection[int]
+    ) -> contextlib.AbstractContextManager[object]:
+        """Run its backward, which begins with these gradients; some of them are whole (Rule 2)."""
+        return begun_with([(one, grads[i] if i in looked else None) for i, one in self._arrived.items()])
