@@ -173,7 +173,7 @@ class ModuleCall(UsedResults):
             self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
         self._ends = [*[edge for edge, _ in self.cuts], *[GradientEdge(node, 0) for node in leaf_nodes]]
         if self._meets_results:
-            self.find_used({*plain(self._ends)})
+            self.find_used()
         self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
 
     def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
@@ -329,7 +329,7 @@ class ModuleCall(UsedResults):
             starts = self._starts(grad_outputs)
             nodes = [edge.node for edge, _ in starts]
             seen = self.begun_with(grad_outputs) if self.is_seen_within() else _NOBODY
-            arrived = self.arrived_with(grad_outputs, self.looked_at()) if self.next_above else _NOBODY
+            arrived = self.arrived_with(grad_outputs, self.looked_at()) if self._arrived else _NOBODY
             sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
             with sleeping, on_this_thread(), seen, arrived:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.

@@ -207,20 +207,26 @@ class Arrived(Within):
     def register(self, node: Any, hooks: Any) -> None:
         """Nothing: it has been put there."""
 
-    def put_first(self, result: Tensor) -> Any:
-        """Have it called before all hooks of a result, which the call has computed; return these, if it is one of them.
+    def put_first(self, node: Any, hooks: Any, result: Tensor | None) -> Any:
+        """Have it called before all hooks of a result; return these, if it is one of them.
 
-        Threads: only that of the call, which has the result to itself.
+        Args:
+            node: that computed the result.
+            hooks: that the call has put on the result, if any.
+            result: as the call knows it, if anybody still does: he may put hooks there, too.
         """
-        hooks, kind = result._backward_hooks, type(result.grad_fn)
-        if (joined := joined_by(result.grad_fn)) is not None:
-            joined.note_arrived(result.output_nr, self)
+        if (joined := joined_by(node)) is not None:
+            joined.note_arrived(self._output_nr, self)
+        if hooks is None and result is not None:
+            hooks = result._backward_hooks
         if hooks is not None:
             _put_in(hooks, 0, self, self.of_tensor)
-        elif kind in _REGISTERS:  # a map within, which would take it for a user's
+        elif result is None or result.grad_fn is not node:
+            self._register_at_node(node, 0)
+        elif joined is not None:  # which would take it for a user's
             result._backward_hooks = hooks = Hooks()
             _put_in(hooks, 0, self, self.of_tensor)
-            _REGISTERS[kind](result.grad_fn, result)
+            _REGISTERS[type(node)](node, result)
         else:
             result.register_hook(self.of_tensor)
             hooks = result._backward_hooks

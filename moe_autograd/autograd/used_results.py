@@ -22,14 +22,14 @@ Rule 3. So what lies between is walked twice. That is left out where a walk does
 from __future__ import annotations
 
 import contextlib
-import graphlib
+import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 
 from torch import Tensor
-from torch.autograd.graph import Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.module_results import CallResults
@@ -57,32 +57,39 @@ def next_above(results: Sequence[Edge], ends: Collection[Edge]) -> dict[int, lis
     bit_of = {edge: 1 << place for place, edge in enumerate(results)}
     if len(bit_of) < len(results):
         return {}
-    below: dict[
-        Node, int
-    ] = {}  # for each node a bit for each result that it leads to, other than through another
-    to_visit = [node for node, _ in results if node is not None]
+    below = _results_below(bit_of, ends)
+    places_at: dict[Node, list[int]] = {}
+    for place, (node, _) in enumerate(results):
+        if node is not None:
+            places_at.setdefault(node, []).append(place)
+    above: dict[int, list[int]] = {}
+    for node, bits in below.items():
+        for place in places_at.get(node, ()):
+            above[place] = []
+            for used in _places(bits):
+                above[used].append(place)
+    return {place: users for place, users in above.items() if users}
+
+
+def _results_below(bit_of: Mapping[Edge, int], ends: Collection[Edge]) -> dict[Node, int]:
+    """Return for each node a bit for each result that it leads to other than through another; the lowest first."""
+    below: dict[Node, int] = {}
+    ahead: dict[Node, list[tuple[Node, int]]] = {}  # of nodes that wait for those below
+    to_visit = [node for node, _ in bit_of if node is not None]
     while to_visit:
         node = to_visit[-1]
-        edges = (
-            [] if node in below else [(n, nr) for n, nr in node.next_functions if n and (n, nr) not in ends]
-        )
-        ahead = [n for n, _ in edges if n not in below]
-        if ahead:
-            to_visit += ahead
+        edges = ahead.pop(node, None)
+        if edges is None and node not in below:
+            edges = ahead[node] = [(n, nr) for n, nr in node.next_functions if n and (n, nr) not in ends]
+            to_visit += [n for n, _ in edges if n not in below]
             continue
         to_visit.pop()
-        if node not in below:
-            below[node] = 0
+        if edges is not None:
+            bits = 0
             for edge in edges:
-                below[node] |= bit_of.get(edge) or below[edge[0]]
-    if any(bits and (not only_computes(node) or is_packed(node)) for node, bits in below.items()):
-        return {}  # Rule 3
-    uses = {place: _places(below[node]) for place, (node, _) in enumerate(results) if node is not None}
-    above: dict[int, list[int]] = {place: [] for place in graphlib.TopologicalSorter(uses).static_order()}
-    for user, used in uses.items():
-        for place in used:
-            above[place].append(user)
-    return {place: users for place, users in above.items() if users}
+                bits |= bit_of.get(edge) or below[edge[0]]
+            below[node] = bits
+    return below
 
 
 def _places(bits: int) -> list[int]:
@@ -103,31 +110,58 @@ class UsedResults(CallResults):
         Node | None
     ] = ()  # where the gradients of its cuts went when its results were tied
     _spent: set[int]  # the places of results whose graph is freed
-    _arrived: Mapping[int, Arrived] = {}  # by the places of used results
+    _ends: list[GradientEdge]  # of its graph
+    _met: Mapping[int, weakref.ref[Tensor]] = {}  # used results as the call knows them, by their places
+    _arrived: Mapping[int, Arrived] = {}  # of those at which somebody has looked so far, likewise
+    _arriving: threading.Lock  # guards these
     # of a call around the map, each with a place
     _arrived_further_out: Sequence[tuple[int, Arrived]] = ()
-    _met: Mapping[int, weakref.ref[Tensor]] = {}  # used results as the call knows them, likewise
+    _may_be_walked_twice: bool | None = None  # Rule 3, once somebody has looked
 
-    def find_used(self, ends: Collection[Edge]) -> None:
-        """Find which results others were computed from; to be called when a walk has met a result again.
+    def find_used(self) -> None:
+        """Find which results others were computed from; to be called when a walk has met a result again."""
+        if not self.changed:
+            self.next_above = next_above(plain(self._edges), {*plain(self._ends)})
+            self._met = {place: weakref.ref(self._inner[place]) for place in self.next_above}
+            self._arriving = threading.Lock()
+
+    def look_at(self, by_name: Collection[tuple[int, int]]) -> Collection[int]:
+        """Return the places of used results at which somebody looks in this backward, and prepare for it.
 
         Args:
-            ends: of its graph.
+            by_name: where this backward is to end, as `outer_edges` has it.
         """
-        if self.changed or any(of_several(hook) for own in self._own_hooks.values() for hook in own.values()):
-            return
-        self.next_above = next_above(plain(self._edges), ends)
-        self._met = {place: weakref.ref(self._inner[place]) for place in self.next_above}
-        self._arrived = {place: Arrived(self._edges[place].output_nr) for place in self.next_above}
-        for place, arrived in self._arrived.items():
-            self._own_hooks[place] = arrived.put_first(self._inner[place])
+        looked = {place for place, arrived in self._arrived_further_out if arrived.is_expected()}
+        looked.update(place for place, edge in self.outer_edges.items() if edge in by_name)
+        if self.is_seen_within():
+            looked.update(place for place, _ in self._within if place in self.next_above)
+        if not looked:
+            return ()
+        if not self._edges:
+            return looked  # and be told that the graph is freed
+        with self._arriving:
+            if self._may_be_walked_twice is None:
+                self._may_be_walked_twice = not any(map(of_several, self._all_own_hooks())) and all(
+                    only_computes(node) and not is_packed(node) for node in self._nodes_between()
+                )
+            if not self._may_be_walked_twice:
+                return ()
+            for place in looked - self._arrived.keys():
+                arrived = Arrived(self._edges[place].output_nr)
+                node, own = self._edges[place].node, self._own_hooks.get(place)
+                hooks = arrived.put_first(node, own, self._met[place]())
+                if hooks is not None:
+                    self._own_hooks[place] = hooks
+                self._arrived = {**self._arrived, place: arrived}
+        return looked
 
-    def are_seen(self) -> set[int]:
-        """Return the places of used results that have hooks, or retain their gradients, or are whole further out."""
-        further_out = {place for place, arrived in self._arrived_further_out if arrived.is_expected()}
-        if not self.is_seen_within():
-            return further_out
-        return further_out.union(place for place, _ in self._within if place in self.next_above)
+    def _all_own_hooks(self) -> Iterator[object]:
+        return (hook for own in self._own_hooks.values() for hook in own.values())
+
+    def _nodes_between(self) -> list[Node]:
+        """Return the nodes that lead to results."""
+        bit_of = {edge: 1 << place for place, edge in enumerate(plain(self._edges))}
+        return [node for node, bits in _results_below(bit_of, {*plain(self._ends)}).items() if bits]
 
     def note_arrived(self, place: int, arrived: Arrived) -> None:
         """Note that a result is one of the call around the map, which others were computed from there."""
@@ -177,7 +211,7 @@ class UsedResults(CallResults):
         asleep = [(within, None) for _, within in self._within]
         met = [tensor for reference in self._met.values() if (tensor := reference()) is not None]
         with (
-            sleeping_hooks([edge.node for edge in starts], let_these_sleep(self._own_hooks[used])),
+            sleeping_hooks([edge.node for edge in starts], let_these_sleep(self._own_hooks.get(used))),
             begun_with([*arriving, *asleep], others_sleep=True),
             retained_grads_untouched(met),
             on_this_thread(),

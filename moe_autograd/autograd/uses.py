@@ -57,9 +57,7 @@ class Known:
     """
 
     def __init__(self, call: UsedResults) -> None:
-        by_name = asked_for_by_name()
-        asked = [place for place, edge in call.outer_edges.items() if edge in by_name] if by_name else ()
-        self.looked: Collection[int] = call.are_seen().union(asked)
+        self.looked = call.look_at(asked_for_by_name())
         self.grads: dict[int, Tensor] = {}
 
 
@@ -106,15 +104,21 @@ class _Use(Function):
     @staticmethod
     def forward(ctx: Any, joined: _UseOf, used: Tensor, *above: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.joined, ctx.shape, ctx.options = joined, used.shape, {"dtype": used.dtype, "device": used.device}
+        ctx.joined = joined
         return tuple([_as_it_is(result) for result in above])
 
     @backward_by
     def backward(ctx: Any, grads: Grads) -> Tensors:
         flow = ctx.joined.flow(grads)
         if flow is None and is_backward_compiled():  # which adds it to what comes from outside
-            flow = torch.zeros(ctx.shape, **ctx.options)
+            node, output_nr = ctx.next_functions[0]
+            like = node._input_metadata[output_nr]
+            flow = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         return None, flow, *grads
+
+
+# `Function.apply` looks for transforms first, which are refused; that takes as long as all the rest
+_apply: Any = super(Function, _Use).apply
 
 
 def _as_it_is(result: Tensor) -> Tensor:
@@ -133,9 +137,7 @@ def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Seq
             continue
         call.first_histories = [tensor.grad_fn for _, tensor in call.cuts]
         for used, above in call.next_above.items():
-            lead = _Use.apply(  # type: ignore[no-untyped-call]
-                _UseOf(flows, index, used), own[used], *[own[place] for place in above]
-            )
+            lead = _apply(_UseOf(flows, index, used), own[used], *[own[place] for place in above])
             for place, result in zip(above, lead, strict=True):
                 own[place] = result
         call.outer_edges = {used: (id(own[used].grad_fn), own[used].output_nr) for used in call.next_above}
