@@ -242,13 +242,13 @@ def test_what_a_changed_view_is_a_view_of() -> None:
         assert base.grad.tolist() == expected
 
 
-@of("an autograd function of yours, compiled code, an input that the call changes")
+@of("an autograd function of yours, a module's full backward hook, compiled code or an expert")
 def test_results_of_each_other() -> None:
     a, b = in_call(lambda x: (y := x * 2, Doubles.apply(y)), leaf())
     assert torch.autograd.grad(b.sum(), a, allow_unused=True) == (None,)
 
 
-@of("what lies between goes backward once more: hooks and retained gradients there have it twice")
+@of("hooks of the call run twice there (**no error** if they do something else the second time)")
 def test_between_results_of_each_other() -> None:
     for call, expected in ((parallel_apply, 2), (in_loop, 1)):
         seen: list[Tensor] = []

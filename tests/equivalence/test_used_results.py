@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 from moe_autograd import parallel_apply
-from tests.support.comparing_modules import assert_same_modules_program
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.computed_from_each_other import Plan, run
 from tests.support.module_programs import leaves, parameters, seeded
@@ -238,124 +235,3 @@ def test_random_programs_are_as_in_a_loop(seed: int, options: dict[str, Any]) ->
     assert_same_program(
         functools.partial(run, plan), native_apply=one_after_another, mapped_apply=mapped, tolerance=PARTS
     )
-
-
-def count_backwards_between(apply: MapFunction, watch: Callable[[list[Any]], None]) -> list[int]:
-    """Return how often each call went backward between its results."""
-    counts = [0, 0]
-
-    def call(x: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        def count(_: Tensor) -> None:
-            counts[index] += 1
-
-        hidden = x.sin()
-        between = hidden * 2
-        between.register_hook(count)
-        return hidden, between.cos()
-
-    returned = apply([call, call], [(x, i) for i, x in enumerate(leaves(2))])
-    watch(returned)
-    torch.stack([last.sum() + first.sum() for first, last in returned]).sum().backward()
-    return counts
-
-
-def test_where_nobody_looks_a_call_goes_backward_once() -> None:
-    assert count_backwards_between(parallel_apply, lambda _: None) == [1, 1]
-    assert count_backwards_between(parallel_apply, lambda returned: returned[0][1].retain_grad()) == [1, 1]
-    assert count_backwards_between(parallel_apply, lambda returned: returned[1][0].retain_grad()) == [1, 2]
-
-
-def test_a_map_within_a_call_that_nobody_looks_at_goes_backward_once() -> None:
-    """The inner backward asks for where the call ends, by name."""
-    counts: list[int] = []
-
-    def outer(x: Tensor) -> Tensor:
-        def inner(y: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = y.sin()
-            between = hidden * 2
-            between.register_hook(lambda _: counts.append(1))
-            return hidden, between.cos()
-
-        (first, last), _ = parallel_apply([inner, torch.sin], [(x,), (x,)])
-        return first + last
-
-    torch.stack(parallel_apply([outer, torch.sin], [(x,) for x in leaves(2)])).sum().backward()
-    assert len(counts) == 1
-
-
-def test_a_second_backward_raises_as_in_a_loop() -> None:
-    def program(apply: MapFunction) -> Any:
-        returned, _ = results_of(apply, Classifier)
-        loss_of(returned).backward()
-        return torch.autograd.grad(returned[0][1].sum(), returned[0][0])
-
-    said = assert_same_modules_program(program)
-    assert isinstance(said, Raised)
-    assert "second time" in said.text
-
-
-def test_what_raises_between_results_is_named() -> None:
-    def refuse(grad: Tensor) -> None:
-        raise ValueError("refused")
-
-    def call(x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = x.sin()
-        between = hidden * 2
-        between.register_hook(refuse)
-        return hidden, between.cos()
-
-    returned = parallel_apply([torch.sin, call], [(x,) for x in leaves(2)], names=["good", "guilty"])
-    with pytest.raises(ValueError, match="refused") as caught:
-        torch.autograd.grad(returned[1][1].sum(), returned[1][0])
-    (note,) = caught.value.__notes__
-    assert note.startswith("parallel_apply, backward: raised by guilty ")
-
-
-def test_inputs_that_were_changed_since_are_refused_in_second_derivatives() -> None:
-    x = leaves(1)[0] * 2
-    ((hidden, last), _) = parallel_apply([lambda x: (y := x + 1, y.sin()), lambda x: x + 2], [(x,), (x,)])
-    x.mul_(2)
-    with pytest.raises(RuntimeError, match="Give the call a clone of it"):
-        torch.autograd.grad(last.sum(), hidden, create_graph=True)
-
-
-def test_graphs_are_freed_with_the_results() -> None:
-    class Mark:
-        """Lives as long as the graph of a call."""
-
-    def call(x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = x.sin()
-        hidden.grad_fn.metadata["mark"] = mark = Mark()  # type: ignore[union-attr]
-        marks.append(weakref.ref(mark))
-        return hidden, hidden.cos()
-
-    marks: list[weakref.ref[Mark]] = []
-    gc.collect()
-    gc.disable()
-    try:
-        for watch in (lambda t: None, lambda t: t.retain_grad(), lambda t: t.register_hook(torch.sin)):
-            returned = parallel_apply([call, call], [(x,) for x in leaves(2)])
-            watch(returned[0][0])
-            torch.stack([last.sum() for _, last in returned]).sum().backward()
-            del returned
-            assert [mark() for mark in marks] == [None] * len(marks)
-            returned = parallel_apply([call, call], [(x,) for x in leaves(2)])
-            watch(returned[0][0])
-            del returned
-            assert [mark() for mark in marks] == [None] * len(marks)
-    finally:
-        gc.enable()
-
-
-def test_a_call_that_retains_what_it_returns_lets_its_caller_see_it() -> None:
-    def call(x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = x.sin()
-        hidden.retain_grad()
-        return hidden, hidden.exp()
-
-    def program(apply: MapFunction) -> Any:
-        returned = apply([call, call], [(x,) for x in leaves(2)])
-        loss_of(returned).backward()
-        return [(hidden.retains_grad, hidden.grad, last.grad_fn is not None) for hidden, last in returned]
-
-    assert assert_same_modules_program(program)[0][0]
