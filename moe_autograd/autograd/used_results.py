@@ -106,9 +106,8 @@ class UsedResults(CallResults):
     next_above: Mapping[int, Sequence[int]] = {}  # as the function has it
     # where outer graphs end that lead to used results, by their places: `id`s of nodes, each with an output
     outer_edges: Mapping[int, tuple[int, int]] = {}
-    first_histories: Sequence[
-        Node | None
-    ] = ()  # where the gradients of its cuts went when its results were tied
+    # where the gradients of its cuts went when its results were tied
+    first_histories: Sequence[Node | None] = ()
     _spent: set[int]  # the places of results whose graph is freed
     _ends: list[GradientEdge]  # of its graph
     _met: Mapping[int, weakref.ref[Tensor]] = {}  # used results as the call knows them, by their places
