@@ -92,6 +92,31 @@ def _results_below(bit_of: Mapping[Edge, int], ends: Collection[Edge]) -> dict[N
     return below
 
 
+def leads_of(above: dict[int, list[int]]) -> list[tuple[list[int], list[int]]]:
+    """Return which results are to lead to which used ones, so that each leads to all that it was computed from.
+
+    Args:
+        above: as `next_above` has it.
+
+    Returns:
+        Places of used results, with those of the results that lead to them by one node; the lowest first. From where
+        one leads to another it leads on, so this takes as few as will do.
+    """
+    all_above: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    grouped: dict[int, list[int]] = {}
+    for used in reversed(above):
+        further = 0
+        for place in above[used]:
+            further |= all_above.get(place, 0)
+        direct = sum(1 << place for place in above[used])
+        all_above[used] = direct | further
+        depths[used] = 1 + max(depths.get(place, 0) for place in above[used])
+        grouped.setdefault(direct & ~further, []).append(used)
+    groups = sorted(grouped.items(), key=lambda group: -depths[group[1][0]])
+    return [(used, _places(bits)) for bits, used in groups]
+
+
 def _places(bits: int) -> list[int]:
     places = []
     while bits:
@@ -104,6 +129,7 @@ class UsedResults(CallResults):
     """The part of a module's call that is about results which it computed from each other."""
 
     next_above: Mapping[int, Sequence[int]] = {}  # as the function has it
+    leads: Sequence[tuple[Sequence[int], Sequence[int]]] = ()  # as `leads_of` has it
     # where outer graphs end that lead to used results, by their places: `id`s of nodes, each with an output
     outer_edges: Mapping[int, tuple[int, int]] = {}
     # where the gradients of its cuts went when its results were tied
@@ -120,7 +146,8 @@ class UsedResults(CallResults):
     def find_used(self) -> None:
         """Find which results others were computed from; to be called when a walk has met a result again."""
         if not self.changed:
-            self.next_above = next_above(plain(self._edges), {*plain(self._ends)})
+            self.next_above = above = next_above(plain(self._edges), {*plain(self._ends)})
+            self.leads = leads_of(above)
             self._met = {place: weakref.ref(self._inner[place]) for place in self.next_above}
             self._arriving = threading.Lock()
 

@@ -4,10 +4,10 @@
             ▲                │  ▲                │
             └────────────────┘  └────────────────┘                    a use hands on what it gets from above
 
-Each use stands for one used result. It hands on the gradients of the results next above it. To the used one it hands
-what flows there from these within the call, but only where somebody looks in this backward: where the result has a hook
-or retains its gradient, or is asked for by name. Else the join's gradients are those that come from outside, and the
-call's own backward adds up the rest.
+Each use stands for one used result, or several with the same above them. It hands on the gradients that it gets from
+there. To a used one it hands what flows there from these within the call, but only where somebody looks in this
+backward: where the result has a hook or retains its gradient, or is asked for by name. Else the join's gradients are
+those that come from outside, and the call's own backward adds up the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from moe_autograd.autograd.boxed import Grads
+from moe_autograd.autograd.grad_dtypes import declare, to_declare
 from moe_autograd.autograd.join import backward_by
 from moe_autograd.autograd.joined import Tensors
 from moe_autograd.autograd.result_hooks import Arrived, See, skip_missing_gradients
@@ -62,39 +63,41 @@ class Known:
 
 
 class _UseOf:
-    """One used result.
+    """Some used results of one call.
 
     Args:
         flows: the calls of the map.
-        index: of its call.
-        used: its place among the results of the call.
+        index: of their call.
+        used: their places among the results of the call.
+        above: the places of those that lead to them.
     """
 
-    def __init__(self, flows: Flows, index: int, used: int) -> None:
-        self._flows, self._index, self._used = flows, index, used
-        self._call = flows.calls[index]
-        self._above = self._call.next_above[used]
+    def __init__(self, flows: Flows, index: int, used: Sequence[int], above: Sequence[int]) -> None:
+        self._flows, self._index, self.used, self._above = flows, index, used, above
 
     def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""
-        self._call.see_within(self._above[place], see)
+        self._flows.calls[self._index].see_within(self._above[place], see)
 
     def note_arrived(self, place: int, arrived: Arrived) -> None:
         """See `Joined`."""
-        self._call.note_arrived(self._above[place], arrived)
+        self._flows.calls[self._index].note_arrived(self._above[place], arrived)
 
-    def flow(self, grads: Grads) -> Tensor | None:
-        """Return what this backward is to hand on to the used result."""
+    def flow(self, grads: Grads) -> Sequence[Tensor | None]:
+        """Return what this backward is to hand on to the used results."""
+        nothing = (None,) * len(self.used)
         if is_backward_compiled():
-            return None
-        call = self._call
+            return nothing
+        call = self._flows.calls[self._index]
         known = kept_by_this_backward((Known, call), lambda: Known(call))
         if not known.looked:
-            return None
-        known.grads.update(
-            (place, grad) for place, grad in zip(self._above, grads, strict=True) if grad is not None
-        )
-        return self._flows.flow_to(self._index, self._used, known) if self._used in known.looked else None
+            return nothing
+        pairs = zip(self._above, grads, strict=True)
+        known.grads.update((place, grad) for place, grad in pairs if grad is not None)
+        return [
+            self._flows.flow_to(self._index, place, known) if place in known.looked else None
+            for place in self.used
+        ]
 
 
 @skip_missing_gradients
@@ -102,19 +105,24 @@ class _Use(Function):
     only_computes = True  # see `upper_cuts`
 
     @staticmethod
-    def forward(ctx: Any, joined: _UseOf, used: Tensor, *above: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, joined: _UseOf, *results: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.joined = joined
+        above = results[len(joined.used) :]
+        declare(ctx, to_declare(above))
         return tuple([_as_it_is(result) for result in above])
 
     @backward_by
     def backward(ctx: Any, grads: Grads) -> Tensors:
-        flow = ctx.joined.flow(grads)
-        if flow is None and is_backward_compiled():  # which adds it to what comes from outside
-            node, output_nr = ctx.next_functions[0]
-            like = node._input_metadata[output_nr]
-            flow = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        return None, flow, *grads
+        flows = ctx.joined.flow(grads)
+        if is_backward_compiled():  # which adds it to what comes from outside
+            flows = [_zeros_at(*edge) for edge in ctx.next_functions[: len(flows)]]
+        return None, *flows, *grads
+
+
+def _zeros_at(node: Any, output_nr: int) -> Tensor:
+    like = node._input_metadata[output_nr]
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 # `Function.apply` looks for transforms first, which are refused; that takes as long as all the rest
@@ -136,9 +144,11 @@ def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Seq
         if not call.next_above:
             continue
         call.first_histories = [tensor.grad_fn for _, tensor in call.cuts]
-        for used, above in call.next_above.items():
-            lead = _apply(_UseOf(flows, index, used), own[used], *[own[place] for place in above])
-            for place, result in zip(above, lead, strict=True):
+        for used, above in call.leads:
+            use = _UseOf(flows, index, used, above)
+            for place, result in zip(
+                above, _apply(use, *[own[place] for place in (*used, *above)]), strict=True
+            ):
                 own[place] = result
         call.outer_edges = {used: (id(own[used].grad_fn), own[used].output_nr) for used in call.next_above}
     return leading
