@@ -7,7 +7,7 @@ frees those of some.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,37 +21,34 @@ def drop_saved_tensors(node: Node) -> None:
     Only the engine can free a saved tensor, but a hook set later replaces it: here by nothing. A tensor
     that somebody else's hook has packed stays packed as long as its node.
     """
-    for name in _saved_names(type(node)):
-        saved = getattr(node, name)
-        for one in saved if isinstance(saved, tuple) else (saved,):
-            if one is not None and one.unpack_hook is None and one.data is not None:
-                one.register_hooks(_pack_nothing, _refuse_to_unpack)
+    for one in _saved_of(node):
+        if one.unpack_hook is None and one.data is not None:
+            one.register_hooks(_pack_nothing, _refuse_to_unpack)
 
 
 def is_checkpointed(node: Node) -> bool:
     """Whether what a node saved is computed again by a `torch.utils.checkpoint`, once for each pass that asks."""
-    for name in _saved_names(type(node)):
-        saved = getattr(node, name)
-        for one in saved if isinstance(saved, tuple) else (saved,):
-            if one is not None and getattr(one.unpack_hook, "__module__", None) == checkpoint.__name__:
-                return True
-    return False
+    return any(getattr(one.unpack_hook, "__module__", None) == checkpoint.__name__ for one in _saved_of(node))
 
 
 def is_packed(node: Node) -> bool:
     """Whether a hook is to give back what a node saved, which it may do once, or at some expense."""
-    for name in _saved_names(type(node)):
-        saved = getattr(node, name)
-        for one in saved if isinstance(saved, tuple) else (saved,):
-            if one is not None and one.unpack_hook is not None:
-                return True
-    return False
+    return any(one.unpack_hook is not None for one in _saved_of(node))
 
 
 def drop_in_python(nodes: Iterable[Any]) -> None:
     """Do the same to contexts of Python functions; call it inside an engine pass without `retain_graph`."""
     for node in nodes:
         node.maybe_clear_saved_tensors()
+
+
+def _saved_of(node: Node) -> Iterator[Any]:
+    """Yield what a node of C++ saved, as torch has it."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if one is not None:
+                yield one
 
 
 @functools.cache

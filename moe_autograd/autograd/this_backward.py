@@ -78,7 +78,8 @@ def _asked_in(frame: FrameType | None) -> Collection[tuple[int, int]] | None:
     """Return what the innermost backward that begins in these frames is asked for; `None` if none does."""
     while frame is not None:
         if frame.f_code is _engine_run_backward.__code__:
-            _, _, _, inputs, *_ = frame.f_locals["args"]
+            args: tuple[Any, ...] = frame.f_locals["args"]
+            inputs = args[3] if len(args) > 3 else frame.f_locals["kwargs"].get("inputs", ())
             return frozenset(map(_edge_of, inputs))
         frame = frame.f_back
     return None

@@ -130,7 +130,8 @@ class UsedResults(CallResults):
 
     next_above: Mapping[int, Sequence[int]] = {}  # as the function has it
     leads: Sequence[tuple[Sequence[int], Sequence[int]]] = ()  # as `leads_of` has it
-    # where outer graphs end that lead to used results, by their places: `id`s of nodes, each with an output
+    # where outer graphs end that lead to used results, by their places: `id`s of nodes, each with an output; uses lead
+    # to these nodes, so as long as one of them asks, nothing else has such an `id`
     outer_edges: Mapping[int, tuple[int, int]] = {}
     # where the gradients of its cuts went when its results were tied
     first_histories: Sequence[Node | None] = ()

@@ -85,13 +85,10 @@ class _UseOf:
 
     def flow(self, grads: Grads) -> Sequence[Tensor | None]:
         """Return what this backward is to hand on to the used results."""
-        nothing = (None,) * len(self.used)
-        if is_backward_compiled():
-            return nothing
         call = self._flows.calls[self._index]
         known = kept_by_this_backward((Known, call), lambda: Known(call))
         if not known.looked:
-            return nothing
+            return (None,) * len(self.used)
         pairs = zip(self._above, grads, strict=True)
         known.grads.update((place, grad) for place, grad in pairs if grad is not None)
         return [
@@ -114,10 +111,10 @@ class _Use(Function):
 
     @backward_by
     def backward(ctx: Any, grads: Grads) -> Tensors:
-        flows = ctx.joined.flow(grads)
-        if is_backward_compiled():  # which adds it to what comes from outside
-            flows = [_zeros_at(*edge) for edge in ctx.next_functions[: len(flows)]]
-        return None, *flows, *grads
+        use: _UseOf = ctx.joined
+        if is_backward_compiled():  # which adds what it gets to what comes from outside
+            return None, *[_zeros_at(*edge) for edge in ctx.next_functions[: len(use.used)]], *grads
+        return None, *use.flow(grads), *grads
 
 
 def _zeros_at(node: Any, output_nr: int) -> Tensor:
@@ -146,9 +143,8 @@ def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Seq
         call.first_histories = [tensor.grad_fn for _, tensor in call.cuts]
         for used, above in call.leads:
             use = _UseOf(flows, index, used, above)
-            for place, result in zip(
-                above, _apply(use, *[own[place] for place in (*used, *above)]), strict=True
-            ):
+            led = _apply(use, *[own[place] for place in (*used, *above)])
+            for place, result in zip(above, led, strict=True):
                 own[place] = result
         call.outer_edges = {used: (id(own[used].grad_fn), own[used].output_nr) for used in call.next_above}
     return leading

@@ -248,6 +248,17 @@ def test_results_of_each_other() -> None:
     assert torch.autograd.grad(b.sum(), a, allow_unused=True) == (None,)
 
 
+@of("in one that is asked by name otherwise than by torch's functions in Python")
+def test_results_of_each_other_that_the_engine_itself_is_asked_for() -> None:
+    for call, expected in ((parallel_apply, 1.0), (in_loop, 4.0)):
+        ((a, b), _) = call([lambda x: (y := x * 2, y * 3)] * 2, [(leaf(),), (leaf(),)])
+        arguments = ((a + b).sum(),), (torch.tensor(1.0),), False, False, (a,)
+        (grad,) = torch.autograd.Variable._execution_engine.run_backward(
+            *arguments, allow_unreachable=True, accumulate_grad=False
+        )
+        assert grad.tolist() == [expected] * 2
+
+
 @of("hooks of the call run twice there (**no error** if they do something else the second time)")
 def test_between_results_of_each_other() -> None:
     for call, expected in ((parallel_apply, 2), (in_loop, 1)):

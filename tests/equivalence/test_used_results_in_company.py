@@ -25,14 +25,11 @@ def loss_of(returned: list[Any]) -> Tensor:
 
 
 def count_backwards_between(
-    apply: MapFunction,
-    watch: Callable[[list[Any]], None] = lambda returned: None,
-    by_name: Sequence[int] = (),
+    watch: Callable[[list[Any]], None] = lambda returned: None, by_name: Sequence[int] = ()
 ) -> list[int]:
-    """Return how often each call went backward between its results.
+    """Return how often each of two calls went backward between its results.
 
     Args:
-        apply: makes two calls.
         watch: does something to what they returned.
         by_name: the places of what is asked for: the inputs, and the results of the first call.
     """
@@ -48,7 +45,7 @@ def count_backwards_between(
         return hidden, between.cos()
 
     xs = leaves(2)
-    returned = apply([call, call], [(x, i) for i, x in enumerate(xs)])
+    returned = parallel_apply([call, call], [(x, i) for i, x in enumerate(xs)])
     watch(returned)
     loss = torch.stack([last.sum() + first.sum() for first, last in returned]).sum()
     if by_name:
@@ -59,12 +56,12 @@ def count_backwards_between(
 
 
 def test_where_nobody_looks_a_call_goes_backward_once() -> None:
-    assert count_backwards_between(parallel_apply) == [1, 1]
-    assert count_backwards_between(parallel_apply, lambda returned: returned[0][1].retain_grad()) == [1, 1]
-    assert count_backwards_between(parallel_apply, by_name=[0, 1]) == [1, 1]
-    assert count_backwards_between(parallel_apply, by_name=[0, 2]) == [2, 0]
-    assert count_backwards_between(parallel_apply, by_name=[2]) == [1, 0]
-    assert count_backwards_between(parallel_apply, lambda returned: returned[1][0].retain_grad()) == [1, 2]
+    assert count_backwards_between() == [1, 1]
+    assert count_backwards_between(lambda returned: returned[0][1].retain_grad()) == [1, 1]
+    assert count_backwards_between(by_name=[0, 1]) == [1, 1]
+    assert count_backwards_between(by_name=[0, 2]) == [2, 0]
+    assert count_backwards_between(by_name=[2]) == [1, 0]
+    assert count_backwards_between(lambda returned: returned[1][0].retain_grad()) == [1, 2]
 
 
 def test_a_map_within_a_call_that_nobody_looks_at_goes_backward_once() -> None:
@@ -329,3 +326,18 @@ def test_a_result_of_all_others_is_gone_back_from_once_for_each_that_is_looked_a
     returned[0][3].retain_grad()
     returned[0][-1].sum().backward()
     assert len(count) <= 2 * 8
+
+
+def test_who_is_asked_by_keyword_is_seen_as_well() -> None:
+    (hidden, last), _ = parallel_apply([lambda x: (h := x.sin(), h * 3)] * 2, [(x,) for x in leaves(2)])
+    loss = (hidden + last).sum()
+    (grad,) = torch.autograd.graph._engine_run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,
+        False,
+        inputs=(hidden,),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    assert torch.equal(grad, torch.full_like(hidden, 4))
