@@ -195,13 +195,11 @@ class HostedExpert:
             evaluate = call.evaluate if kept is None else kept.evaluate
         is_here = self.caller.is_on_cpu and self._lodger is None and not self._may_compile
         is_at_once = is_here and not self._intake.is_in_parts and call.reply_encoding == pb.RAW
-        if len(given) != 1 or not is_at_once or not self.caller.is_in_mode(evaluate):
+        if not is_at_once or not self.caller.is_in_mode(evaluate):
             return False  # in the other mode it may draw random numbers
-        (x,) = given
         # Without rows it is as large as one row: its backward, too, has gradients of all weights.
-        if x is not None and not x.numel():
-            x = x.new_empty(x.shape[-1:])
-        return is_small(self.module, x)
+        rows = [x if x.numel() else x.new_empty(x.shape[-1:]) for x in given if x is not None]
+        return len(rows) == len(given) and is_small(self.module, rows)
 
     # ---- joining
 

@@ -1,9 +1,10 @@
-"""Whether the `forward` of a user's class does nothing but arithmetic on its input.
+"""Whether the `forward` of a user's class does nothing but arithmetic on its arguments.
 
 Most experts are classes of a few lines, such as `self.w2(F.silu(self.w1(x)) * self.w3(x))`. One that can neither wait
 nor be waited for may be called in turn (`in_turn`). So a class is read, once, and its forward only computes where
 
-1. it takes one argument besides `self`, and its bytecode names nothing that does more (`function_reading`);
+1. it takes arguments besides `self`, which are tensors and numbers, and its bytecode names nothing that does more
+   (`function_reading`);
 2. of `self` it calls only parts, functions that compute and methods that are read as it is, with loops in one of all
    these at most;
 3. of `self` it takes only parameters, buffers and numbers: of an instance, since what the class defines under a name
@@ -109,7 +110,7 @@ def _read(kind: type[nn.Module]) -> Reading | None:
     """Read the forward of a class, and the methods that it calls; return `None` if it may do more than arithmetic."""
     forward = _method_of(kind, "forward")
     methods = dict[str, FunctionReading]()
-    if forward is None or forward.__code__.co_argcount != 2 or not _num_calls(kind, "forward", methods, {}):
+    if forward is None or not _num_calls(kind, "forward", methods, {}):
         return None
     if sum(bool(one.looped) for one in methods.values()) > 1:  # one of them may be called in the other's loop
         return None
@@ -161,13 +162,14 @@ def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> fro
 
 
 def _method_of(kind: type[nn.Module], name: str) -> types.FunctionType | None:
-    """Return a method; `None` if it is something else, or torch's own, or has arguments that need not be given."""
+    """Return a method; `None` if it is something else, or torch's own, or if what need not be given is no number."""
     for base in kind.__mro__:
         if name in base.__dict__:
             method = base.__dict__[name]
             if type(method) is not types.FunctionType or base is nn.Module:
                 return None
-            return None if method.__defaults__ and name != "forward" else method
+            defaults = (*(method.__defaults__ or ()), *(method.__kwdefaults__ or {}).values())
+            return None if any(type(one) not in PLAIN for one in defaults) else method
     return None
 
 

@@ -104,7 +104,7 @@ class FunctionReading(NamedTuple):
 def read_function(function: types.FunctionType) -> FunctionReading | None:
     """Return what a method names; `None` if it may do more than arithmetic."""
     code = function.__code__
-    if not code.co_argcount or code.co_kwonlyargcount or code.co_flags & _TAKES_ANY:
+    if not code.co_argcount or code.co_flags & _TAKES_ANY:
         return None
     if any(map(_may_change, code.co_consts)):
         return None

@@ -10,10 +10,10 @@ tell, but by the clock. And the clock is for it where a call is
 
 So a map is made as the loop that it means, if each of its calls is small, large or elsewhere, and
 
-1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its input: one of
-   `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that returns `True`, or one without,
-   whose `forward` can be read to do no more (`arithmetic`). Calls that draw for a dropout have random numbers of their
-   own, as on threads;
+1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its arguments, which are
+   tensors and numbers: one of `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that
+   returns `True`, or one without, whose `forward` can be read to do no more (`arithmetic`). Calls that draw for a
+   dropout have random numbers of their own, as on threads;
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
    classes;
 3. no group of the module's makes its calls (`grouping`).
@@ -44,6 +44,7 @@ from torch.nn.modules import module as module_globals
 from moe_autograd._intraop import num_cores
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.arithmetic import Reading, reading_of
+from moe_autograd.autograd.function_reading import PLAIN
 from moe_autograd.autograd.runs import name_of_call
 
 MOST_SMALL = 1 << 20
@@ -86,12 +87,10 @@ def call_in_turn(
         return None
     most, readings, draws = most_small(), dict[type, Reading | None](), False
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
-        if own_kwargs or len(own_args) != 1:
+        size = _size_of((*own_args, *own_kwargs.values()) if own_kwargs else own_args)
+        if size is None or (work := _work_of(module, size, readings)) is None:
             return None
-        work = _work_of(module, own_args[0], readings)
-        if work is None:
-            return None
-        if own_args[0].is_cpu and work.most > most and work.least < least_large():
+        if size.is_here and work.most > most and work.least < least_large():
             return None
         if hasattr(type(module), "call_group") or "call_group" in module.__dict__:
             return None
@@ -100,10 +99,13 @@ def call_in_turn(
     returned: list[Any] = []
     try:
         with own_streams(CallSeeds()) if draws else nullcontext():
-            for index, (module, own_args) in enumerate(zip(modules, args, strict=True)):
+            for index, (module, own_args, own_kwargs) in enumerate(zip(modules, args, kwargs, strict=True)):
                 if draws:
                     running.index = index
-                returned.append(compute(module, own_args[0]))
+                if own_kwargs or len(own_args) != 1:
+                    returned.append(module(*own_args, **own_kwargs))
+                else:
+                    returned.append(compute(module, own_args[0]))
     except BaseException as error:
         index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
         name = name_of_call(index, modules[index], names)
@@ -139,9 +141,10 @@ def _computed(module: Any, x: Tensor) -> Any:
     return module.forward(x)
 
 
-def is_small(module: Callable[..., Any], x: Any) -> bool:
+def is_small(module: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a call, with one intra-op thread, takes less time than a thread costs, and can neither wait nor draw."""
-    work = None if any(_HOOKS_OF_ALL) else _work_of(module, x, {})
+    size = None if any(_HOOKS_OF_ALL) else _size_of(args)
+    work = None if size is None else _work_of(module, size, {})
     return work is not None and work.most <= MOST_SMALL and not work.draws
 
 
@@ -162,6 +165,57 @@ def least_large() -> float:
     return LEAST_LARGE * num_threads if num_threads >= num_cores() else math.inf
 
 
+class _Size(NamedTuple):
+    """How large the tensors are that a call takes.
+
+    Args:
+        num_rows: of all together.
+        fewest_rows: of one of them.
+        num_elements: of all together.
+        width: of the widest.
+        is_here: whether they are on the CPU.
+    """
+
+    num_rows: int
+    fewest_rows: int
+    num_elements: int
+    width: int
+    is_here: bool
+
+
+def _size_of(taken: Sequence[Any]) -> _Size | None:
+    """Return the size of what a call takes, in which each row of one tensor may meet each row of another.
+
+    `None` if there is something else among it than tensors of torch's own class, on one kind of device, and numbers.
+    """
+    size: _Size | None = None
+    for value in taken:
+        kind = type(value)
+        if kind is not Tensor and kind is not nn.Parameter:
+            if kind in PLAIN:
+                continue
+            return None
+        if value.is_nested:
+            return None
+        shape = value.shape
+        width = shape[-1] if shape else 1
+        num_elements = value.numel()
+        num_rows = num_elements // max(1, width)
+        if size is None:
+            size = _Size(num_rows, num_rows, num_elements, width, value.is_cpu)
+        elif size.is_here != value.is_cpu:
+            return None
+        else:
+            size = _Size(
+                size.num_rows + num_rows,
+                min(size.fewest_rows, num_rows),
+                size.num_elements + num_elements,
+                max(size.width, width),
+                size.is_here,
+            )
+    return size
+
+
 class _Work(NamedTuple):
     """How much work a call is, at least and at most, and whether it may draw random numbers."""
 
@@ -170,14 +224,12 @@ class _Work(NamedTuple):
     draws: bool
 
 
-def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work | None:
+def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> _Work | None:
     """Return the work of a call that only computes (rules 1 and 2); `None` if it may do more than that.
 
     Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
     Each class is looked at once for all calls: `readings` keeps what was found.
     """
-    if (type(x) is not Tensor and type(x) is not nn.Parameter) or x.is_nested:
-        return None
     num_parameters = num_in_buffers = num_read = 0
     num_times = 1
     draws = reshapes = False
@@ -221,13 +273,9 @@ def _work_of(module: Any, x: Any, readings: dict[type, Reading | None]) -> _Work
             parts += children.values()
             if len(parts) > MOST_PARTS:
                 return None
-    shape = x.shape
-    width = shape[-1] if shape else 1
-    num_elements = x.numel()
-    num_rows = num_elements // max(1, width)
-    least = num_rows * max(num_parameters, width)
-    if not num_read:
-        return _Work(least, least, draws)
-    widest = max(num_elements, width**2 if reshapes else 0)
-    most = num_rows * max(num_parameters + num_in_buffers, widest * num_read) * num_times
+    least = size.fewest_rows * max(num_parameters, size.width)
+    most = size.num_rows * max(num_parameters, size.width)
+    if num_read:
+        widest = max(size.num_elements, size.width**2 if reshapes else 0)
+        most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read) * num_times
     return _Work(least, most, draws)

@@ -23,6 +23,7 @@ from tests.support.comparison import MapFunction, Raised, assert_same_program, o
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.made_in_turn import is_made_in_turn
 from tests.support.operators import CountOperators
+from tests.support.readable import wait
 from tests.support.subprocesses import ROOT
 
 NUM_CALLS = 4
@@ -161,21 +162,60 @@ def test_hooks_on_all_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         assert not is_made_in_turn(expert())
-        assert not in_turn.is_small(expert(), torch.randn(3, 4))
+        assert not in_turn.is_small(expert(), [torch.randn(3, 4)])
         assert in_turn.is_watched(expert())
     finally:
         handle.remove()
+
+
+class TakesMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = expert()
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        y = self.inner(x) * scale
+        return y if weight is None else y * weight
+
+
+def test_calls_with_several_tensors_and_numbers_are_made_in_turn_too() -> None:
+    modules = [TakesMore() for _ in range(NUM_CALLS)]
+    xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
+    weight = torch.rand(3, 1, requires_grad=True)
+    args: list[Any] = [(xs[0],), (xs[1], weight), (xs[2], None), (xs[3],)]
+    kwargs: list[Any] = [{}, {"scale": 0.5}, {}, {"weight": weight, "scale": 2}]
+    assert in_turn.call_in_turn(modules, args, kwargs) is not None
+
+    wanted = [weight, *xs, *nn.ModuleList(modules).parameters()]
+    natively = [module(*a, **k) for module, a, k in zip(modules, args, kwargs, strict=True)]
+    mapped = parallel_apply(modules, args, kwargs)
+    assert all(map(torch.equal, mapped, natively))
+    assert type(mapped[1].grad_fn) is type(natively[1].grad_fn)  # no node of ours
+    both = [torch.autograd.grad(sum(y.pow(2).sum() for y in ys), wanted) for ys in (mapped, natively)]
+    assert all(map(torch.equal, *both))
 
 
 def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     class Special(Tensor):
         pass
 
-    assert not is_made_in_turn(expert(), torch.randn(3, 4).as_subclass(Special))
+    x, special = torch.randn(3, 4), torch.randn(3, 4).as_subclass(Special)
+    assert not is_made_in_turn(expert(), special)
     assert not is_made_in_turn(expert(), "no tensor")
-    assert in_turn.call_in_turn([expert()], [(torch.randn(3, 4),)], [{"more": 1}]) is None
-    for args in ((), (torch.randn(3, 4),) * 2):  # or what is too much would not be missed
-        assert in_turn.call_in_turn([expert()], [args], [{}]) is None
+    for other in (special, "no tensor", (x,), [x], wait):
+        assert in_turn.call_in_turn([TakesMore()], [(x, other)], [{}]) is None
+        assert in_turn.call_in_turn([TakesMore()], [(x,)], [{"scale": other}]) is None
+    assert in_turn.call_in_turn([expert()], [()], [{}]) is None
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((2,), {}), ((), {"more": 1})])
+def test_what_a_module_does_not_take_is_not_passed_over(args: Any, kwargs: Any) -> None:
+    for module in (expert(), nn.Linear(4, 4)):
+        with pytest.raises(TypeError) as native:
+            module(torch.randn(3, 4), *args, **kwargs)
+        with pytest.raises(TypeError) as mapped:
+            parallel_apply([module], [(torch.randn(3, 4), *args)], [kwargs])
+        assert str(mapped.value) == str(native.value)
 
 
 def test_one_call_that_may_wait_makes_all_of_them_concurrent() -> None:

@@ -109,6 +109,31 @@ def test_what_is_used_again_in_each_round_of_a_loop_is_so_much_work() -> None:
     assert not is_made_in_turn(RowsWithRowsInALoop(num_rounds), row.expand(most_rows // 2, 64))
 
 
+class AddsRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x) + y  # type: ignore[no-any-return]
+
+
+class EachRowWithEach(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x @ y.mT
+
+
+def test_rows_of_one_tensor_with_rows_of_another_are_work_too() -> None:
+    def made_in_turn(*args: Tensor) -> bool:
+        return in_turn.call_in_turn([EachRowWithEach()], [args], [{}]) is not None
+
+    row = torch.randn(1, 64)
+    most_rows = math.isqrt(in_turn.most_small() // 64)
+    assert made_in_turn(row.expand(most_rows // 2, 64), row.expand(most_rows // 2, 64))
+    assert not made_in_turn(row.expand(most_rows, 64), row.expand(most_rows, 64))
+    assert not made_in_turn(row, row.expand(in_turn.most_small() // 64 + 1, 64))
+
+
 @pytest.fixture
 def num_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
@@ -135,5 +160,8 @@ def test_a_large_call_gets_no_thread_where_its_operators_keep_all_cores_busy(
     num_threads(2)
     assert is_made_in_turn(module, large)
     assert not is_made_in_turn(module, large[1:])
+    assert in_turn.call_in_turn([AddsRows()], [(large, large)], [{}]) is not None
+    # by how many rows the weights are multiplied is not known then
+    assert in_turn.call_in_turn([AddsRows()], [(large, large[:1])], [{}]) is None
     num_threads(1)
     assert not is_made_in_turn(module, large)

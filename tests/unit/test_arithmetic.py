@@ -319,8 +319,8 @@ def test_dropout_in_turn_is_that_on_threads(make: Callable[[], nn.Module]) -> No
 
 def test_a_servers_loop_draws_for_nobody() -> None:
     module, x = expert_with(drops_by_a_part), torch.randn(3, 4)
-    assert not in_turn.is_small(module, x)
-    assert in_turn.is_small(module.eval(), x)
+    assert not in_turn.is_small(module, [x])
+    assert in_turn.is_small(module.eval(), [x])
 
 
 def test_a_module_that_was_never_made_raises_as_by_itself() -> None:

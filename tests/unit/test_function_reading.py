@@ -68,9 +68,18 @@ def calls_methods(self: Any, x: Tensor) -> Tensor:
     return self.gate(self.activate(x), y=self.through_layers(x))
 
 
+def takes_more(self: Any, x: Tensor, y: Any = None, *, scale: float = 2.0) -> Tensor:
+    return x * scale if y is None else x + self.w2(y)
+
+
+def calls_a_method_with_a_number_by_default(self: Any, x: Tensor) -> Any:
+    return self.times(x)
+
+
 ARITHMETIC = [
     *(swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results, with_arguments),
     *(names_numbers, calls_methods, asserts, in_one_expression, with_what_may_not_be_there),
+    *(takes_more, calls_a_method_with_a_number_by_default),
 ]
 
 
@@ -266,12 +275,12 @@ def enters(self: Any, x: Tensor) -> Tensor:
         return x.sin()
 
 
-def takes_more(self: Any, x: Tensor, y: Any = None) -> Tensor:
-    return x
+def takes_a_function_by_default(self: Any, x: Tensor, by: Any = wait) -> Any:
+    return by(x)
 
 
-def takes_more_by_name(self: Any, x: Tensor, *, by: Any = UNKNOWN) -> Any:
-    return by.exp(x)
+def takes_a_function_by_name(self: Any, x: Tensor, *, by: Any = wait) -> Any:
+    return by(x)
 
 
 def takes_any(self: Any, *xs: Tensor) -> Tensor:
@@ -305,7 +314,7 @@ MORE = [
     *(gives_itself_behind_another, becomes_another),
     *(takes_a_function, has_another_name, may_be_itself, may_be_torch, gives_itself, has_a_function),
     *(changes_in_place, changes_by_a_method, changes_by_an_argument, changes_an_element),
-    *(changes_what_is_given_for_the_result, calls_a_method_without_self, takes_more_by_name),
+    *(changes_what_is_given_for_the_result, calls_a_method_without_self, takes_a_function_by_name),
     *(sets_an_attribute, changes_by_an_argument_without_a_name, changes_what_comes_of_more),
     *(changes_by_a_function_it_is_given, changes_by_a_variable, changes_by_one_of_two, changes_itself),
     *(
@@ -314,7 +323,7 @@ MORE = [
         imports,
         catches,
         enters,
-        takes_more,
+        takes_a_function_by_default,
         takes_any,
         generates,
         is_awaited,
