@@ -3,8 +3,8 @@
 Most experts are classes of a few lines, such as `self.w2(F.silu(self.w1(x)) * self.w3(x))`. One that can neither wait
 nor be waited for may be called in turn (`in_turn`). So a class is read, once, and its forward only computes where
 
-1. it takes arguments besides `self`, which are tensors and numbers, and its bytecode names nothing that does more
-   (`function_reading`);
+1. it takes arguments besides `self`, which are tensors, numbers and tuples of them, and its bytecode names nothing
+   that does more (`function_reading`);
 2. of `self` it calls only parts, functions that compute and methods that are read as it is, with loops in one of all
    these at most;
 3. of `self` it takes only parameters, buffers and numbers: of an instance, since what the class defines under a name

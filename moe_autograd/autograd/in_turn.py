@@ -11,9 +11,9 @@ tell, but by the clock. And the clock is for it where a call is
 So a map is made as the loop that it means, if each of its calls is small, large or elsewhere, and
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its arguments, which are
-   tensors and numbers: one of `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not inherited) that
-   returns `True`, or one without, whose `forward` can be read to do no more (`arithmetic`). Calls that draw for a
-   dropout have random numbers of their own, as on threads;
+   tensors, numbers and tuples of them: one of `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not
+   inherited) that returns `True`, or one without, whose `forward` can be read to do no more (`arithmetic`). Calls that
+   draw for a dropout have random numbers of their own, as on threads;
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
    classes;
 3. no group of the module's makes its calls (`grouping`).
@@ -57,7 +57,7 @@ MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking th
 ONLY_COMPUTE = frozenset(
     [
         *(nn.Flatten, nn.Identity, nn.Linear, nn.ModuleList, nn.Sequential, nn.Unflatten),
-        *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
+        *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.GRUCell, nn.LSTMCell, nn.RNNCell),
         *(nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU),
         *(nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid),
         *(nn.SiLU, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh, nn.Dropout),
@@ -186,15 +186,19 @@ class _Size(NamedTuple):
 def _size_of(taken: Sequence[Any]) -> _Size | None:
     """Return the size of what a call takes, in which each row of one tensor may meet each row of another.
 
-    `None` if there is something else among it than tensors of torch's own class, on one kind of device, and numbers.
+    `None` if there is something else among it than tensors of torch's own class, on one kind of device, numbers, and
+    tuples of these.
     """
     size: _Size | None = None
-    for value in taken:
+    values = [*taken]
+    for value in values:  # which grows
         kind = type(value)
         if kind is not Tensor and kind is not nn.Parameter:
-            if kind in PLAIN:
-                continue
-            return None
+            if kind is tuple:
+                values += value
+            elif kind not in PLAIN:
+                return None
+            continue
         if value.is_nested:
             return None
         shape = value.shape

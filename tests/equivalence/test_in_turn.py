@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import FeedForwardExpert, SwiGLUExpert, parallel_apply
@@ -195,6 +196,22 @@ def test_calls_with_several_tensors_and_numbers_are_made_in_turn_too() -> None:
     assert all(map(torch.equal, *both))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells_with_and_without_a_state_are_called_in_turn(kind: Callable[..., nn.Module]) -> None:
+    cells = [kind(4, 4) for _ in range(NUM_CALLS)]
+    args: list[Any] = [(torch.randn(3, 4, requires_grad=True),) for _ in cells]
+    mapped, natively = [parallel_apply(cells, args)], [one_after_another(cells, args)]
+    for outs, apply in ((mapped, parallel_apply), (natively, one_after_another)):
+        states = [(own[0].detach(), state) for own, state in zip(args, outs[0], strict=True)]
+        outs.append(apply(cells, states))
+    assert in_turn.call_in_turn(cells, states, [{}] * NUM_CALLS) is not None
+    flat, same = tree_leaves(mapped), tree_leaves(natively)
+    assert all(map(torch.equal, flat, same))
+    wanted = [*[own[0] for own in args], *nn.ModuleList(cells).parameters()]
+    both = [torch.autograd.grad(sum(y.pow(2).sum() for y in ys), wanted) for ys in (flat, same)]
+    assert all(map(torch.equal, *both))
+
+
 def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     class Special(Tensor):
         pass
@@ -202,7 +219,7 @@ def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     x, special = torch.randn(3, 4), torch.randn(3, 4).as_subclass(Special)
     assert not is_made_in_turn(expert(), special)
     assert not is_made_in_turn(expert(), "no tensor")
-    for other in (special, "no tensor", (x,), [x], wait):
+    for other in (special, "no tensor", (x, wait), [x], wait):
         assert in_turn.call_in_turn([TakesMore()], [(x, other)], [{}]) is None
         assert in_turn.call_in_turn([TakesMore()], [(x,)], [{"scale": other}]) is None
     assert in_turn.call_in_turn([expert()], [()], [{}]) is None
