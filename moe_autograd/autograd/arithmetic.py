@@ -162,14 +162,13 @@ def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> fro
 
 
 def _method_of(kind: type[nn.Module], name: str) -> types.FunctionType | None:
-    """Return a method; `None` if it is something else, or torch's own, or if what need not be given is no number."""
+    """Return a method; `None` if it is something else, or torch's own."""
     for base in kind.__mro__:
         if name in base.__dict__:
             method = base.__dict__[name]
             if type(method) is not types.FunctionType or base is nn.Module:
                 return None
-            defaults = (*(method.__defaults__ or ()), *(method.__kwdefaults__ or {}).values())
-            return None if any(type(one) not in PLAIN for one in defaults) else method
+            return method
     return None
 
 

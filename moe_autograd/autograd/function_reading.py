@@ -4,7 +4,8 @@ Rule 1. It has no functions of its own, changes nothing in place, and has no loo
         `for layer in self.layers`, with or without `enumerate` or `zip`, and none within another.
 Rule 2. Of `self` it calls and takes attributes, and it calls the parts that it loops over. What these are is for the
         instance to say (`arithmetic`).
-Rule 3. Of globals it names torch's modules and functions of theirs that compute (`FUNCTIONS`), and numbers.
+Rule 3. Of globals it names torch's modules and functions of theirs that compute (`FUNCTIONS`), numbers, and functions
+        of Python's that it calls, and which by these rules do no more themselves, nor call others.
 Rule 4. Of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`,
         `OPERATORS`).
 
@@ -76,6 +77,7 @@ class FunctionReading(NamedTuple):
         looped: those whose parts it calls in a loop.
         repeated: those that it calls or takes within a loop.
         of_globals: globals, and what they were.
+        functions: globals that are functions of Python's which it calls, and what these do.
         of_others: attributes of torch's modules and classes, and of Python's own: whose, the name, and what they were.
         draws: whether it names a function that may draw random numbers.
         reshapes: whether it names what may put columns into the place of rows.
@@ -87,6 +89,7 @@ class FunctionReading(NamedTuple):
     looped: frozenset[str]
     repeated: frozenset[str]
     of_globals: Mapping[str, object]
+    functions: Mapping[str, FunctionReading]
     of_others: Collection[tuple[object, str, object]]
     draws: bool
     reshapes: bool
@@ -96,19 +99,32 @@ class FunctionReading(NamedTuple):
         if function.__code__ is not self.code or getattr(function, _BUILTINS) is not vars(builtins):
             return False
         namespace = function.__globals__
-        return all(namespace.get(name) is value for name, value in self.of_globals.items()) and all(
-            getattr(owner, name, None) is value for owner, name, value in self.of_others
+        return (
+            takes_no_functions(function)
+            and all(namespace.get(name) is value for name, value in self.of_globals.items())
+            and all(getattr(owner, name, None) is value for owner, name, value in self.of_others)
+            and all(_is_still(reading, namespace.get(name)) for name, reading in self.functions.items())
         )
 
 
-def read_function(function: types.FunctionType) -> FunctionReading | None:
-    """Return what a method names; `None` if it may do more than arithmetic."""
+def _is_still(reading: FunctionReading, function: object) -> bool:
+    return isinstance(function, types.FunctionType) and reading.is_true_of(function)
+
+
+def read_function(function: types.FunctionType, *, is_method: bool = True) -> FunctionReading | None:
+    """Return what a method names, or a function; `None` if it may do more than arithmetic."""
     code = function.__code__
-    if not code.co_argcount or code.co_flags & _TAKES_ANY:
+    if code.co_argcount < is_method or code.co_flags & _TAKES_ANY:
         return None
-    if any(map(_may_change, code.co_consts)):
+    if any(map(_may_change, code.co_consts)) or not takes_no_functions(function):
         return None
-    return _Reader(function).reading()
+    return _Reader(function, is_method=is_method).reading()
+
+
+def takes_no_functions(function: types.FunctionType) -> bool:
+    """Whether those of its arguments that need not be given are numbers then."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return all(type(one) in PLAIN for one in defaults)
 
 
 def _may_change(constant: object) -> bool:
@@ -126,15 +142,16 @@ def is_function(value: object, num_arguments: float, known: Mapping[Any, float] 
 
 
 class _Reader:
-    """Reads one method."""
+    """Reads one method, or a function."""
 
-    def __init__(self, function: types.FunctionType) -> None:
+    def __init__(self, function: types.FunctionType, *, is_method: bool) -> None:
         self._function = function
-        self._this = function.__code__.co_varnames[0]
+        self._this = function.__code__.co_varnames[0] if is_method else None
         self._steps = [*steps_of(function.__code__)]
         self._called = dict[str, list[float]]()
         self._taken, self._looped, self._repeated = set[str](), set[str](), set[str]()
         self._of_globals: dict[str, object] = {}
+        self._functions: dict[str, FunctionReading] = {}
         self._of_others: dict[tuple[object, str], object] = {}
         self._draws = False
         # places of attributes of `self` and of modules, and of what begins loops
@@ -151,6 +168,7 @@ class _Reader:
             return None
         named = [name for _, name in self._of_others]
         named += [getattr(value, "__name__", "") for value in self._of_globals.values()]
+        functions = self._functions.values()
         return FunctionReading(
             self._function.__code__,
             self._called,
@@ -158,9 +176,10 @@ class _Reader:
             frozenset(self._looped),
             frozenset(self._repeated),
             self._of_globals,
+            self._functions,
             [(owner, name, value) for (owner, name), value in self._of_others.items()],
-            self._draws,
-            not RESHAPING.isdisjoint(named),
+            self._draws or any(one.draws for one in functions),
+            not RESHAPING.isdisjoint(named) or any(one.reshapes for one in functions),
         )
 
     def _is_arithmetic(self, place: int, step: Step) -> bool:
@@ -202,7 +221,10 @@ class _Reader:
     def _names_function(self, place: int) -> bool:
         """Note the global that is named here, and see that it is, or leads to, a function or a number."""
         name = self._steps[place].value
-        value = self._of_globals[name] = self._function.__globals__.get(name)
+        value = self._function.__globals__.get(name)
+        if isinstance(value, types.FunctionType) and not is_torchs_own(value):
+            return self._calls_function(place, value)
+        self._of_globals[name] = value
         while any(value is module for module in MODULES):
             place += 1
             if (step := self._attribute_at(place)) is None:
@@ -215,6 +237,17 @@ class _Reader:
             self._draws = True
             return True
         return is_function(value, num_arguments)
+
+    def _calls_function(self, place: int, function: types.FunctionType) -> bool:
+        """Note that a function of somebody's is called here, and see that it only computes."""
+        if self._this is None or self._num_arguments(place) == math.inf:
+            return False
+        name = self._steps[place].value
+        reading = self._functions.get(name) or read_function(function, is_method=False)
+        if reading is None:
+            return False
+        self._functions[name] = reading
+        return True
 
     def _is_torchs_own(self, method: str) -> bool:
         """Note what a tensor has under that name, and see that nobody has put it there."""

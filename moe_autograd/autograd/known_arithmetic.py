@@ -13,17 +13,24 @@ import torch.nn.functional as F
 from torch import nn
 
 _OF_TORCH = (
-    *("abs", "add", "addmm", "baddbmm", "bmm", "cat", "chunk", "clamp", "cos", "cumsum", "div", "einsum"),
-    *("erf", "exp", "flatten", "log", "log_softmax", "logsumexp", "matmul", "maximum", "mean", "minimum"),
-    *("mm", "mul", "neg", "permute", "pow", "relu", "reshape", "rsqrt", "sigmoid", "sin", "softmax"),
-    *("split", "sqrt", "square", "squeeze", "stack", "sub", "sum", "tanh", "transpose", "unsqueeze"),
-    *("where",),
+    *("abs", "add", "addcmul", "addmm", "amax", "amin", "argmax", "argmin", "baddbmm", "bmm", "cat", "ceil"),
+    *("chunk", "clamp", "clip", "cos", "cumprod", "cumsum", "diagonal", "div", "dot", "einsum", "eq", "erf"),
+    *("exp", "exp2", "expm1", "flatten", "flip", "floor", "gather", "ge", "gt", "index_select", "le"),
+    *("lerp", "log", "log1p", "log2", "log_softmax", "logical_and", "logical_not", "logical_or"),
+    *("logsumexp", "lt", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "mm"),
+    *("movedim", "mul", "mv", "narrow", "ne", "neg", "numel", "outer", "permute", "pow", "prod", "relu"),
+    *("repeat_interleave", "reshape", "roll", "round", "rsqrt", "sigmoid", "sign", "sin", "softmax"),
+    *("sort", "split", "sqrt", "square", "squeeze", "stack", "std", "sub", "sum", "swapaxes", "tanh"),
+    *("topk", "transpose", "tril", "triu", "trunc", "unsqueeze", "var", "where"),
 )
+_MADE_BY_TORCH = ("arange", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like")
 _OF_FUNCTIONAL = (
-    *("celu", "elu", "gelu", "glu", "group_norm", "hardsigmoid", "hardswish", "hardtanh", "layer_norm"),
-    *("leaky_relu", "linear", "log_softmax", "logsigmoid", "mish", "normalize", "relu", "relu6"),
-    *("rms_norm", "selu", "sigmoid", "silu", "softmax", "softplus", "softsign", "tanh"),
+    *("celu", "cosine_similarity", "elu", "gelu", "glu", "group_norm", "hardshrink", "hardsigmoid"),
+    *("hardswish", "hardtanh", "layer_norm", "leaky_relu", "linear", "log_softmax", "logsigmoid", "mish"),
+    *("normalize", "one_hot", "pad", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax"),
+    *("softmin", "softplus", "softshrink", "softsign", "tanh", "tanhshrink", "threshold"),
 )
+_DRAWING = ("dropout", "scaled_dot_product_attention")  # of `torch.nn.functional`
 
 IN_PLACE = frozenset(["inplace", "out"])  # arguments
 _WRITTEN_IN_C = (
@@ -51,17 +58,21 @@ def _most_arguments(function: Any) -> float:
 FUNCTIONS: Mapping[Any, float] = {
     function: _most_arguments(function)
     for function in [
-        *filter(is_torchs_own, [getattr(torch, name) for name in _OF_TORCH]),
+        *filter(is_torchs_own, [getattr(torch, name) for name in (*_OF_TORCH, *_MADE_BY_TORCH)]),
         *filter(is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
         *(math.exp, math.log, math.sqrt),
     ]
 }
-DRAWING: Mapping[Any, float] = {one: _most_arguments(one) for one in [F.dropout] if is_torchs_own(one)}
+DRAWING: Mapping[Any, float] = {
+    function: _most_arguments(function)
+    for function in filter(is_torchs_own, [getattr(F, name) for name in _DRAWING])
+}
 METHODS = frozenset(
     [
         *_OF_TORCH,
-        *("T", "contiguous", "dim", "dtype", "expand", "float", "mT", "ndim", "shape", "size", "t", "to"),
-        *("type_as", "unbind", "unflatten", "view", "view_as"),
+        *("T", "bfloat16", "bool", "clone", "contiguous", "detach", "device", "dim", "double", "dtype"),
+        *("expand", "expand_as", "float", "half", "int", "long", "mT", "ndim", "new_ones", "new_zeros"),
+        *("repeat", "shape", "size", "t", "to", "type_as", "unbind", "unflatten", "view", "view_as"),
     ]
 )
 _BINARY = [
@@ -85,8 +96,10 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
 # By which columns may come into the place of rows, and be multiplied with each other.
 RESHAPING = frozenset(
     [
-        *("T", "__getitem__", "einsum", "expand", "flatten", "mT", "permute", "reshape", "stack", "t"),
-        *("transpose", "unflatten", "unsqueeze", "view", "view_as"),
+        *("T", "__getitem__", "arange", "einsum", "expand", "expand_as", "flatten", "full", "mT", "movedim"),
+        *("new_ones", "new_zeros", "one_hot", "ones", "outer", "pad", "permute", "repeat"),
+        *("repeat_interleave", "reshape", "stack", "swapaxes", "t", "transpose", "unflatten", "unsqueeze"),
+        *("view", "view_as", "zeros"),
     ]
 )
 MODULES = (torch, nn, F, math)

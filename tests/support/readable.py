@@ -98,7 +98,11 @@ def assert_means_the_loop(forward: Any) -> None:
         assert type(flat[0].grad_fn) is type(same[0].grad_fn)  # no node of ours
 
 
+_BARRIER = threading.Barrier(1)
+
+
 def wait(x: Tensor) -> Tensor:
+    _BARRIER.wait()
     return x
 
 

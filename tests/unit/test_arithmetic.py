@@ -104,6 +104,33 @@ def test_a_global_that_is_changed_later_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert not only_computes(other)
 
 
+def doubled(x: Tensor, factor: float = 2.0) -> Tensor:
+    return x * factor
+
+
+def doubles(self: Any, x: Tensor) -> Tensor:
+    return doubled(self.w2(self.w1(x)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setitem(globals(), "doubled", wait),
+        lambda patch: patch.setitem(globals(), "doubled", None),
+        lambda patch: patch.delitem(globals(), "doubled"),
+        lambda patch: patch.setattr(doubled, "__code__", wait.__code__),
+        lambda patch: patch.setattr(doubled, "__defaults__", (wait,)),
+    ],
+)
+def test_a_function_that_is_changed_later_is_seen(
+    change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = expert_with(doubles)
+    assert only_computes(module)
+    change(monkeypatch)
+    assert not only_computes(module)
+
+
 def test_what_is_put_in_the_place_of_torchs_functions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     module, other = expert_with(swiglu), expert_with(rms_norm)
     assert only_computes(module)
@@ -264,7 +291,7 @@ def test_calls_meet_that_were_changed_to_wait_for_each_other() -> None:
     assert all(map(torch.equal, parallel_apply(modules, xs), expected))
 
 
-def test_no_known_function_but_dropout_draws_random_numbers() -> None:
+def test_no_known_function_but_dropout_and_attention_draws_random_numbers() -> None:
     names = METHODS | {function.__name__ for function in FUNCTIONS}
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
@@ -280,6 +307,20 @@ def drops_by_a_function(self: Any, x: Tensor) -> Tensor:
     return self.w2(F.dropout(F.relu(self.w1(x)), 0.5, self.training))
 
 
+def activated(x: Tensor, p: float, training: bool) -> Tensor:
+    return F.dropout(F.relu(x), p, training)
+
+
+def drops_by_a_function_of_its_file(self: Any, x: Tensor) -> Tensor:
+    return self.w2(activated(self.w1(x), 0.5, self.training))
+
+
+def attends_and_drops(self: Any, x: Tensor) -> Tensor:
+    causal = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool, device=x.device).tril()
+    p = 0.5 if self.training else 0.0
+    return self.w2(self.w1(F.scaled_dot_product_attention(x, x, x, causal, dropout_p=p)))
+
+
 def without_a_part_that_drops(forward: Any) -> nn.Module:
     module = expert_with(forward)
     del module.dropout
@@ -291,6 +332,8 @@ def without_a_part_that_drops(forward: Any) -> nn.Module:
     [
         lambda: expert_with(drops_by_a_part),
         lambda: without_a_part_that_drops(drops_by_a_function),
+        lambda: without_a_part_that_drops(drops_by_a_function_of_its_file),
+        lambda: without_a_part_that_drops(attends_and_drops),
         lambda: nn.Sequential(*map(without_a_part_that_drops, [drops_by_a_function, swiglu])),
     ],
 )
@@ -340,9 +383,12 @@ def test_a_module_that_was_never_made_raises_as_by_itself() -> None:
 
 def test_a_class_that_was_read_can_go_with_its_file() -> None:
     source = """
+def doubled(x):
+    return x * 2
+
 class Own(nn.Module):
     def forward(self, x):
-        return torch.sin(x)
+        return torch.sin(doubled(x))
 """
     file: dict[str, Any] = {"__name__": "generated", "nn": nn, "torch": torch}
     exec(source, file)

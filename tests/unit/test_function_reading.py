@@ -76,10 +76,20 @@ def calls_a_method_with_a_number_by_default(self: Any, x: Tensor) -> Any:
     return self.times(x)
 
 
+def split_and_gate(x: Tensor, power: float = 1.0, *, scale: float = GAIN) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return F.silu(a) * b**power * scale
+
+
+def calls_functions_of_its_file(self: Any, x: Tensor) -> Tensor:
+    y = split_and_gate(self.w1(x), scale=self.eps)
+    return self.w2(torch.cat([y, split_and_gate(self.w3(x), 2)], dim=-1))
+
+
 ARITHMETIC = [
     *(swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results, with_arguments),
     *(names_numbers, calls_methods, asserts, in_one_expression, with_what_may_not_be_there),
-    *(takes_more, calls_a_method_with_a_number_by_default),
+    *(takes_more, calls_a_method_with_a_number_by_default, calls_functions_of_its_file),
 ]
 
 
@@ -93,6 +103,65 @@ UNKNOWN = [wait]
 
 def calls_what_waits(self: Any, x: Tensor) -> Tensor:
     return wait(x)
+
+
+def waits_within(x: Tensor, y: Tensor | None = None) -> Tensor:
+    return x if y is None else wait(x)
+
+
+def calls_what_calls_another(self: Any, x: Tensor) -> Tensor:
+    return waits_within(x)
+
+
+def calls_what_is_given(function: Any, x: Tensor) -> Any:
+    return function(x, True)
+
+
+def gives_a_function(self: Any, x: Tensor) -> Any:
+    return calls_what_is_given(F.relu, x)
+
+
+def gives_a_part(self: Any, x: Tensor) -> Any:
+    return calls_what_is_given(self.w1, x)
+
+
+def gives_a_part_of_a_loop(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = calls_what_is_given(layer, x)
+    return x
+
+
+def gives_itself_to_a_function(self: Any, x: Tensor) -> Any:
+    return calls_what_is_given(self, x)
+
+
+def defaults_to_a_function(x: Tensor, function: Any = wait) -> Any:
+    return function(x)
+
+
+def calls_what_defaults_to_a_function(self: Any, x: Tensor) -> Any:
+    return defaults_to_a_function(x)
+
+
+def returns_a_function(self: Any, x: Tensor) -> Any:
+    return split_and_gate, x
+
+
+def changes_what_it_is_given(x: Tensor) -> Tensor:
+    x += 1
+    return x
+
+
+def calls_what_changes_in_place(self: Any, x: Tensor) -> Tensor:
+    return changes_what_it_is_given(x)
+
+
+def takes_any_number(*xs: Tensor) -> Tensor:
+    return xs[0]
+
+
+def calls_with_any_number(self: Any, x: Tensor) -> Tensor:
+    return takes_any_number(x, x)
 
 
 def calls_what_is_in_a_list(self: Any, x: Tensor) -> Tensor:
@@ -307,6 +376,9 @@ def waits_under_another_name(self: Any, x: Tensor) -> Any:
 waits_under_another_name.__func__ = swiglu  # type: ignore[attr-defined]  # which `dis` would look at
 
 MORE = [
+    *(calls_what_calls_another, gives_a_function, gives_a_part, gives_a_part_of_a_loop, returns_a_function),
+    *(gives_itself_to_a_function, calls_what_defaults_to_a_function, calls_what_changes_in_place),
+    calls_with_any_number,
     *(waits, calls_what_waits, calls_what_is_in_a_list, calls_its_argument, calls_a_method_that_waits),
     *(calls_a_method_that_calls_one, calls_a_method_that_calls_itself, calls_itself),
     *(calls_a_static_method, calls_a_method_with_a_default, calls_a_method_of_modules, takes_a_method),
