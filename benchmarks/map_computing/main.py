@@ -117,6 +117,7 @@ SIZES = {
     "large": Size(4, (1024,), 1024, 4096),
     "tiny, own class": Size(32, (8,), 32, 64, repeats=20, make=Gated),
     "tiny, layers": Size(32, (8,), 32, 64, repeats=20, make=Layered),
+    "tiny, cells": Size(32, (8,), 32, 32, repeats=20, make=nn.GRUCell),
     "transformer": Size(8, (8, 64), 128, 512, make=transformer),
     "recurrent": Size(8, (8, 64), 256, 256, make=Recurrent),
 }
