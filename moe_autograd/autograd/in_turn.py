@@ -33,7 +33,7 @@ it may call a part again in each round of a loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -54,15 +54,16 @@ TEAM_SHARE = 128
 LEAST_LARGE = 1 << 30  # for each intra-op thread
 MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking through them would not end
 
-ONLY_COMPUTE = frozenset(
-    [
-        *(nn.Flatten, nn.Identity, nn.Linear, nn.ModuleList, nn.Sequential, nn.Unflatten),
-        *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.GRUCell, nn.LSTMCell, nn.RNNCell),
-        *(nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU),
-        *(nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid),
-        *(nn.SiLU, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh, nn.Dropout),
-    ]
-)
+# Each with the number of its parameters; where one is missing, something else stands in its place.
+ONLY_COMPUTE: Mapping[type, int] = {
+    **dict.fromkeys([nn.Flatten, nn.Identity, nn.ModuleList, nn.Sequential, nn.Unflatten], 0),
+    **dict.fromkeys([nn.GroupNorm, nn.LayerNorm, nn.Linear], 2),
+    **dict.fromkeys([nn.PReLU, nn.RMSNorm], 1),
+    **dict.fromkeys([nn.GRUCell, nn.LSTMCell, nn.RNNCell], 4),
+    **dict.fromkeys([nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh], 0),
+    **dict.fromkeys([nn.LeakyReLU, nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU], 0),
+    **dict.fromkeys([nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh, nn.Dropout], 0),
+}
 
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_forward_hooks,
@@ -85,7 +86,7 @@ def call_in_turn(
     """
     if any(_HOOKS_OF_ALL):
         return None
-    most, readings, draws = most_small(), dict[type, Reading | None](), False
+    most, readings, draws = most_small(), dict[type, Reading | None](), _is_seen_by_others()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
         size = _size_of((*own_args, *own_kwargs.values()) if own_kwargs else own_args)
         if size is None or (work := _work_of(module, size, readings)) is None:
@@ -112,6 +113,13 @@ def call_in_turn(
         error.add_note(f"parallel_apply, forward: raised by {name} of {len(modules)}.")
         raise
     return returned
+
+
+def _is_seen_by_others() -> bool:
+    """Whether modes, or hooks for saved tensors, see what is computed; they may draw random numbers for it."""
+    has_modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(has_modes) or hooks is not None
 
 
 def _are_called_as_usual() -> bool:
@@ -240,7 +248,8 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
     parts = [module]
     for part in parts:  # which grows
         kind = type(part)
-        if kind not in ONLY_COMPUTE:
+        count = ONLY_COMPUTE.get(kind)
+        if count is None:
             says_so = kind.__dict__.get("only_computes")
             if says_so is None:
                 if kind not in readings:
@@ -267,7 +276,10 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
             return None
         if own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return None
-        if parameters := own["_parameters"]:
+        parameters = own["_parameters"]
+        if count is not None and len(parameters) != count:
+            return None
+        if parameters:
             for parameter in parameters.values():
                 if type(parameter) is nn.Parameter:
                     num_parameters += parameter.numel()

@@ -1,4 +1,8 @@
-"""Functions of torch and methods of its tensors that do nothing but arithmetic, or (`DRAWING`) draw numbers for it."""
+"""Functions of torch and methods of its tensors that do nothing but arithmetic, or (`DRAWING`) draw numbers for it.
+
+None makes a tensor as large as some number says (`zeros`, `repeat`, `one_hot`): how much work there is then, nobody
+could tell from the sizes of what a call takes.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,15 @@ _OF_TORCH = (
     *("lerp", "log", "log1p", "log2", "log_softmax", "logical_and", "logical_not", "logical_or"),
     *("logsumexp", "lt", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "mm"),
     *("movedim", "mul", "mv", "narrow", "ne", "neg", "numel", "outer", "permute", "pow", "prod", "relu"),
-    *("repeat_interleave", "reshape", "roll", "round", "rsqrt", "sigmoid", "sign", "sin", "softmax"),
-    *("sort", "split", "sqrt", "square", "squeeze", "stack", "std", "sub", "sum", "swapaxes", "tanh"),
-    *("topk", "transpose", "tril", "triu", "trunc", "unsqueeze", "var", "where"),
+    *("reshape", "roll", "round", "rsqrt", "sigmoid", "sign", "sin", "softmax", "sort", "split", "sqrt"),
+    *("square", "squeeze", "stack", "std", "sub", "sum", "swapaxes", "tanh", "topk", "transpose", "tril"),
+    *("triu", "trunc", "unsqueeze", "var", "where"),
 )
-_MADE_BY_TORCH = ("arange", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like")
+_MADE_BY_TORCH = ("full_like", "ones_like", "zeros_like")
 _OF_FUNCTIONAL = (
     *("celu", "cosine_similarity", "elu", "gelu", "glu", "group_norm", "hardshrink", "hardsigmoid"),
     *("hardswish", "hardtanh", "layer_norm", "leaky_relu", "linear", "log_softmax", "logsigmoid", "mish"),
-    *("normalize", "one_hot", "pad", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax"),
+    *("normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax"),
     *("softmin", "softplus", "softshrink", "softsign", "tanh", "tanhshrink", "threshold"),
 )
 _DRAWING = ("dropout", "scaled_dot_product_attention")  # of `torch.nn.functional`
@@ -71,8 +75,25 @@ METHODS = frozenset(
     [
         *_OF_TORCH,
         *("T", "bfloat16", "bool", "clone", "contiguous", "detach", "device", "dim", "double", "dtype"),
-        *("expand", "expand_as", "float", "half", "int", "long", "mT", "ndim", "new_ones", "new_zeros"),
-        *("repeat", "shape", "size", "t", "to", "type_as", "unbind", "unflatten", "view", "view_as"),
+        *(
+            "expand",
+            "expand_as",
+            "float",
+            "half",
+            "int",
+            "long",
+            "mT",
+            "ndim",
+            "shape",
+            "size",
+            "t",
+            "to",
+            "type_as",
+            "unbind",
+            "unflatten",
+            "view",
+            "view_as",
+        ),
     ]
 )
 _BINARY = [
@@ -96,10 +117,19 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
 # By which columns may come into the place of rows, and be multiplied with each other.
 RESHAPING = frozenset(
     [
-        *("T", "__getitem__", "arange", "einsum", "expand", "expand_as", "flatten", "full", "mT", "movedim"),
-        *("new_ones", "new_zeros", "one_hot", "ones", "outer", "pad", "permute", "repeat"),
-        *("repeat_interleave", "reshape", "stack", "swapaxes", "t", "transpose", "unflatten", "unsqueeze"),
-        *("view", "view_as", "zeros"),
+        *(
+            "T",
+            "__getitem__",
+            "einsum",
+            "expand",
+            "expand_as",
+            "flatten",
+            "mT",
+            "movedim",
+            "outer",
+            "permute",
+        ),
+        *("reshape", "stack", "swapaxes", "t", "transpose", "unflatten", "unsqueeze", "view", "view_as"),
     ]
 )
 MODULES = (torch, nn, F, math)

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -41,6 +44,27 @@ def expert() -> nn.Module:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_programs_of_modules_mean_the_same(program: Any) -> None:
     assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply, tolerance=ORDER)
+
+
+BUILT_IN = [
+    *(lambda: nn.Linear(4, 4, bias=False), lambda: nn.LSTMCell(4, 4, bias=False), lambda: nn.GRUCell(4, 4)),
+    *(lambda: nn.RNNCell(4, 4), lambda: nn.GroupNorm(2, 4), lambda: nn.GroupNorm(2, 4, affine=False)),
+    *(lambda: nn.LayerNorm(4), lambda: nn.LayerNorm(4, bias=False), lambda: nn.RMSNorm(4), nn.PReLU),
+    *(lambda: nn.LayerNorm(4, elementwise_affine=False), lambda: nn.RMSNorm(4, elementwise_affine=False)),
+    *(nn.Flatten, lambda: nn.Unflatten(1, (2, 2)), lambda: nn.GLU(dim=-1), lambda: nn.Softmax(dim=-1)),
+    *(nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid),
+    *(lambda: nn.LogSoftmax(dim=-1), nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU),
+    *(nn.Softplus, nn.Softsign, nn.Tanh, lambda: nn.Dropout(0.0)),
+]
+
+
+@pytest.mark.parametrize("make", BUILT_IN)
+def test_built_in_modules_are_called_in_turn(make: Callable[[], nn.Module]) -> None:
+    module, x = make(), torch.randn(3, 4)
+    assert is_made_in_turn(module, x)
+    assert torch.equal(
+        *(y[0] if isinstance(y, tuple) else y for y in (parallel_apply([module], [x])[0], module(x)))
+    )
 
 
 def one_part_in_two_places() -> nn.Module:
@@ -134,9 +158,23 @@ def with_forward_of_its_own() -> nn.Module:
     return module
 
 
+class Special(Tensor):
+    pass
+
+
+def with_weight(keep: Callable[[nn.Module, Tensor], None]) -> nn.Module:
+    module = nn.Linear(4, 4)
+    weight = module.weight.detach()
+    del module.weight
+    keep(module, weight)
+    return module
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: with_weight(lambda module, weight: setattr(module, "weight", weight.as_subclass(Special))),
+        lambda: with_weight(lambda module, weight: module.register_buffer("weight", weight)),
         lambda: Waits(threading.Barrier(1)),
         lambda: nn.Sequential(nn.Identity(), Waits(threading.Barrier(1))),
         lambda: WaitsToo(4),
@@ -212,10 +250,40 @@ def test_recurrent_cells_with_and_without_a_state_are_called_in_turn(kind: Calla
     assert all(map(torch.equal, *both))
 
 
-def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
-    class Special(Tensor):
-        pass
+class AddsNoise(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return y + torch.rand_like(y) if func is F.linear else y
 
+
+def adds_noise(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def rounds_randomly() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(adds_noise, lambda x: x)
+
+
+@pytest.mark.parametrize("make", [AddsNoise, rounds_randomly])
+def test_modes_and_hooks_draw_what_they_draw_on_threads(
+    make: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = [expert() for _ in range(NUM_CALLS)]
+    xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
+
+    def draw() -> list[Tensor]:
+        torch.manual_seed(1)
+        with make():
+            ys = parallel_apply(modules, xs)
+        return [*ys, *torch.autograd.grad([y.sum() for y in ys], xs), torch.rand(2)]
+
+    assert in_turn.call_in_turn(modules, [(x,) for x in xs], [{}] * NUM_CALLS) is not None
+    without_threads = draw()
+    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
+    assert all(map(torch.equal, without_threads, draw()))
+
+
+def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     x, special = torch.randn(3, 4), torch.randn(3, 4).as_subclass(Special)
     assert not is_made_in_turn(expert(), special)
     assert not is_made_in_turn(expert(), "no tensor")

@@ -316,7 +316,7 @@ def drops_by_a_function_of_its_file(self: Any, x: Tensor) -> Tensor:
 
 
 def attends_and_drops(self: Any, x: Tensor) -> Tensor:
-    causal = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool, device=x.device).tril()
+    causal = torch.ones_like(x @ x.mT, dtype=torch.bool).tril()
     p = 0.5 if self.training else 0.0
     return self.w2(self.w1(F.scaled_dot_product_attention(x, x, x, causal, dropout_p=p)))
 
