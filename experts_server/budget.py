@@ -14,14 +14,20 @@ class Budget:
         limit: the most that may be in use at once.
         what: named in the error when there is no room: `"queued bytes"`.
         retry_after_s: the hint that the error carries.
+        is_configured: whether who runs the server may set the limit.
 
     Threads: any.
     """
 
-    def __init__(self, limit: int, what: str, retry_after_s: float = 0.1) -> None:
+    def __init__(
+        self, limit: int, what: str, retry_after_s: float = 0.1, *, is_configured: bool = True
+    ) -> None:
         self.limit = limit
         self.what = what
         self.retry_after_s = retry_after_s
+        self._remedy = (
+            "Try again later, or raise the server's limit." if is_configured else "Try again later."
+        )
         self.in_use = 0
         self._has_refused = False
         self._lock = threading.Lock()
@@ -47,7 +53,7 @@ class Budget:
         if not self.has_taken(amount):
             raise ServerBusyError(
                 f"{self.what}: expected at most {self.limit}, got {amount} more than the {self.in_use} in use. "
-                "Try again later, or raise the server's limit.",
+                f"{self._remedy}",
                 retry_after_s=self.retry_after_s,
             )
 

@@ -3,6 +3,9 @@ statuses.
 
 A server that is told to stop keeps its port open while it drains: calls that come too late get a clean UNAVAILABLE
 ("nothing was done"), where a closing gRPC server would cancel some of them half way.
+
+Who is inside has a place, of which there are so many. A client that neither sends what its RPC still lacks nor takes
+what it has asked for would keep it as long as it answers pings, so after `PATIENCE_S` its RPC is ended.
 """
 
 from __future__ import annotations
@@ -10,22 +13,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Sized
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import grpc
 
 from experts_server.budget import Budget
 from experts_server.serving.security import Gate, Permission
-from moe_autograd.errors import MoeAutogradError, ServerUnavailableError
+from moe_autograd.errors import DeadlineExceededError, MoeAutogradError, ServerUnavailableError
 from moe_autograd.wire.status import rpc_status_of
 
 logger = logging.getLogger(__name__)
 
 LINGER_S = 0.2  # so that those on their way still find a door that answers
+PATIENCE_S = 60.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # which the stub leaves out
 
 
 class Doorway:
@@ -43,6 +50,7 @@ class Doorway:
         self._gate = gate or Gate()
         self._is_closed = False
         self._is_empty = asyncio.Event()
+        self._passing: set[Passing] = set()
         self.num_entered = 0  # since it is open
 
     def __repr__(self) -> str:
@@ -59,12 +67,29 @@ class Doorway:
         It has left when its answer is written, which is after its handling: who waits for the last one to leave, to
         close the connections behind it, cuts off no answer.
         """
-        return Passing(context, partial(self._let_in, context, permission))
+        return Passing(context, permission, self)
 
-    def _let_in(self, context: Context, permission: Permission) -> None:
-        self._enter()
-        context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
+    def end_silent(self) -> None:
+        """End the RPCs whose clients have kept them waiting for too long; to be called from time to time."""
+        until = time.monotonic() - PATIENCE_S
+        for one in [one for one in self._passing if one.has_waited_since(until)]:
+            one.end_silent()
+
+    def enter(self, one: Passing, context: Context, permission: Permission) -> None:
+        """Let an RPC in, or raise what is to end it."""
+        self._take_place()
+        self._passing.add(one)
+        context.add_done_callback(partial(self.leave, one))  # type: ignore[arg-type]  # wants a class of its own
         self._gate.check(context.invocation_metadata(), permission)
+
+    def leave(self, one: Passing, _: Context | None = None) -> None:
+        """Give the place of an RPC to others; once."""
+        if one not in self._passing:
+            return
+        self._passing.discard(one)
+        self._inside.give_back(1)
+        if self._is_closed and self._inside.in_use == 0:
+            self._is_empty.set()
 
     async def close(self, timeout_s: float) -> bool:
         """Let nobody in any more and wait for those inside; return whether all have left."""
@@ -76,7 +101,7 @@ class Doorway:
         await asyncio.sleep(LINGER_S)
         return self._is_empty.is_set()
 
-    def _enter(self) -> None:
+    def _take_place(self) -> None:
         if self._is_closed:
             raise ServerUnavailableError(
                 "server: expected to be ready, got draining: it is about to stop. Nothing was done; call another one."
@@ -84,39 +109,104 @@ class Doorway:
         self._inside.take(1)
         self.num_entered += 1
 
-    def _leave(self, context: Context) -> None:
-        self._inside.give_back(1)
-        if self._is_closed and self._inside.in_use == 0:
-            self._is_empty.set()
 
-
-async def only_message(context: Context) -> bytes:
+async def only_message(rpc: Passing) -> bytes:
     """Return the one message of an RPC; empty where none has come whole, since a bit of its length was flipped.
 
     Then grpc's own handlers of one message end without an answer, and the client would wait until its deadline. And
     they wait for it outside of any doorway: who never sends it, and needs no token for that, took the place of others.
     """
-    return await context.read() or b""
+    return await rpc.read() or b""
 
 
 class Passing:
-    """The handling of one RPC, from its entry on; see `Doorway.passing`."""
+    """One RPC, and around its handling, from its entry on; see `Doorway.passing`.
 
-    __slots__ = ("_context", "_enter")
+    Args:
+        context: grpc's.
+        permission: that it needs.
+        doorway: that it passes through.
 
-    def __init__(self, context: Context, enter: Callable[[], None]) -> None:
-        self._context, self._enter = context, enter
+    Attributes:
+        at_work: what it has asked for and is not computed yet; while there is some, it may send more or not.
+    """
 
-    async def __aenter__(self) -> None:
+    __slots__ = (
+        "_context",
+        "_doorway",
+        "_is_ended",
+        "_permission",
+        "_reads_since",
+        "_task",
+        "_writes_since",
+        "at_work",
+    )
+
+    def __init__(self, context: Context, permission: Permission, doorway: Doorway) -> None:
+        self._context, self._permission, self._doorway = context, permission, doorway
+        self._task: asyncio.Task[Any] | None = None
+        self._reads_since: float | None = None
+        self._writes_since: float | None = None
+        self._is_ended = False
+        self.at_work: Sized = ()
+
+    async def read(self) -> Any:
+        """Return the next message, or `EOF`."""
+        self._reads_since = time.monotonic()
         try:
-            self._enter()
+            return await self._context.read()
+        finally:
+            self._reads_since = None
+
+    async def write(self, message: bytes) -> None:
+        """Send one, when there is room for it on its way."""
+        self._writes_since = time.monotonic()
+        try:
+            await self._context.write(message)
+        finally:
+            self._writes_since = None
+            if self._reads_since is not None:  # meanwhile, for what comes after this answer
+                self._reads_since = time.monotonic()
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until the client's deadline; `None`: it has none."""
+        return self._context.time_remaining()
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
+        """End it with a status, by grpc's own error."""
+        await self._context.abort(code, details)
+
+    def has_waited_since(self, moment: float) -> bool:
+        """Whether its client has kept it waiting since then."""
+        if self._writes_since is not None and self._writes_since < moment:
+            return True
+        return self._reads_since is not None and self._reads_since < moment and not self.at_work
+
+    def end_silent(self) -> None:
+        """Interrupt its handling."""
+        if self._task is not None:
+            self._is_ended = True
+            self._task.cancel()
+
+    async def __aenter__(self) -> Passing:
+        try:
+            self._doorway.enter(self, self._context, self._permission)
         except BaseException as error:
             await self._end(error)
+        self._task = asyncio.current_task()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         del traceback  # as in `_end`
+        if self._is_ended and isinstance(error, asyncio.CancelledError):
+            self._doorway.leave(self)  # the status may wait behind what nobody takes
+            error.with_traceback(None)
+            error = DeadlineExceededError(
+                f"server: expected its client to send or take something within {PATIENCE_S:g} s, got nothing for "
+                "longer. Call again."
+            )
         if error is not None and not isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
             await self._end(error)
         return False

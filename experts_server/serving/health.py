@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from experts_server.queues.registry import Registry
 from experts_server.serving import open_inference
-from experts_server.serving.doorway import Context, Doorway, only_message
+from experts_server.serving.doorway import Context, Doorway, Passing, only_message
 from moe_autograd.errors import CorruptDataError
 from moe_autograd.wire import methods
 
@@ -41,8 +41,9 @@ class Health:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._doorway = Doorway(MAX_STREAMS)
-        self._servicer = _HealthServicer(self._doorway)
+        # those who only watch are to keep no probe out
+        self._doorway, self._doorway_of_checks = Doorway(MAX_STREAMS), Doorway(MAX_STREAMS)
+        self._servicer = _HealthServicer(self._doorway, self._doorway_of_checks)
         self._stuck: set[str] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -60,6 +61,11 @@ class Health:
         """Report everything as not serving, from now on for good."""
         self._servicer.set_draining()
 
+    def end_silent(self) -> None:
+        """End the RPCs whose clients have kept them waiting for too long; called from time to time."""
+        for doorway in (self._doorway, self._doorway_of_checks):
+            doorway.end_silent()
+
     async def look(self) -> None:
         """Report experts that got stuck, and those that came back; called from time to time."""
         stuck_before = time.monotonic() - STUCK_S
@@ -74,9 +80,8 @@ class Health:
 class _HealthServicer:
     """grpc's own writes to a watcher under the lock that every change takes: one who does not read held up a stop."""
 
-    def __init__(self, doorway: Doorway) -> None:
-        self._doorway = doorway
-        self._doorway_of_checks = Doorway(MAX_STREAMS)  # those who only watch are to keep no probe out
+    def __init__(self, doorway: Doorway, doorway_of_checks: Doorway) -> None:
+        self._doorway, self._doorway_of_checks = doorway, doorway_of_checks
         self._status_of: dict[str, Any] = {}
         self._changed = asyncio.Event()  # another one after each change
         self._is_draining = False
@@ -104,24 +109,24 @@ class _HealthServicer:
         self._wake_watchers()
 
     async def _check(self, _: Any, context: Context) -> bytes:
-        async with self._doorway_of_checks.passing(context, "read"):
-            status = self._status_of.get(await _service_in(context))
+        async with self._doorway_of_checks.passing(context, "read") as rpc:
+            status = self._status_of.get(await _service_in(rpc))
             if status is None:
-                await context.abort(grpc.StatusCode.NOT_FOUND)
+                await rpc.abort(grpc.StatusCode.NOT_FOUND)
             return _answer(status)
         raise AssertionError("abort raises")
 
     async def _watch(self, _: Any, context: Context) -> None:
         last = None
-        async with self._doorway.passing(context, "read"):
-            service = await _service_in(context)
+        async with self._doorway.passing(context, "read") as rpc:
+            service = await _service_in(rpc)
             while True:
                 changed = self._changed
                 status = self._status_of.get(service, UNKNOWN)
                 if status == last:
                     await changed.wait()
                     continue
-                await context.write(_answer(status))
+                await rpc.write(_answer(status))
                 last = status
 
     def _wake_watchers(self) -> None:
@@ -129,9 +134,9 @@ class _HealthServicer:
         self._changed = asyncio.Event()
 
 
-async def _service_in(context: Context) -> str:
+async def _service_in(rpc: Passing) -> str:
     """Return the service that is asked for."""
-    sent = await only_message(context)
+    sent = await only_message(rpc)
     try:
         return str(health_pb2.HealthCheckRequest.FromString(sent).service)
     except DecodeError as error:

@@ -173,8 +173,8 @@ class OpenInference:
 
     def _guarded(self, request_class: Any, answer: Answer) -> Callable[[Any, Context], Awaitable[bytes]]:
         async def handle(_: Any, context: Context) -> bytes:
-            async with self._doorway.passing(context, "read"):
-                sent = await only_message(context)
+            async with self._doorway.passing(context, "read") as rpc:
+                sent = await only_message(rpc)
                 try:
                     request = request_class.FromString(sent)
                 except DecodeError as error:

@@ -169,6 +169,7 @@ class ExpertServer:
         self.health.set_ready()
         tasks = (
             self._let_go_of_what_waits_too_long,
+            self._end_silent,
             self.health.look,
             self.saver.save_when_due,
             self._serve_again_if_grpc_fell,
@@ -256,6 +257,10 @@ class ExpertServer:
                 await task()
             except Exception:  # a bug of ours; without upkeep it would be a server that never saves again
                 logger.exception("upkeep failed, and goes on")
+
+    async def _end_silent(self) -> None:
+        self.doorway.end_silent()
+        self.health.end_silent()
 
     async def _let_go_of_what_waits_too_long(self) -> None:
         self.memory.kept.let_go_expired()

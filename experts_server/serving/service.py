@@ -23,7 +23,7 @@ from experts_server.hosting.calls import Expected, UpdateCall
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.state import check_size, check_state, copy_state, layout_of_expert, load_state
 from experts_server.queues.registry import Registry
-from experts_server.serving.doorway import Context, Doorway, only_message
+from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_message
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
 from moe_autograd.errors import CorruptDataError, InvalidCallError
@@ -69,7 +69,7 @@ class Service:
         self.received = Budget(limits.received_bytes, "bytes of unfinished calls")
         self.unanswered: dict[object, int] = {}
         self.weights_under_way = Budget(
-            MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0
+            MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0, is_configured=False
         )
         self._save = save
         # asked for once, before anybody waits: they never change, and a module may take its time to tell
@@ -110,8 +110,8 @@ class Service:
         self, answer: Callable[[Any], Awaitable[Message]], request_class: type[Any], permission: Permission
     ) -> Callable[[Any, Context], Awaitable[bytes]]:
         async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
-            async with self.doorway.passing(context, permission):
-                sealed = await only_message(context)
+            async with self.doorway.passing(context, permission) as rpc:
+                sealed = await only_message(rpc)
                 request = unseal(request_class, sealed, required=request_class is not pb.InfoRequest)
                 return seal(await answer(request))
             raise AssertionError("abort raises")
@@ -122,8 +122,8 @@ class Service:
         self, kind: tuple[type[Any], ...], permission: Permission
     ) -> Callable[[Any, Context], Awaitable[None]]:
         async def handle(_: AsyncIterator[bytes], context: Context) -> None:
-            async with self.doorway.passing(context, permission):
-                await PassStream(self, kind, context).run()
+            async with self.doorway.passing(context, permission) as rpc:
+                await PassStream(self, kind, rpc).run()
 
         return handle
 
@@ -182,23 +182,26 @@ class Service:
         return pb.SaveReply(generation=await self._save())
 
     async def _get_state(self, _: AsyncIterator[bytes], context: Context) -> None:
-        async with self.doorway.passing(context, "read"):
-            request = unseal(pb.GetStateRequest, await only_message(context))
-            writer = ParcelWriter()
+        async with self.doorway.passing(context, "read") as rpc:
+            request = unseal(pb.GetStateRequest, await only_message(rpc))
             with self._weights_under_way():
-                for name in list(request.experts) or list(self.registry):
-                    state = _first(await self.registry.inspect([name], copy_state))
-                    writer.add(pb.StateUpdate(num_entries=len(state)))
-                    for key, tensor in state.items():
-                        writer.add(pb.StateEntry(expert=name, key=key), [tensor])
-                    while (message := writer.next_message()) is not None:
-                        await context.write(message)
+                await self._send_state(rpc, list(request.experts) or list(self.registry))
 
-    async def _set_state(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
-        async with self.doorway.passing(context, "train"):
+    async def _send_state(self, rpc: Passing, names: Sequence[str]) -> None:
+        writer = ParcelWriter()
+        for name in names:
+            state = _first(await self.registry.inspect([name], copy_state))
+            writer.add(pb.StateUpdate(num_entries=len(state)))
+            for key, tensor in state.items():
+                writer.add(pb.StateEntry(expert=name, key=key), [tensor])
+            while (message := writer.next_message()) is not None:
+                await rpc.write(message)
+
+    async def _set_state(self, _: AsyncIterator[bytes], context: Context) -> bytes:
+        async with self.doorway.passing(context, "train") as rpc:
             with self._weights_under_way():
                 # not held here: what ends in an error grpc keeps, with its traceback, until the collector comes by
-                return seal(await self._apply_state(*await self._receive_state(requests)))
+                return seal(await self._apply_state(*await self._receive_state(rpc)))
         raise AssertionError("abort raises")
 
     @contextlib.contextmanager
@@ -209,14 +212,12 @@ class Service:
         finally:
             self.weights_under_way.give_back(1)
 
-    async def _receive_state(
-        self, requests: AsyncIterator[bytes]
-    ) -> tuple[pb.StateUpdate, dict[str, dict[str, torch.Tensor]]]:
+    async def _receive_state(self, rpc: Passing) -> tuple[pb.StateUpdate, dict[str, dict[str, torch.Tensor]]]:
         reader = ParcelReader(self.limits)
         head: pb.StateUpdate | None = None
         states: dict[str, dict[str, torch.Tensor]] = {}
         num_entries = 0
-        async for message in requests:
+        while (message := await rpc.read()) is not EOF:
             for parcel in reader.feed(message):
                 if parcel.error is not None:
                     raise parcel.error

@@ -24,12 +24,11 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
-import grpc
-
 from experts_server.budget import Budget
 from experts_server.hosting.calls import BackwardCall, Call, Message, Outputs, encoded
 from experts_server.queues.registry import Registry
 from experts_server.serving.arriving import backward_call, forward_call
+from experts_server.serving.doorway import EOF, Passing
 from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import BACKWARD, FORWARD, Head, ResultHead
@@ -47,8 +46,6 @@ UNTAKEN_BYTES = 64 << 20  # of answers: while a client leaves more of them, no m
 # Of calls and answers of all streams: while there are more, a stream that has more than `UNTAKEN_BYTES` of them waits.
 # What is computed no longer counts as queued, so clients that read nothing had each a whole queue of it kept for them.
 UNANSWERED_BYTES = 2 << 30
-
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # which the stub leaves out
 
 
 class PassSettings(Protocol):
@@ -69,22 +66,23 @@ class PassStream:
     Args:
         settings: the server's.
         kind: the head that its parcels must have: `FORWARD` or `BACKWARD`.
-        context: grpc's.
+        rpc: it.
     """
 
     def __init__(
         self,
         settings: PassSettings,
         kind: tuple[type[Any], ...],
-        context: grpc.aio.ServicerContext[bytes, bytes],
+        rpc: Passing,
     ) -> None:
         self._settings = settings
         self._kind = kind
-        self._context = context
+        self._rpc = rpc
         self._reader = ParcelReader(settings.limits)
         self._writer = ParcelWriter()
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         self._outstanding: dict[int, Call] = {}
+        rpc.at_work = self._outstanding
         self._num_calls = 0
         self._num_come = 0  # bytes of what is not whole yet
         self._num_held = 0
@@ -97,7 +95,7 @@ class PassStream:
         self._is_look_due = False  # guarded by the GIL: somebody will look for results
         self._num_seen = 0  # results at the last look
         self._gathers_since = 0.0
-        remaining_s = context.time_remaining()
+        remaining_s = rpc.time_remaining()
         self._deadline = None if remaining_s is None else time.monotonic() + remaining_s
 
     async def run(self) -> None:
@@ -156,10 +154,10 @@ class PassStream:
 
     async def _receive_one(self) -> None:
         """Take the next message, or note that all have come."""
-        message: Any = await self._context.read()
-        if message is not _EOF:
+        message: Any = await self._rpc.read()
+        if message is not EOF:
             await self._take_message(message)
-        if message is _EOF or self._reader.has_last:
+        if message is EOF or self._reader.has_last:
             self._reader.finish()
             self._has_all = True
             if len(self._results) >= len(self._outstanding):
@@ -303,7 +301,7 @@ class PassStream:
                 self._outstanding.pop(call.tag, None)
                 self._answer(call.tag, result, call)
             while (message := self._writer.next_message()) is not None:
-                await self._context.write(message)
+                await self._rpc.write(message)
                 self._has_written.set()
             if self._failure is not None:
                 raise self._failure

@@ -1,0 +1,180 @@
+"""Clients that keep an RPC waiting, and answer pings all the while: their places are others' after some time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from experts_server.serving import doorway as doorway_module
+from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire import methods
+from moe_autograd.wire.framing import seal
+from moe_autograd.wire.parcels import ParcelWriter
+from tests.support.gated import D, serving
+from tests.support.held import Held
+from tests.support.parcels import messages_of
+from tests.support.servers import START_S, WireClient, tokens, wait_until
+
+LARGE = 12_000_000  # weights of an expert whose copy finds no room on its way
+
+
+class Silent:
+    """A client's RPC that sends some messages and then nothing.
+
+    Args:
+        client: whose.
+        path: of the RPC.
+        messages: what it sends.
+    """
+
+    def __init__(self, client: WireClient, path: str, *messages: bytes) -> None:
+        self._may_end = threading.Event()
+        self.call = client.channel.stream_stream(path)(self._sent(messages), timeout=START_S)
+
+    def _sent(self, messages: Sequence[bytes]) -> Iterator[bytes]:
+        yield from messages
+        self._may_end.wait()
+
+    def end(self) -> grpc.RpcError:
+        """Return how the server ended it, whatever was answered before."""
+        with pytest.raises(grpc.RpcError) as ended:
+            list(self.call)
+        self._may_end.set()
+        return ended.value
+
+
+def forward_messages(client: WireClient, rows: int = 3) -> list[bytes]:
+    writer = ParcelWriter()
+    writer.add(*client.forward_call("e", tokens(rows, D)))
+    return list(messages_of(writer))
+
+
+@pytest.fixture
+def server() -> Iterator[ExpertsServer]:
+    with serving({"e": nn.Linear(D, D), "large": nn.Linear(1, LARGE)}) as server:
+        yield server
+
+
+def num_inside(server: ExpertsServer) -> int:
+    assert server._server is not None
+    return server._server.doorway.num_inside
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda client: Silent(client, methods.path("Info")),
+        lambda client: Silent(client, methods.path("Step")),
+        lambda client: Silent(client, methods.path("SetState")),
+        lambda client: Silent(client, methods.path("GetState")),
+        lambda client: Silent(client, methods.path("Forward")),
+        lambda client: Silent(client, methods.path("Forward"), *forward_messages(client, 1 << 18)[:-1]),
+        lambda client: Silent(client, methods.path("Forward"), *forward_messages(client)),
+        lambda client: Silent(client, "/inference.GRPCInferenceService/ModelInfer"),
+        lambda client: Silent(client, "/grpc.health.v1.Health/Check"),
+        lambda client: Silent(client, "/grpc.health.v1.Health/Watch"),
+    ],
+    ids=[
+        *("Info", "Step", "SetState", "GetState", "Forward", "half a Forward"),
+        *("Forward with an answer", "ModelInfer", "Check", "Watch"),
+    ],
+)
+def test_an_rpc_whose_client_keeps_it_waiting_is_ended(
+    begin: Callable[[WireClient], Silent], server: ExpertsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorway_module, "PATIENCE_S", 0.2)
+    with WireClient(server.address) as client:
+        ended = begin(client).end()
+        assert ended.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "expected its client to send or take something within 0.2 s" in ended.details()
+        wait_until(lambda: num_inside(server) == 0)
+        assert server._server is not None
+        assert server._server.service.weights_under_way.in_use == 0
+        assert client.forward("e", tokens(3, D)).code == "OK"
+
+
+@pytest.mark.parametrize("rpc", ["GetState", "Forward"])
+def test_an_answer_that_nobody_takes_is_not_kept_for_ever(
+    rpc: str, server: ExpertsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status waits behind it, which costs nothing; nor does a stop wait."""
+    monkeypatch.setattr(doorway_module, "PATIENCE_S", 0.2)
+    with WireClient(server.address) as client:
+        asked = {
+            "GetState": [seal(pb.GetStateRequest(experts=["large"]))],
+            "Forward": forward_messages(client, LARGE // D),
+        }
+        call = client.channel.stream_stream(methods.path(rpc))(iter(asked[rpc]))
+        next(call)  # and no more
+        kept_before = num_bytes_in_tensors()
+        wait_until(lambda: num_inside(server) == 0)
+        if rpc == "GetState":  # a forward is kept for its backward
+            wait_until(lambda: num_bytes_in_tensors() < kept_before - 2 * LARGE)
+        assert server._server is not None
+        assert not server._server.service.unanswered
+        assert client.get_state("e")
+        server.stop()
+        call.cancel()
+
+
+def num_bytes_in_tensors() -> int:
+    tensors = [one for one in gc.get_objects() if type(one) is Tensor]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def test_who_only_watches_may_do_so_for_long(server: ExpertsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorway_module, "PATIENCE_S", -1.0)
+    with WireClient(server.address) as client:
+        watch = client.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=START_S)
+        next(watch)
+        look_twice(server, monkeypatch)
+        assert watch.is_active()
+        watch.cancel()
+
+
+def look_twice(server: ExpertsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return when a server has looked for silent clients twice."""
+    assert server._server is not None
+    looks, looked = threading.Semaphore(0), server._server.health.end_silent
+
+    def look() -> None:
+        looked()
+        looks.release()
+
+    monkeypatch.setattr(server._server.health, "end_silent", look)
+    for _ in range(2):
+        assert looks.acquire(timeout=START_S)
+
+
+def test_who_waits_for_what_is_computed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He has not said that nothing more will come, and need not."""
+    held = Held("forward", D)
+    with serving({"e": held}) as server, WireClient(server.address) as client:
+        stream: Any = Silent(client, methods.path("Forward"), *forward_messages(client))
+        assert held.begun.wait(START_S)
+        monkeypatch.setattr(doorway_module, "PATIENCE_S", -1.0)
+        look_twice(server, monkeypatch)
+        monkeypatch.undo()
+        held.may_go.set()
+        assert next(stream.call)
+        stream.call.cancel()
+
+
+def test_what_is_refused_for_want_of_room_names_no_limit_that_cannot_be_raised(
+    server: ExpertsServer,
+) -> None:
+    assert server._server is not None
+    room = server._server.service.weights_under_way
+    room.take(room.limit)
+    with WireClient(server.address) as client, pytest.raises(grpc.RpcError) as refused:
+        client.get_state("e")
+    room.give_back(room.limit)
+    assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.details().endswith("16 in use. Try again later.")
