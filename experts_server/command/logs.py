@@ -3,10 +3,14 @@
 A thread of its own writes it. A pager that is suspended, a terminal after Ctrl-S and a disk that hangs take no line for
 as long as they like, and whoever logs would wait for them: the event loop, and so all clients. Others take a line at
 once, and are waited for: what was logged before a crash tells of it.
+
+gRPC's core writes to stderr as well, past this, on the threads by which it serves: a line for each TLS handshake that
+fails, of anybody who can connect. So it is told to be silent, unless `GRPC_VERBOSITY` says otherwise.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -15,6 +19,7 @@ import select
 import sys
 import threading
 from datetime import UTC, datetime
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +27,7 @@ MAX_WAITING = 10_000  # lines
 PATIENCE_S = 0.05
 FLUSH_S = 2.0
 STDERR = 2
+_GRPC_VERBOSITY = "GRPC_VERBOSITY"
 
 
 class JsonFormatter(logging.Formatter):
@@ -120,6 +126,7 @@ class LineWriter(logging.Handler):
 
 def start_logging(level: str, *, as_json: bool) -> None:
     """Send the log of this process to stderr, and warnings with it."""
+    _silence_grpc()
     if sys.stderr is None:  # closed, and its number may be another file's
         handler: logging.Handler = logging.NullHandler()
     else:
@@ -128,6 +135,16 @@ def start_logging(level: str, *, as_json: bool) -> None:
     handler.setFormatter(JsonFormatter() if as_json else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
+
+
+def _silence_grpc() -> None:
+    if _GRPC_VERBOSITY in os.environ:
+        return
+    os.environ[_GRPC_VERBOSITY] = "NONE"
+    core: Any = importlib.import_module("grpc._cython.cygrpc")
+    read_again = getattr(core, "reset_grpc_config_vars", None)
+    if read_again is not None:  # gRPC read it when it was imported
+        read_again()
 
 
 def flush_log() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from experts_server.configuration.config import SecurityConfig
+from experts_server.serving.followed import Looks, refuse_pipes
 from moe_autograd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class _Certificates:
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._in_use: _Contents | None = None
+        self._new: grpc.ServerCertificateConfiguration | None = None
         self._trouble = ""
+        self._looks = Looks(self._look)
 
     def read(self) -> _Contents:
         """Return what is in the files now; raises `ConfigError`."""
@@ -88,14 +91,19 @@ class _Certificates:
 
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return what clients get to see from now on, or None for no change."""
+        self._looks.now()
+        new, self._new = self._new, None
+        return new
+
+    def _look(self) -> None:
         try:
-            now = self.read()
-            return None if now == self._in_use else self.check(now)
+            refuse_pipes(self._cert, self._key, self._client_ca)
+            if (now := self.read()) != self._in_use:
+                self._new = self.check(now)
         except ConfigError as error:
             if self._trouble != (told := str(error)):
                 logger.warning("certificates stay as they were: %s", told)
             self._trouble = told
-            return None
 
 
 def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:

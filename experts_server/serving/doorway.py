@@ -75,12 +75,12 @@ class Doorway:
         for one in [one for one in self._passing if one.has_waited_since(until)]:
             one.end_silent()
 
-    def enter(self, one: Passing, context: Context, permission: Permission) -> None:
+    async def enter(self, one: Passing, context: Context, permission: Permission) -> None:
         """Let an RPC in, or raise what is to end it."""
         self._take_place()
         self._passing.add(one)
         context.add_done_callback(partial(self.leave, one))  # type: ignore[arg-type]  # wants a class of its own
-        self._gate.check(context.invocation_metadata(), permission)
+        await self._gate.check(context.invocation_metadata(), permission)
 
     def leave(self, one: Passing, _: Context | None = None) -> None:
         """Give the place of an RPC to others; once."""
@@ -190,7 +190,7 @@ class Passing:
 
     async def __aenter__(self) -> Passing:
         try:
-            self._doorway.enter(self, self._context, self._permission)
+            await self._doorway.enter(self, self._context, self._permission)
         except BaseException as error:
             await self._end(error)
         self._task = asyncio.current_task()

@@ -12,6 +12,7 @@ never logged or shown, and kept only as digests.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from experts_server.serving.certificates import read_file
+from experts_server.serving.followed import Looks, refuse_pipes
 from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.wire.tokens import check_token
 
@@ -37,7 +39,7 @@ class Gate:
     """Decides whether a call may proceed.
 
     The file is looked at once a second, and whenever a token is not known, so that tokens can be added and taken away
-    while the server runs.
+    while the server runs. While it cannot be read, tokens stay as they were.
 
     Args:
         file: of the tokens; none: everybody may do everything (who may connect is TLS's business).
@@ -45,7 +47,7 @@ class Gate:
     Raises:
         ConfigError: the file cannot be read or has a line that is none.
 
-    Threads: the event loop's.
+    Threads: the event loop's; the file is read on another.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -54,11 +56,12 @@ class Gate:
         self._trouble = ""
         self._tokens = None if file is None else read_tokens(file)
         self._look_at = time.monotonic() + _LOOK_INTERVAL_S
+        self._looks = Looks(self._look)
 
     def __repr__(self) -> str:
         return "<Gate open>" if self._tokens is None else f"<Gate {len(self._tokens)} tokens>"
 
-    def check(self, metadata: Iterable[tuple[str, str | bytes]] | None, permission: Permission) -> None:
+    async def check(self, metadata: Iterable[tuple[str, str | bytes]] | None, permission: Permission) -> None:
         """Raise `PermissionDeniedError` unless the call's token allows `permission`."""
         if self._tokens is None:
             return
@@ -68,10 +71,10 @@ class Gate:
                 "server: expected a bearer token in the call's metadata, got none. Pass token=... or --token-file."
             )
         if time.monotonic() >= self._look_at:
-            self._look()
+            await self._look_now()
         granted = self._find(header.removeprefix(_SCHEME))
         if granted is None:
-            self._look()
+            await self._look_now()
             granted = self._find(header.removeprefix(_SCHEME))
         if granted is None:
             raise PermissionDeniedError(
@@ -82,12 +85,16 @@ class Gate:
                 "server: expected a token with permission 'train' for this call, got one with 'read'."
             )
 
+    async def _look_now(self) -> None:
+        self._look_at = time.monotonic() + _LOOK_INTERVAL_S
+        await asyncio.to_thread(self._looks.now)
+
     def _look(self) -> None:
         """Take what is in the file, if that has changed and is a whole one; until it is, look again, and tell once."""
-        self._look_at = time.monotonic() + _LOOK_INTERVAL_S
         if self._file is None or (stamp := _stamp(self._file)) == self._read:
             return
         try:
+            refuse_pipes(self._file)
             self._tokens = read_tokens(self._file)
         except ConfigError as error:
             if self._trouble != (told := str(error)):

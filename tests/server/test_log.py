@@ -5,14 +5,18 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import grpc
 import pytest
 
+from tests.support.certificates import make_certificates
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 from tests.support.subprocesses import run_python
 from tests.support.warm import COMMAND, WarmProcess
@@ -57,6 +61,32 @@ def test_a_server_serves_and_stops_while_nobody_reads_its_log() -> None:
             assert client.forward("ffn.0", tokens(2, 4)).code == "OK"
         process.send_signal(signal.SIGTERM)
         assert process.wait(START_S) == 0
+
+
+def test_who_fails_to_shake_hands_writes_nothing_into_the_log(tmp_path: Path) -> None:
+    """gRPC would write a line for each, on its own threads, and nobody reads it."""
+    make_certificates(tmp_path)
+    config = tmp_path / "server.toml"
+    config.write_text(f'[security]\ntls_cert = "{tmp_path}/server.pem"\ntls_key = "{tmp_path}/server.key"\n')
+    trusted = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+    with (
+        full_pipe() as (reading, writing, size),
+        serving(writing, "--config", str(config)) as (process, address),
+    ):
+        host, _, port = address.rpartition(":")
+        for _ in range(100):
+            with socket.create_connection((host, int(port)), START_S) as connection:
+                connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                assert connection.recv(1 << 16) != b"HTTP", "it has seen that this is no handshake"
+        with WireClient(address, credentials=trusted) as client:
+            assert client.forward("ffn.0", tokens(2, 4)).code == "OK"
+        process.send_signal(signal.SIGTERM)
+        os.close(writing)
+        with open(reading, closefd=False) as log:
+            told = log.read()[size:]
+        assert process.wait(START_S) == 0
+    assert "ready: 1 expert" in told
+    assert "andshake" not in told
 
 
 @pytest.mark.parametrize("is_blocking", [True, False])

@@ -1,25 +1,34 @@
-"""Certificates and tokens that are read in an unlucky moment: half replaced, or without a descriptor."""
+"""Certificates and tokens that are read in an unlucky moment: half replaced, or while their disk hangs."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
 import ssl
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from torch import nn
 
+from experts_server import ExpertsServer
+from experts_server.configuration.config import SecurityConfig, ServingConfig
+from experts_server.serving import followed
 from experts_server.serving.certificates import _Certificates
 from experts_server.serving.security import Gate
 from moe_autograd.errors import PermissionDeniedError
 from moe_autograd.wire.certificates import channel_credentials
 from tests.support.certificates import make_certificates
+from tests.support.servers import START_S, WireClient, wait_until
 
 OLD, NEW = "token-of-yesterday", "token-of-tomorrow-which-is-longer"
 HALF = 200
+PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +118,95 @@ def test_tokens_that_could_not_be_read_are_read_again_and_told_of_once(
         now.setattr(Path, "read_bytes", fail_to_read)
         for _ in range(2):
             with pytest.raises(PermissionDeniedError):
-                gate.check([("authorization", f"Bearer {NEW}")], "train")
+                asyncio.run(gate.check([("authorization", f"Bearer {NEW}")], "train"))
     assert len(caplog.records) == 1
     assert "tokens stay as they were" in caplog.text
     assert "(Too many open files)" in caplog.text
-    gate.check([("authorization", f"Bearer {NEW}")], "train")
+    asyncio.run(gate.check([("authorization", f"Bearer {NEW}")], "train"))
     with pytest.raises(PermissionDeniedError):
-        gate.check([("authorization", f"Bearer {OLD}")], "train")
+        asyncio.run(gate.check([("authorization", f"Bearer {OLD}")], "train"))
+
+
+class Hanging:
+    """A disk: reads of files do not end until it goes on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.may_go_on, self.num_reads, read = threading.Event(), 0, Path.read_bytes
+
+        def read_bytes(path: Path) -> bytes:
+            self.num_reads += 1
+            assert self.may_go_on.wait(START_S)
+            return read(path)
+
+        patch.setattr(Path, "read_bytes", read_bytes)
+
+
+def test_a_server_goes_on_with_its_tokens_while_their_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "PATIENCE_S", 0.01)
+    file = tmp_path / "tokens"
+    file.write_text(f"train {OLD}")
+    with ExpertsServer({"e": nn.Linear(4, 4)}, config=secured(tokens_file=file)) as server:
+        file.write_text(f"train {NEW}")
+        disk = Hanging(monkeypatch)
+        for token, code in ((NEW, PERMISSION_DENIED), (OLD, None), (NEW, PERMISSION_DENIED), (OLD, None)):
+            assert code_of_info(server.address, token) == code
+        assert disk.num_reads == 1, "no second one, beside that which hangs"
+        disk.may_go_on.set()
+        wait_until(lambda: code_of_info(server.address, NEW) is None)
+        assert code_of_info(server.address, OLD) == PERMISSION_DENIED
+
+
+def test_a_server_takes_connections_while_the_disk_of_its_certificates_hangs(
+    certificates: Path, in_use: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "PATIENCE_S", 0.01)
+    security = {"tls_cert": in_use / "server.pem", "tls_key": in_use / "server.key"}
+    trusted = grpc.ssl_channel_credentials((in_use / "ca.pem").read_bytes())
+    with ExpertsServer({"e": nn.Linear(4, 4)}, config=secured(**security)) as server:
+        disk = Hanging(monkeypatch)
+        for _ in range(3):
+            assert code_of_info(server.address, credentials=trusted) is None
+        assert disk.num_reads == 1
+        server.stop()
+        disk.may_go_on.set()
+
+
+@pytest.mark.parametrize("name", ["tokens", "server.pem"])
+def test_a_pipe_in_the_place_of_a_file_is_not_read(
+    name: str, certificates: Path, in_use: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody may ever write to it."""
+    (in_use / "tokens").write_text(f"train {OLD}")
+    security = {"tls_cert": in_use / "server.pem", "tls_key": in_use / "server.key"}
+    trusted = grpc.ssl_channel_credentials((in_use / "ca.pem").read_bytes())
+    config = secured(tokens_file=in_use / "tokens", **security)
+    with ExpertsServer({"e": nn.Linear(4, 4)}, config=config) as server:
+        (in_use / name).unlink()
+        os.mkfifo(in_use / name)
+        assert code_of_info(server.address, NEW, trusted) == PERMISSION_DENIED
+        assert code_of_info(server.address, OLD, trusted) is None
+        assert f"{name}', which is none. Put one there again." in caplog.text
+        (in_use / "tokens").unlink()
+        (in_use / "tokens").write_text(f"train {NEW}")
+        assert code_of_info(server.address, NEW, trusted) is None
+
+
+def secured(**security: Path) -> ServingConfig:
+    return ServingConfig(security=SecurityConfig(**security))
+
+
+def code_of_info(
+    address: str, token: str | None = None, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.StatusCode | None:
+    """Connect and ask; return how it was refused, if it was."""
+    with WireClient(address, token=token, credentials=credentials) as client:
+        try:
+            client.info()
+        except grpc.RpcError as refused:
+            return refused.code()
+    return None
 
 
 def test_a_client_uses_no_certificate_that_was_cut_short_when_it_was_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -119,9 +120,9 @@ def test_a_comment_begins_with_a_word_and_no_token_ends_there(tmp_path: Path) ->
         b"\xef\xbb\xbf# from an editor of Windows\r\nread 0123456789abcdef#tail #mine\r\n\t# end"
     )
     gate = Gate(file)
-    gate.check([("authorization", "Bearer 0123456789abcdef#tail")], "read")
+    asyncio.run(gate.check([("authorization", "Bearer 0123456789abcdef#tail")], "read"))
     with pytest.raises(PermissionDeniedError, match="a token that it knows"):
-        gate.check([("authorization", "Bearer 0123456789abcdef")], "read")
+        asyncio.run(gate.check([("authorization", "Bearer 0123456789abcdef")], "read"))
 
 
 def test_a_tokens_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -148,9 +149,9 @@ def test_a_tokens_file_that_was_written_with_its_time_of_before_is_read_again(tm
         return file.stat().st_ctime_ns != before.st_ctime_ns  # a clock that goes on every few ms
 
     wait_until(replace)
-    gate.check([("authorization", f"Bearer {TRAIN[::-1]}")], "train")
+    asyncio.run(gate.check([("authorization", f"Bearer {TRAIN[::-1]}")], "train"))
     with pytest.raises(PermissionDeniedError):
-        gate.check([("authorization", f"Bearer {TRAIN}")], "train")
+        asyncio.run(gate.check([("authorization", f"Bearer {TRAIN}")], "train"))
 
 
 def test_no_token_and_no_tensor_gets_into_the_log(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Files that are replaced while a server runs, looked at again from time to time: tokens and certificates.
+
+They may be on a disk of the network. While that hangs, whoever reads them hangs: so a thread of its own does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_autograd.errors import ConfigError
+
+PATIENCE_S = 1.0
+
+
+class Looks:
+    """Looks at files; nobody waits for long.
+
+    Args:
+        look: reads them and takes what is new. It does not raise.
+
+    Threads: any.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._change = threading.Condition()
+        self._num_asked = self._num_ended = (
+            0  # an ended look has begun after all that it counts were asked for
+        )
+        self._is_looking = self._is_late = False
+
+    def now(self) -> None:
+        """Return when a look that begins now has ended; at the latest when one has taken too long."""
+        with self._change:
+            self._num_asked += 1
+            number = self._num_asked
+            if not self._is_looking:
+                try:
+                    threading.Thread(target=self._look_on, name="experts-server-files", daemon=True).start()
+                except RuntimeError:  # the system has no thread left to give: another time
+                    return
+                self._is_looking = True
+            if not self._is_late:
+                has_ended = self._change.wait_for(
+                    lambda: self._num_ended >= number or self._is_late, PATIENCE_S
+                )
+                self._is_late = not has_ended or self._is_late
+
+    def _look_on(self) -> None:
+        """Look until nobody has asked for another look since the last one began."""
+        while True:
+            with self._change:
+                number = self._num_asked
+                if number == self._num_ended:
+                    self._is_looking = False
+                    return
+            has_looked = False
+            try:
+                self._look()
+                has_looked = True
+            finally:
+                with self._change:
+                    self._is_looking = has_looked
+                    self._num_ended, self._is_late = number, False
+                    self._change.notify_all()
+
+
+def refuse_pipes(*files: Path | None) -> None:
+    """Raise `ConfigError` unless all are files in the narrow sense: of others a read may not end."""
+    for file in files:
+        if file is not None and file.exists() and not file.is_file():
+            raise ConfigError(f"expected a file, got {str(file)!r}, which is none. Put one there again.")
