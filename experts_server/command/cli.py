@@ -35,7 +35,7 @@ def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Cal
     Args:
         timeout_s: how long it waits for the answer by default.
     """
-    file = click.Path(path_type=Path)
+    file = click.Path(path_type=Path, readable=False)  # it is we who say of a file that it is not
     options = (
         click.option(
             "--timeout-s",
@@ -141,7 +141,10 @@ def main() -> None:
 
 @main.command()
 @click.option(
-    "--config", "file", type=click.Path(path_type=Path), help="A TOML file; variables and flags win."
+    "--config",
+    "file",
+    type=click.Path(path_type=Path, readable=False),
+    help="A TOML file; variables and flags win.",
 )
 @click.option(
     "--listen", metavar="HOST:PORT", help="Port 0 takes a free one." + _default(ServerConfig, "listen")
@@ -180,7 +183,11 @@ def main() -> None:
 )
 @click.option("--seed", type=int, help="Decides the experts' first weights." + _default(ServerConfig, "seed"))
 @click.option("--latency-ms", type=float, help="A delay added to every message of calls, for demonstrations.")
-@click.option("--checkpoint-dir", type=click.Path(), help="Where checkpoints are kept; nowhere by default.")
+@click.option(
+    "--checkpoint-dir",
+    type=click.Path(readable=False),
+    help="Where checkpoints are kept; nowhere by default.",
+)
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Where /metrics is served; nowhere by default.")
 @click.option(
     "--drain-timeout-s",
@@ -274,7 +281,11 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
 
 @main.command("config")
 @click.option(
-    "--check", "file", required=True, type=click.Path(path_type=Path), help="The TOML file to check."
+    "--check",
+    "file",
+    required=True,
+    type=click.Path(path_type=Path, readable=False),
+    help="The TOML file to check.",
 )
 def check(file: Path) -> None:
     """Check a configuration without serving it.
@@ -345,6 +356,8 @@ def _expert_flags(flags: dict[str, Any]) -> dict[str, Any] | None:
             )
         return None
     name = class_name.rpartition(":")[2]
+    if not name:
+        raise click.UsageError(f"--expert: expected the name of a class, got {class_name!r}. Give one.")
     return {f"{name}.[0:{count or 1}]": {"class": class_name, "args": args}}
 
 

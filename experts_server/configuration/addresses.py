@@ -17,7 +17,7 @@ def split_address(address: str) -> tuple[str, int]:
     is_port = port.isascii() and port.isdecimal()
     if not colon or not host or not is_port or (":" in host) != is_bracketed or host.split() != [host]:
         raise ValueError("expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0")
-    if int(port) > 65535:
+    if len(port.lstrip("0")) > 5 or int(port) > 65535:
         raise ValueError("expected a port from 0 to 65535")
     return host.strip("[]"), int(port)
 

@@ -56,7 +56,12 @@ def load_config(
 def _check(sources: Sequence[Source]) -> ServerConfig:
     merged: dict[str, Any] = {"experts": {}}
     for source in sources:
-        _merge(merged, _expanded(source))
+        try:
+            _merge(merged, _expanded(source))
+        except RecursionError:
+            raise ConfigError(
+                f"{source.name}: expected tables a few deep, got one within another hundreds of times."
+            ) from None
     try:
         return ServerConfig.model_validate(merged)
     except ValidationError as error:

@@ -89,14 +89,22 @@ def build_training(
     place = f"config, expert {name!r}, key 'optimizer"
     make = _find_in(torch.optim, torch.optim.Optimizer, f"{place}.name'", config.name)
     _refuse(f"{place}.name'", make)
-    optimizer = _call(
-        f"{place}.args'",
-        lambda **args: make(parameters, lr=config.lr, **_with_fastest(make, parameters, args)),
-        config.args,
-        make,
-    )
+
+    def make_for(trained: Sequence[nn.Parameter]) -> Any:
+        arguments = f"{place}.args'"
+        return _call(
+            arguments,
+            lambda **args: make(trained, lr=config.lr, **_with_fastest(make, trained, args)),
+            config.args,
+            make,
+        )
+
+    optimizer = make_for(parameters)
     _refuse_options(place, optimizer)
-    schedule = None if config.schedule is None else _build_schedule(place, optimizer, config.schedule)
+    schedule = None
+    if config.schedule is not None:
+        schedule = _build_schedule(place, optimizer, config.schedule)
+        _step_once(place, make_for([nn.Parameter(torch.zeros(1, 1))]), config.schedule)
     return Training(
         optimizer, update, samples_per_update or 1, schedule, config.clip_grad_value, config.clip_grad_norm
     )
@@ -144,6 +152,19 @@ def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: Schedu
     return _call(f"{place}.schedule.args'", lambda **args: make(optimizer, **args), config.args, make)
 
 
+def _step_once(place: str, optimizer: Any, config: ScheduleConfig) -> None:
+    """Step a schedule like it, for an optimizer of nothing: some take arguments with which no step can be made."""
+    schedule = _build_schedule(place, optimizer, config)
+    try:
+        optimizer.step()
+        schedule.step()
+    except Exception as error:
+        raise ConfigError(
+            f"{place}.schedule.args': expected arguments with which it can be stepped, got {config.args} "
+            f"({_cause(error)})."
+        ) from error
+
+
 def _with_dtype(place: str, make: Callable[..., Any], args: dict[str, Any]) -> dict[str, Any]:
     """A file has no dtypes: of what is ours or torch's, a text is the name of one."""
     name, home = args.get("dtype"), getattr(make, "__module__", None) or ""
@@ -170,9 +191,11 @@ def _find_class(place: str, class_name: str) -> Callable[..., Any]:
     try:
         found: Any = getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # whatever its module raises; a script reads its arguments
+        package, dot, name = attribute.rpartition(".")
+        advice = "Is its package installed, or its folder in PYTHONPATH?"
         raise ConfigError(
             f"{place}, key 'class': expected a class that can be imported, got {class_name!r} ({_cause(error)}). "
-            "Is its package installed, or its folder in PYTHONPATH?"
+            + (f"Did you mean '{module_name}.{package}:{name}'?" if dot else advice)
         ) from error
     if not callable(found):
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 Begin with `server`, its life. The first line of each file says what it is for::
 
-    the server              server, configured, embedded, loop_thread, ports, certificates
-    what it is asked        service, streams, arriving, doorway, security
+    the server              server, configured, embedded, loop_thread, ports
+    what it is asked        service, streams, arriving, doorway
+    who may ask             certificates, security, followed
     by others than clients  health, metrics, open_inference
 """

@@ -60,7 +60,7 @@ _NOT_CONNECTED = re.compile(
     r"|errors resolving .*: )(.*?)\.?\]?",
     re.DOTALL,
 )
-_BROKEN_OFF = re.compile(r"Stream removed \((.*)\)", re.DOTALL)
+_BROKEN_OFF = re.compile(r"Stream removed \((.*)\)|(ping timeout)", re.DOTALL)
 _CLOSED_HERE = ("Locally cancelled by application!", "Channel closed!")
 _TLS_FAILURES = (
     (
@@ -166,9 +166,8 @@ def _in_our_words(details: str) -> str:
     if details in _CLOSED_HERE:
         return "expected to be waited for, got cancelled here. Was the connection closed meanwhile?"
     if (broken := _BROKEN_OFF.fullmatch(details)) is not None:
-        return (
-            f"expected an answer, got a connection that broke off ({broken[1]!r}). Is the server still there?"
-        )
+        reason = broken[1] or broken[2]
+        return f"expected an answer, got a connection that broke off ({reason!r}). Is the server still there?"
     failed = _NOT_CONNECTED.fullmatch(details)
     if failed is None:
         return details

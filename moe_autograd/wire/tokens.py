@@ -34,8 +34,10 @@ def read_token(file: Path) -> str:
         token = file.read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError) as error:  # not there, no text, or a name with a null byte
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"expected a readable text file at {str(file)!r} ({reason})") from error
+        raise ValueError(
+            f"expected a readable text file at {str(file)!r} ({reason}). Check the path."
+        ) from error
     if not token:
-        raise ValueError(f"expected a token in {str(file)!r}, which is empty")
+        raise ValueError(f"expected a token in {str(file)!r}, which is empty. Write one.")
     check_token(token)
     return token

@@ -41,6 +41,8 @@ def test_a_pattern_makes_experts_and_a_later_entry_overrides_one_of_them(tmp_pat
     config = load_config(file, environment={})
     assert list(config.experts) == ["ffn.0", "ffn.1", "ffn.2"]
     assert config.experts["ffn.1"].args == {"d_model": 8, "d_ff": 4}
+    assert config.seed == 0
+    assert load_config(file, {"seed": 0}, {"EXPERTS_SERVER_SEED": "1"}).seed == 0
     optimizers = [config.optimizer_of(expert) for expert in config.experts.values()]
     assert [(o.name, o.lr) for o in optimizers if o] == [("adam", 0.5), ("sgd", 0.1), ("adam", 0.5)]
 
@@ -292,11 +294,15 @@ def test_loopback_needs_no_credentials_and_other_addresses_tls_and_callers_that_
             "expected TOML, got a file that does not parse (Exceeds the limit (4300 digits)",
         ),
         (
+            b"a." * 3000 + b"a = 1",
+            "expected tables a few deep, got one within another hundreds of times.",
+        ),
+        (
             b"seed = " + b"[" * 100_000,
             "expected TOML, got a file that does not parse (maximum recursion depth",
         ),
     ],
-    ids=["cut short", "no UTF-8", "absent", "digits without end", "lists without end"],
+    ids=["cut short", "no UTF-8", "absent", "digits without end", "tables without end", "lists without end"],
 )
 def test_an_unreadable_file_is_named_with_the_reason(
     tmp_path: Path, content: bytes | None, text: str

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experts_server.configuration.config import OptimizerConfig, ServerConfig
+from experts_server.configuration.config import OptimizerConfig, ScheduleConfig, ServerConfig
 from experts_server.configuration.settings import load_config
 from experts_server.hosting.building import build_module, build_training
 from experts_server.serving.configured import from_config
@@ -46,6 +46,7 @@ class Script(torch.nn.Module):
             {"class": "no.such.module:X"},
             "got 'no.such.module:X' (ModuleNotFoundError: No module named 'no'). Is",
         ),
+        ({"class": "torch:nn.Linear"}, "). Did you mean 'torch.nn:Linear'?"),
         ({"class": "torch.nn:NoSuch"}, "expected a class that can be imported, got 'torch.nn:NoSuch'"),
         ({"class": ":NoSuch"}, "expected a class that can be imported, got ':NoSuch'"),
         ({"class": "..up:NoSuch"}, "expected a class that can be imported, got '..up:NoSuch'"),
@@ -166,6 +167,47 @@ def test_a_schedule_that_no_file_can_describe_is_not_offered() -> None:
     with pytest.raises(ConfigError, match="LinearLR, MultiStepLR, OneCycleLR") as refused:
         from_config(config)
     assert not any(name in str(refused.value) for name in ("LambdaLR", "SequentialLR", "ChainedScheduler"))
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("CosineAnnealingLR", {"T_max": 0}),
+        ("CosineAnnealingLR", {"T_max": "a"}),
+        ("StepLR", {"step_size": 0}),
+    ],
+)
+def test_a_schedule_that_cannot_be_stepped_is_refused(name: str, args: dict[str, Any]) -> None:
+    """Else the first update would be the last one."""
+    optimizer = {"name": "adam", "schedule": {"name": name, "args": args}}
+    with pytest.raises(ConfigError, match=r"key 'optimizer\.schedule\.args': expected arguments") as refused:
+        from_config(checked({"experts": {"e": {**FFN, "optimizer": optimizer}}}))
+    assert f"got {args} (" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("OneCycleLR", {"max_lr": 1.0, "total_steps": 1}),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0}),
+        ("LinearLR", {}),
+        ("PolynomialLR", {"total_iters": 1}),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_schedule_that_can_begins_where_it_did(optimizer: str, name: str, args: dict[str, Any]) -> None:
+    """Trying it has not stepped it, and it may end with its first step."""
+    own = {"momentum": 0.9} if optimizer == "sgd" else {}
+    module = torch.nn.Linear(3, 2)
+    schedule = ScheduleConfig(name=name, args=args)
+    config = OptimizerConfig(name=optimizer, lr=0.5, args=own, schedule=schedule)
+    training = build_training("e", module, config, "on_step")
+    assert training is not None
+    assert training.schedule is not None
+    assert training.schedule.last_epoch == 0
+    assert [id(p) for group in training.optimizer.param_groups for p in group["params"]] == [
+        *map(id, module.parameters())
+    ]
 
 
 @pytest.mark.parametrize("option", ["differentiable", "capturable"])

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
@@ -29,6 +30,7 @@ from experts_server.command.daemon import SIGNALS
 from experts_server.configuration.config import SecurityConfig, ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.hosting import sgd
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
 from tests.support.subprocesses import run_command
 
@@ -170,6 +172,17 @@ def test_serve_reads_a_config_and_flags_win(tmp_path: Path) -> None:
         assert [(e.kind, e.update) for e in experts] == [("SwiGLUExpert", 1)] * 2
 
 
+def test_a_rate_without_an_optimizer_is_that_of_the_one_by_default() -> None:
+    flags = ("--expert", "ffn", "--d-model", "8", "--lr", "0.5", "--update", "on_backward")
+    with ServerProcess(*flags) as server, WireClient(server.address) as client:
+        before = client.get_state("ffn.0")["ffn.0"]
+        client.forward("ffn.0", tokens(2, 8))
+        assert client.backward("ffn.0", tokens(2, 8)).code == "OK"
+        after = client.get_state("ffn.0")["ffn.0"]
+    moved = after["down.bias"] - before["down.bias"]
+    torch.testing.assert_close(moved.abs(), torch.full_like(moved, 0.5), rtol=1e-3, atol=0.0)  # by Adam
+
+
 @pytest.mark.parametrize("is_in_file", [True, False])
 @pytest.mark.parametrize("value", ["tokens", '{ tokens_file = "tokens" '])
 def test_serve_does_not_go_on_without_a_security_that_is_no_table(
@@ -194,6 +207,15 @@ def test_info_shows_a_table_and_json() -> None:
     shown = json.loads(as_json.output)
     assert [e["name"] for e in shown["experts"]] == ["ffn.0", "ffn.10"]
     assert shown["experts"][0]["inputs"] == ["(*, 8) float32"]
+
+
+def test_info_shows_how_an_expert_is_trained() -> None:
+    experts = {"still": nn.Identity(), "ffn": FeedForwardExpert(8)}
+    with ExpertsServer(experts, optimizer=sgd, update="on_backward") as server:
+        lines = command("info", server.address).output.splitlines()
+    shown = {line.split()[0]: line.split() for line in lines if line.split()}
+    assert shown["ffn"][-3:] == ["SGD", "on_backward", "0"]
+    assert shown["still"][-3:] == ["-", "-", "0"]
 
 
 def test_info_of_a_server_that_is_not_there_says_so() -> None:
@@ -295,6 +317,10 @@ def test_serve_on_a_port_in_use_exits_1_with_one_clear_line() -> None:
         (("config", "a.toml"), 2, "Missing option '--check'. Did you mean --check a.toml?"),
         (("serve", "--config", "a.toml", "b.toml"), 2, "unexpected extra argument (b.toml)"),
         (("serve", "--d-model", "8"), 2, "expected --expert with them"),
+        (("serve", "--expert", ""), 2, "--expert: expected the name of a class, got ''. Give one."),
+        (("serve", "--expert", "a:"), 2, "--expert: expected the name of a class, got 'a:'. Give one."),
+        (("serve", *FLAGS, "--listen", f"127.0.0.1:{'9' * 5000}"), 1, "expected a port from 0 to 65535"),
+        (("info", "127.0.0.1:1", "--token-file", "/tmp"), 1, "(Is a directory). Check the path."),
         (
             ("serve", "--expert", "ffn", "--optimizer", "none", "--lr", "0.1"),
             2,

@@ -128,10 +128,16 @@ def test_a_connection_that_grpc_could_not_make_is_told_with_its_reason_and_what_
 
 
 @pytest.mark.parametrize(
-    "reason", ["recvmsg:Connection reset by peer (104)", "Socket closed", "ping timeout"]
+    ("details", "reason"),
+    [
+        ("Stream removed (recvmsg:Connection reset by peer (104))", "recvmsg:Connection reset by peer (104)"),
+        ("Stream removed (Socket closed)", "Socket closed"),
+        ("Stream removed (ping timeout)", "ping timeout"),
+        ("ping timeout", "ping timeout"),
+    ],
 )
-def test_a_connection_that_broke_off_is_told_with_its_reason(reason):
-    error = error_of_rpc(grpc.StatusCode.UNAVAILABLE, f"Stream removed ({reason})", None, "server at a.b:3")
+def test_a_connection_that_broke_off_is_told_with_its_reason(details, reason):
+    error = error_of_rpc(grpc.StatusCode.UNAVAILABLE, details, None, "server at a.b:3")
     assert isinstance(error, errors.ServerUnavailableError)
     told = f"expected an answer, got a connection that broke off ({reason!r}). Is the server still there?"
     assert str(error) == f"server at a.b:3: {told}"
