@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class _Certificates:
         self._in_use: _Contents | None = None
         self._new: grpc.ServerCertificateConfiguration | None = None
         self._trouble = ""
+        self._lock = threading.Lock()  # for `_new`
         self._looks = Looks(self._look)
 
     def read(self) -> _Contents:
@@ -92,14 +94,17 @@ class _Certificates:
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return what clients get to see from now on, or None for no change."""
         self._looks.now()
-        new, self._new = self._new, None
+        with self._lock:
+            new, self._new = self._new, None
         return new
 
     def _look(self) -> None:
         try:
             refuse_pipes(self._cert, self._key, self._client_ca)
             if (now := self.read()) != self._in_use:
-                self._new = self.check(now)
+                new = self.check(now)
+                with self._lock:
+                    self._new = new
         except ConfigError as error:
             if self._trouble != (told := str(error)):
                 logger.warning("certificates stay as they were: %s", told)

@@ -4,8 +4,9 @@ statuses.
 A server that is told to stop keeps its port open while it drains: calls that come too late get a clean UNAVAILABLE
 ("nothing was done"), where a closing gRPC server would cancel some of them half way.
 
-Who is inside has a place, of which there are so many. A client that neither sends what its RPC still lacks nor takes
-what it has asked for would keep it as long as it answers pings, so after `PATIENCE_S` its RPC is ended.
+Who is inside has a place, of which there are so many. A client that does not send what its RPC still lacks would keep
+it as long as it answers pings, so in the end that is ended. (An answer that nobody takes cannot be: a status waits
+behind it. Such an RPC has its place until its client goes, or until its deadline.)
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sized
-from functools import partial
+from collections.abc import AsyncIterable, AsyncIterator, Sized
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,8 @@ from moe_autograd.wire.status import rpc_status_of
 logger = logging.getLogger(__name__)
 
 LINGER_S = 0.2  # so that those on their way still find a door that answers
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0  # a large message may be on its way for long
+STALLED_S = 10.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # which the stub leaves out
@@ -50,7 +51,8 @@ class Doorway:
         self._gate = gate or Gate()
         self._is_closed = False
         self._is_empty = asyncio.Event()
-        self._passing: set[Passing] = set()
+        self.passing_now: set[Passing] = set()
+        self._looked_at_s = time.monotonic()
         self.num_entered = 0  # since it is open
 
     def __repr__(self) -> str:
@@ -71,25 +73,17 @@ class Doorway:
 
     def end_silent(self) -> None:
         """End the RPCs whose clients have kept them waiting for too long; to be called from time to time."""
-        until = time.monotonic() - PATIENCE_S
-        for one in [one for one in self._passing if one.has_waited_since(until)]:
+        before_s, self._looked_at_s = self._looked_at_s, time.monotonic()
+        if self._looked_at_s - before_s > STALLED_S:
+            return  # the loop has stood still, and what has come meanwhile is yet to be read
+        for one in [one for one in self.passing_now if one.has_waited_too_long(self._looked_at_s)]:
             one.end_silent()
 
-    async def enter(self, one: Passing, context: Context, permission: Permission) -> None:
-        """Let an RPC in, or raise what is to end it."""
+    async def let_in(self, context: Context, permission: Permission) -> None:
+        """Give an RPC a place, or raise what is to end it."""
         self._take_place()
-        self._passing.add(one)
-        context.add_done_callback(partial(self.leave, one))  # type: ignore[arg-type]  # wants a class of its own
+        context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
         await self._gate.check(context.invocation_metadata(), permission)
-
-    def leave(self, one: Passing, _: Context | None = None) -> None:
-        """Give the place of an RPC to others; once."""
-        if one not in self._passing:
-            return
-        self._passing.discard(one)
-        self._inside.give_back(1)
-        if self._is_closed and self._inside.in_use == 0:
-            self._is_empty.set()
 
     async def close(self, timeout_s: float) -> bool:
         """Let nobody in any more and wait for those inside; return whether all have left."""
@@ -108,6 +102,11 @@ class Doorway:
             )
         self._inside.take(1)
         self.num_entered += 1
+
+    def _leave(self, context: Context) -> None:
+        self._inside.give_back(1)
+        if self._is_closed and self._inside.in_use == 0:
+            self._is_empty.set()
 
 
 async def only_message(rpc: Passing) -> bytes:
@@ -129,17 +128,12 @@ class Passing:
 
     Attributes:
         at_work: what it has asked for and is not computed yet; while there is some, it may send more or not.
+        patience_s: how long its client may keep it waiting.
     """
 
     __slots__ = (
-        "_context",
-        "_doorway",
-        "_is_ended",
-        "_permission",
-        "_reads_since",
-        "_task",
-        "_writes_since",
-        "at_work",
+        *("_context", "_doorway", "_is_ended", "_permission", "_reads_since", "_task", "_watches_writes"),
+        *("_writes_since", "at_work", "patience_s"),
     )
 
     def __init__(self, context: Context, permission: Permission, doorway: Doorway) -> None:
@@ -147,8 +141,9 @@ class Passing:
         self._task: asyncio.Task[Any] | None = None
         self._reads_since: float | None = None
         self._writes_since: float | None = None
-        self._is_ended = False
+        self._is_ended = self._watches_writes = False
         self.at_work: Sized = ()
+        self.patience_s = PATIENCE_S
 
     async def read(self) -> Any:
         """Return the next message, or `EOF`."""
@@ -157,6 +152,19 @@ class Passing:
             return await self._context.read()
         finally:
             self._reads_since = None
+
+    async def read_all(self, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+        """Return the messages that grpc has decoded."""
+        messages = aiter(requests)
+        while True:
+            self._reads_since = time.monotonic()
+            try:
+                request = await anext(messages)
+            except StopAsyncIteration:
+                return
+            finally:
+                self._reads_since = None
+            yield request
 
     async def write(self, message: bytes) -> None:
         """Send one, when there is room for it on its way."""
@@ -168,6 +176,14 @@ class Passing:
             if self._reads_since is not None:  # meanwhile, for what comes after this answer
                 self._reads_since = time.monotonic()
 
+    async def watch_writes(self) -> None:
+        """Let writes count, too: where the client takes nothing of them, its handling is over, and the status waits.
+
+        To be called before the first; grpc could not send the status of an RPC whose first write was interrupted.
+        """
+        await self._context.send_initial_metadata(())
+        self._watches_writes = True
+
     def time_remaining(self) -> float | None:
         """Return the seconds until the client's deadline; `None`: it has none."""
         return self._context.time_remaining()
@@ -176,11 +192,13 @@ class Passing:
         """End it with a status, by grpc's own error."""
         await self._context.abort(code, details)
 
-    def has_waited_since(self, moment: float) -> bool:
-        """Whether its client has kept it waiting since then."""
-        if self._writes_since is not None and self._writes_since < moment:
-            return True
-        return self._reads_since is not None and self._reads_since < moment and not self.at_work
+    def has_waited_too_long(self, now_s: float) -> bool:
+        """Whether its client has kept it waiting for longer than it may."""
+        if self._writes_since is not None:
+            return self._watches_writes and now_s - self._writes_since > self.patience_s
+        if self._reads_since is None or self.at_work:
+            return False
+        return now_s - self._reads_since > self.patience_s
 
     def end_silent(self) -> None:
         """Interrupt its handling."""
@@ -190,21 +208,25 @@ class Passing:
 
     async def __aenter__(self) -> Passing:
         try:
-            await self._doorway.enter(self, self._context, self._permission)
+            await self._doorway.let_in(self._context, self._permission)
+        except asyncio.CancelledError:
+            raise  # its client has gone
         except BaseException as error:
             await self._end(error)
         self._task = asyncio.current_task()
+        self._doorway.passing_now.add(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         del traceback  # as in `_end`
+        self._doorway.passing_now.discard(self)
+        self._task = None
         if self._is_ended and isinstance(error, asyncio.CancelledError):
-            self._doorway.leave(self)  # the status may wait behind what nobody takes
             error.with_traceback(None)
             error = DeadlineExceededError(
-                f"server: expected its client to send or take something within {PATIENCE_S:g} s, got nothing for "
+                f"server: expected its client to keep it waiting for at most {self.patience_s:g} s, got nothing for "
                 "longer. Call again."
             )
         if error is not None and not isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):

@@ -5,6 +5,7 @@ They may be on a disk of the network. While that hangs, whoever reads them hangs
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ from pathlib import Path
 from moe_autograd.errors import ConfigError
 
 PATIENCE_S = 1.0
+logger = logging.getLogger(__name__)
 
 
 class Looks:
     """Looks at files; nobody waits for long.
 
     Args:
-        look: reads them and takes what is new. It does not raise.
+        look: reads them and takes what is new.
 
     Threads: any.
     """
@@ -56,19 +58,21 @@ class Looks:
                 if number == self._num_ended:
                     self._is_looking = False
                     return
-            has_looked = False
             try:
                 self._look()
-                has_looked = True
-            finally:
-                with self._change:
-                    self._is_looking = has_looked
-                    self._num_ended, self._is_late = number, False
-                    self._change.notify_all()
+            except Exception:  # a bug of ours; whoever waits goes on with what there was
+                logger.exception("a look at files failed, and the next one may not")
+            with self._change:
+                self._num_ended, self._is_late = number, False
+                self._change.notify_all()
 
 
 def refuse_pipes(*files: Path | None) -> None:
     """Raise `ConfigError` unless all are files in the narrow sense: of others a read may not end."""
     for file in files:
-        if file is not None and file.exists() and not file.is_file():
+        try:
+            is_none = file is not None and file.exists() and not file.is_file()
+        except OSError as error:
+            raise ConfigError(f"expected a file, got {str(file)!r} ({error.strerror}).") from error
+        if is_none:
             raise ConfigError(f"expected a file, got {str(file)!r}, which is none. Put one there again.")

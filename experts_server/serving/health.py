@@ -153,8 +153,8 @@ class _ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[na
         self._doorway = doorway
 
     async def ServerReflectionInfo(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        async with self._doorway.passing(context, "read"):
-            async for answer in super().ServerReflectionInfo(requests, context):
+        async with self._doorway.passing(context, "read") as rpc:
+            async for answer in super().ServerReflectionInfo(rpc.read_all(requests), context):
                 yield answer
 
 

@@ -38,6 +38,7 @@ from moe_autograd.wire.tensors import TensorLimits
 
 # RPCs that fetch or set weights; each holds a copy of an expert's, for as long as it takes.
 MAX_WEIGHTS_UNDER_WAY = 16
+WEIGHTS_PATIENCE_S = 60.0  # with the client of one of these, which travel in parts of a megabyte
 
 Save = Callable[[], Awaitable[str]]
 
@@ -184,6 +185,8 @@ class Service:
     async def _get_state(self, _: AsyncIterator[bytes], context: Context) -> None:
         async with self.doorway.passing(context, "read") as rpc:
             request = unseal(pb.GetStateRequest, await only_message(rpc))
+            rpc.patience_s = WEIGHTS_PATIENCE_S
+            await rpc.watch_writes()
             with self._weights_under_way():
                 await self._send_state(rpc, list(request.experts) or list(self.registry))
 
@@ -199,6 +202,7 @@ class Service:
 
     async def _set_state(self, _: AsyncIterator[bytes], context: Context) -> bytes:
         async with self.doorway.passing(context, "train") as rpc:
+            rpc.patience_s = WEIGHTS_PATIENCE_S
             with self._weights_under_way():
                 # not held here: what ends in an error grpc keeps, with its traceback, until the collector comes by
                 return seal(await self._apply_state(*await self._receive_state(rpc)))

@@ -21,10 +21,11 @@ from experts_server.configuration.config import SecurityConfig, ServingConfig
 from experts_server.serving import followed
 from experts_server.serving.certificates import _Certificates
 from experts_server.serving.security import Gate
-from moe_autograd.errors import PermissionDeniedError
+from moe_autograd.errors import ConfigError, PermissionDeniedError
+from moe_autograd.wire import methods
 from moe_autograd.wire.certificates import channel_credentials
 from tests.support.certificates import make_certificates
-from tests.support.servers import START_S, WireClient, wait_until
+from tests.support.servers import START_S, WireClient, wait_until, wait_until_inside
 
 OLD, NEW = "token-of-yesterday", "token-of-tomorrow-which-is-longer"
 HALF = 200
@@ -171,6 +172,50 @@ def test_a_server_takes_connections_while_the_disk_of_its_certificates_hangs(
         assert disk.num_reads == 1
         server.stop()
         disk.may_go_on.set()
+
+
+def test_a_client_that_goes_while_tokens_are_looked_at_is_no_failure_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"train {OLD}")
+    monkeypatch.setattr(followed, "PATIENCE_S", START_S)
+    with ExpertsServer({"e": nn.Linear(4, 4)}, config=secured(tokens_file=file)) as server:
+        file.write_text(f"train {NEW}")
+        disk = Hanging(monkeypatch)
+        with WireClient(server.address) as client:
+            info = client.channel.unary_unary(methods.path("Info"))
+            call = info.future(b"", metadata=[("authorization", f"Bearer {NEW}")])
+            wait_until(lambda: disk.num_reads == 1)
+            call.cancel()
+        wait_until_inside(server, 0)
+        disk.may_go_on.set()
+        assert code_of_info(server.address, NEW) is None
+    assert "failed" not in caplog.text
+
+
+def test_a_look_that_fails_is_no_end_of_looks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(len(looks))
+        if looks[-1] == 0:
+            raise ValueError("the first one")
+
+    files = followed.Looks(look)
+    for number in (1, 2):
+        files.now()
+        assert len(looks) == number
+    assert "ValueError: the first one" in caplog.text
+
+
+def test_a_folder_that_may_not_be_entered_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(path: Path) -> bool:  # root may enter any
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(ConfigError, match=r"expected a file, got '.*tokens' \(Permission denied\)"):
+        followed.refuse_pipes(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("name", ["tokens", "server.pem"])

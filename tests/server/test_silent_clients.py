@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.serving import doorway as doorway_module
+from experts_server.serving import service as service_module
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
-from moe_autograd.wire.parcels import ParcelWriter
+from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from tests.support.gated import D, serving
 from tests.support.held import Held
 from tests.support.parcels import messages_of
@@ -80,48 +81,70 @@ def num_inside(server: ExpertsServer) -> int:
         lambda client: Silent(client, "/inference.GRPCInferenceService/ModelInfer"),
         lambda client: Silent(client, "/grpc.health.v1.Health/Check"),
         lambda client: Silent(client, "/grpc.health.v1.Health/Watch"),
+        lambda client: Silent(client, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
     ],
     ids=[
         *("Info", "Step", "SetState", "GetState", "Forward", "half a Forward"),
-        *("Forward with an answer", "ModelInfer", "Check", "Watch"),
+        *("Forward with an answer", "ModelInfer", "Check", "Watch", "reflection"),
     ],
 )
 def test_an_rpc_whose_client_keeps_it_waiting_is_ended(
     begin: Callable[[WireClient], Silent], server: ExpertsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doorway_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(service_module, "WEIGHTS_PATIENCE_S", 0.2)
     with WireClient(server.address) as client:
         ended = begin(client).end()
         assert ended.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "expected its client to send or take something within 0.2 s" in ended.details()
+        assert "expected its client to keep it waiting for at most 0.2 s" in ended.details()
         wait_until(lambda: num_inside(server) == 0)
         assert server._server is not None
         assert server._server.service.weights_under_way.in_use == 0
         assert client.forward("e", tokens(3, D)).code == "OK"
 
 
-@pytest.mark.parametrize("rpc", ["GetState", "Forward"])
-def test_an_answer_that_nobody_takes_is_not_kept_for_ever(
-    rpc: str, server: ExpertsServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_weights_that_nobody_takes_are_not_kept_for_ever(
+    num_taken: int, server: ExpertsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its status waits behind it, which costs nothing; nor does a stop wait."""
+    """Their status waits behind what is on its way."""
+    monkeypatch.setattr(service_module, "WEIGHTS_PATIENCE_S", 0.2)
+    assert server._server is not None
+    under_way = server._server.service.weights_under_way
+    with WireClient(server.address) as client:
+        call = client.channel.unary_stream(methods.path("GetState"))(
+            seal(pb.GetStateRequest(experts=["large"]))
+        )
+        for _ in range(num_taken):
+            next(call)
+        wait_until(lambda: under_way.in_use == 1)
+        kept_before = num_bytes_in_tensors()
+        wait_until(lambda: under_way.in_use == 0)
+        wait_until(lambda: num_bytes_in_tensors() < kept_before - 2 * LARGE)
+        assert client.get_state("e")
+        with pytest.raises(grpc.RpcError) as ended:
+            list(call)
+        assert ended.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        wait_until(lambda: num_inside(server) == 0)
+
+
+def test_an_answer_may_be_taken_late(server: ExpertsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a client that has not said that nothing more will come."""
     monkeypatch.setattr(doorway_module, "PATIENCE_S", 0.2)
     with WireClient(server.address) as client:
-        asked = {
-            "GetState": [seal(pb.GetStateRequest(experts=["large"]))],
-            "Forward": forward_messages(client, LARGE // D),
-        }
-        call = client.channel.stream_stream(methods.path(rpc))(iter(asked[rpc]))
-        next(call)  # and no more
-        kept_before = num_bytes_in_tensors()
-        wait_until(lambda: num_inside(server) == 0)
-        if rpc == "GetState":  # a forward is kept for its backward
-            wait_until(lambda: num_bytes_in_tensors() < kept_before - 2 * LARGE)
-        assert server._server is not None
-        assert not server._server.service.unanswered
-        assert client.get_state("e")
-        server.stop()
-        call.cancel()
+        *messages, last = forward_messages(client, LARGE // D)
+        reader = ParcelReader()
+        stream = Silent(client, methods.path("Forward"), *messages, last)
+        answers = reader.feed(next(stream.call))
+        look_twice(server, monkeypatch)
+        ended = None
+        try:
+            for message in stream.call:
+                answers += reader.feed(message)
+        except grpc.RpcError as error:  # when all was taken, and nothing more came
+            ended = error.code()
+    assert ended == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [tensor.shape for answer in answers for tensor in answer.tensors] == [(LARGE // D, D)]
 
 
 def num_bytes_in_tensors() -> int:
@@ -130,7 +153,7 @@ def num_bytes_in_tensors() -> int:
 
 
 def test_who_only_watches_may_do_so_for_long(server: ExpertsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorway_module, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(doorway_module, "PATIENCE_S", 0.2)
     with WireClient(server.address) as client:
         watch = client.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=START_S)
         next(watch)
@@ -156,12 +179,11 @@ def look_twice(server: ExpertsServer, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_waits_for_what_is_computed_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """He has not said that nothing more will come, and need not."""
     held = Held("forward", D)
+    monkeypatch.setattr(doorway_module, "PATIENCE_S", 0.2)
     with serving({"e": held}) as server, WireClient(server.address) as client:
         stream: Any = Silent(client, methods.path("Forward"), *forward_messages(client))
         assert held.begun.wait(START_S)
-        monkeypatch.setattr(doorway_module, "PATIENCE_S", -1.0)
         look_twice(server, monkeypatch)
-        monkeypatch.undo()
         held.may_go.set()
         assert next(stream.call)
         stream.call.cancel()
