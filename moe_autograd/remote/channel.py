@@ -252,10 +252,11 @@ class Channel:
 
     def close(self) -> None:
         """Cancel what is under way and disconnect."""
-        self._link.close()
-        for call in tuple(self._told):  # those on a gRPC channel that was replaced
-            call.cancel()
-        self.end_left()
+        with interrupts_held_back():
+            self._link.close()
+            for call in tuple(self._told):  # those on a gRPC channel that was replaced
+                call.cancel()
+            self.end_left()
 
     def __repr__(self) -> str:
         return f"Channel({self.address!r})"

@@ -36,6 +36,7 @@ from moe_autograd.remote.inputs import (
     refusal_of,
     wait_until_made,
 )
+from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.jobs import Job, note_failures, say_more
 from moe_autograd.remote.leaving import LeftForwards
 from moe_autograd.remote.nodes import call_experts
@@ -123,8 +124,9 @@ class Connection:
 
     def close(self) -> None:
         """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
-        self._delivery.close()
-        self._closing.detach()
+        with interrupts_held_back():
+            self._delivery.close()
+            self._closing.detach()
 
     def __repr__(self) -> str:
         return f"Connection({len(self.hosted)} experts at {', '.join(self.addresses)})"

@@ -38,6 +38,7 @@ from moe_autograd.remote.compression import Encodings
 from moe_autograd.remote.fanout import Fanout, attempt, values_or_raise
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.hedging import HedgePolicy, Hedging
+from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.jobs import Job, attended, by_address, error_of_lost, note_lost, say_more
 from moe_autograd.remote.operations import Operation, Operations
 from moe_autograd.remote.placement import Placement
@@ -310,12 +311,13 @@ class Delivery:
         """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
         if not self.operations.is_here:
             return
-        self.operations.close()
-        self.finding.servers.close()
-        self._fanout.close()
-        self.finding.close()
-        if self._hedging is not None:
-            self._hedging.close()
+        with interrupts_held_back():  # or some would stay open
+            self.operations.close()
+            self.finding.servers.close()
+            self._fanout.close()
+            self.finding.close()
+            if self._hedging is not None:
+                self._hedging.close()
 
 
 def _has_paused(attempts: Attempts, errors: Sequence[RemoteError], operation: Operation) -> bool:

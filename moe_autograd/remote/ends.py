@@ -18,6 +18,8 @@ import weakref
 from collections import deque
 from typing import Any
 
+from moe_autograd.remote.interrupts import interrupts_held_back
+
 
 class LeftStreams:
     """Those of one channel."""
@@ -60,8 +62,9 @@ _alive: weakref.WeakSet[LeftStreams] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    for left in tuple(_alive):
-        left.end_all_but(0)
+    with interrupts_held_back():
+        for left in tuple(_alive):
+            left.end_all_but(0)
 
 
 atexit.register(_end_all)

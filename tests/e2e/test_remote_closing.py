@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
 import socket
 import threading
 import weakref
@@ -17,7 +18,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import ServerUnavailableError
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, ends
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
@@ -52,6 +53,35 @@ def num_threads() -> int:
 def call_all(experts: RemoteExperts) -> None:
     outputs = parallel_apply(list(experts.values()), [(torch.ones(1, 4),)] * 2)
     sum(y.sum() for y in outputs).backward()
+
+
+@pytest.mark.parametrize("address_count", [1, 2])
+def test_ctrl_c_while_it_closes_leaves_nothing_open(addresses, address_count, monkeypatch):
+    """It would come as the end of a stream is awaited, which nobody else would do then."""
+
+    def num_after_another() -> int:
+        experts = connect(addresses[:address_count])
+        for expert in experts.values():
+            expert(torch.ones(1, 4))
+        with pytest.raises(KeyboardInterrupt):
+            experts.close()
+        assert not experts._connection._closing.alive
+        del experts
+        return num_open()
+
+    end = ends.end
+
+    def end_interrupted(stream) -> None:
+        signal.raise_signal(signal.SIGINT)
+        end(stream)
+
+    monkeypatch.setattr(ends, "end", end_interrupted)
+    first = num_after_another()
+    wait_until(lambda: num_after_another() <= first)
+    few = num_open()
+    for _ in range(5):
+        num_after_another()
+    wait_until(lambda: num_open() <= few)
 
 
 def test_nothing_stays_open_behind_close(addresses):

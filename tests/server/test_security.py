@@ -351,7 +351,7 @@ def test_a_certificate_that_has_expired_is_found_by_the_check_and_told_by_the_se
     ("arguments", "text"),
     [
         (("--token-file", "tokens"), "without blanks, got ' ' at position 5"),
-        (("--token-file", "none"), "(No such file or directory)\n"),
+        (("--token-file", "none"), "(No such file or directory). Check the path.\n"),
         (("--cert", "tokens"), "--cert and --key: expected both or neither"),
         (("--ca", "none"), "TLS: expected a readable file, got '"),
     ],
