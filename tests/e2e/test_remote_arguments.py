@@ -71,7 +71,7 @@ def test_a_mistyped_key_shows_no_token(tmp_path, key):
     assert "s3cret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("addresses", [None, 3])
+@pytest.mark.parametrize("addresses", [None, 3, b"127.0.0.1:31415", ("127.0.0.1", 31415)])
 def test_what_is_no_address_is_a_type_error(addresses):
     with pytest.raises(TypeError, match="connect: expected host:port, several of them, or a file, got"):
         connect(addresses)
