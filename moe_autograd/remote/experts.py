@@ -91,8 +91,9 @@ def connect(
     }
     if isinstance(addresses, Path) or (isinstance(addresses, str) and addresses.endswith(".toml")):
         return connect(**_merged(Path(addresses), given))
-    is_pair = isinstance(addresses, tuple) and len(addresses) == 2 and isinstance(addresses[1], int)
-    if not isinstance(addresses, Iterable) or isinstance(addresses, bytes | bytearray) or is_pair:
+    got: Any = addresses
+    is_pair = isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], int)
+    if not isinstance(got, Iterable) or isinstance(got, bytes | bytearray) or is_pair:
         raise TypeError(
             f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
             "`experts-server serve` printed, or the `address` of an `ExpertsServer`."
