@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 import pytest
-import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
+from experts_server.hosting import state as state_module
+from experts_server.hosting.hosted import HostedExpert
 from experts_server.serving import doorway as doorway_module
 from experts_server.serving import service as service_module
 from moe_autograd.wire import experts_pb2 as pb
@@ -110,6 +111,7 @@ def test_weights_that_nobody_takes_are_not_kept_for_ever(
 ) -> None:
     """Their status waits behind what is on its way."""
     monkeypatch.setattr(service_module, "WEIGHTS_PATIENCE_S", 0.2)
+    copies = copied_weights(monkeypatch)
     assert server._server is not None
     under_way = server._server.service.weights_under_way
     with WireClient(server.address) as client:
@@ -118,10 +120,9 @@ def test_weights_that_nobody_takes_are_not_kept_for_ever(
         )
         for _ in range(num_taken):
             next(call)
-        wait_until(lambda: under_way.in_use == 1)
-        kept_before = num_bytes_in_tensors()
+        wait_until(lambda: any(copy() is not None for copy in copies))
         wait_until(lambda: under_way.in_use == 0)
-        wait_until(lambda: num_bytes_in_tensors() < kept_before - 2 * LARGE)
+        wait_until(lambda: all(copy() is None for copy in copies))
         assert client.get_state("e")
         with pytest.raises(grpc.RpcError) as ended:
             list(call)
@@ -148,9 +149,17 @@ def test_an_answer_may_be_taken_late(server: ExpertsServer, monkeypatch: pytest.
     assert [tensor.shape for answer in answers for tensor in answer.tensors] == [(LARGE // D, D)]
 
 
-def num_bytes_in_tensors() -> int:
-    tensors = [one for one in gc.get_objects() if type(one) is Tensor and one.layout is torch.strided]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+def copied_weights(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+    """Return a list of the copies of weights that are made from now on."""
+    copies: list[weakref.ref[Tensor]] = []
+
+    def copy_state(hosted: HostedExpert) -> dict[str, Tensor]:
+        state = state_module.copy_state(hosted)
+        copies.extend(map(weakref.ref, state.values()))
+        return state
+
+    monkeypatch.setattr(service_module, "copy_state", copy_state)
+    return copies
 
 
 def test_who_only_watches_may_do_so_for_long(server: ExpertsServer, monkeypatch: pytest.MonkeyPatch) -> None:
