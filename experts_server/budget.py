@@ -53,7 +53,7 @@ class Budget:
         if not self.has_taken(amount):
             raise ServerBusyError(
                 f"{self.what}: expected at most {self.limit}, got {amount} more than the {self.in_use} in use. "
-                f"{self._remedy}",
+                + self._remedy,
                 retry_after_s=self.retry_after_s,
             )
 

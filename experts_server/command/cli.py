@@ -28,6 +28,9 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.addresses import is_host_and_port
 from moe_autograd.wire.options import LONGEST_S
 
+# It is we who say of a file that it cannot be read.
+_FILE = click.Path(path_type=Path, readable=False)
+
 
 def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add what every command that talks to a server takes.
@@ -35,7 +38,6 @@ def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Cal
     Args:
         timeout_s: how long it waits for the answer by default.
     """
-    file = click.Path(path_type=Path, readable=False)  # it is we who say of a file that it is not
     options = (
         click.option(
             "--timeout-s",
@@ -45,10 +47,10 @@ def _connection_options(timeout_s: float) -> Callable[[Callable[..., None]], Cal
             callback=_check_timeout,
             help="How many seconds to wait for the answer.",
         ),
-        click.option("--key", type=file, help="The private key of --cert."),
-        click.option("--cert", type=file, help="Your own certificate, for a server with client_ca."),
-        click.option("--ca", type=file, help="Who signed the server's certificate; turns TLS on."),
-        click.option("--token-file", type=file, help="A file that holds the bearer token."),
+        click.option("--key", type=_FILE, help="The private key of --cert."),
+        click.option("--cert", type=_FILE, help="Your own certificate, for a server with client_ca."),
+        click.option("--ca", type=_FILE, help="Who signed the server's certificate; turns TLS on."),
+        click.option("--token-file", type=_FILE, help="A file that holds the bearer token."),
     )
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -140,12 +142,7 @@ def main() -> None:
 
 
 @main.command()
-@click.option(
-    "--config",
-    "file",
-    type=click.Path(path_type=Path, readable=False),
-    help="A TOML file; variables and flags win.",
-)
+@click.option("--config", "file", type=_FILE, help="A TOML file; variables and flags win.")
 @click.option(
     "--listen", metavar="HOST:PORT", help="Port 0 takes a free one." + _default(ServerConfig, "listen")
 )
@@ -280,13 +277,7 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
 
 
 @main.command("config")
-@click.option(
-    "--check",
-    "file",
-    required=True,
-    type=click.Path(path_type=Path, readable=False),
-    help="The TOML file to check.",
-)
+@click.option("--check", "file", required=True, type=_FILE, help="The TOML file to check.")
 def check(file: Path) -> None:
     """Check a configuration without serving it.
 

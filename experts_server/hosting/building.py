@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -91,9 +92,8 @@ def build_training(
     _refuse(f"{place}.name'", make)
 
     def make_for(trained: Sequence[nn.Parameter]) -> Any:
-        arguments = f"{place}.args'"
         return _call(
-            arguments,
+            f"{place}.args'",
             lambda **args: make(trained, lr=config.lr, **_with_fastest(make, trained, args)),
             config.args,
             make,
@@ -153,11 +153,15 @@ def _build_schedule(place: str, optimizer: torch.optim.Optimizer, config: Schedu
 
 
 def _step_once(place: str, optimizer: Any, config: ScheduleConfig) -> None:
-    """Step a schedule like it, for an optimizer of nothing: some take arguments with which no step can be made."""
+    """Step a schedule like it, for an optimizer of nothing: some take arguments with which no step can be made.
+
+    The optimizer itself is not stepped: that loads torch's compiler, and what it raises is not the schedule's mistake.
+    """
     schedule = _build_schedule(place, optimizer, config)
     try:
-        optimizer.step()
-        schedule.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before")
+            schedule.step()
     except Exception as error:
         raise ConfigError(
             f"{place}.schedule.args': expected arguments with which it can be stepped, got {config.args} "

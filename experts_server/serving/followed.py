@@ -28,9 +28,8 @@ class Looks:
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
         self._change = threading.Condition()
-        self._num_asked = self._num_ended = (
-            0  # an ended look has begun after all that it counts were asked for
-        )
+        # a look has begun after all those were asked for that count as ended with it
+        self._num_asked = self._num_ended = 0
         self._is_looking = self._is_late = False
 
     def now(self) -> None:

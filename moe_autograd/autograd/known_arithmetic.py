@@ -1,7 +1,7 @@
 """Functions of torch and methods of its tensors that do nothing but arithmetic, or (`DRAWING`) draw numbers for it.
 
-None makes a tensor as large as some number says (`zeros`, `repeat`, `one_hot`): how much work there is then, nobody
-could tell from the sizes of what a call takes.
+None makes a tensor as large as some number says (`zeros`, `repeat`, `one_hot`), but for `expand`, which takes no memory
+for it: how much work there is then, nobody could tell from the sizes of what a call takes.
 """
 
 from __future__ import annotations
