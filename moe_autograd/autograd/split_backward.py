@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -54,10 +54,30 @@ from moe_autograd.autograd.split_arguments import (
 from moe_autograd.autograd.uncompiled import uncompiled
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _out_of_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function where tensors have gradient edges.
+
+    To leave that mode, torch switches on whatever it switches off. A backward of a caller who has asked to have it on
+    this thread, as each call of a map does on an accelerator, stays here all the same.
+    """
+
+    @functools.wraps(function)
+    def choose(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        goes_to_threads = torch._C._is_multithreading_enabled()
+        with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(goes_to_threads):
+            return function(*args, **kwargs)
+
+    return choose
 
 
 @uncompiled
-@torch.inference_mode(False)  # under which nothing has a gradient edge
+@_out_of_inference_mode
 def split_backward(
     outputs: Differentiable | Iterable[Differentiable],
     grad_outputs: torch.Tensor | Iterable[torch.Tensor | None] | None,
@@ -122,7 +142,7 @@ class PendingWeightGradients:
         self._work = [work]  # taken by a pop, which no two threads can both win
 
     @uncompiled
-    @torch.inference_mode(False)
+    @_out_of_inference_mode
     def run(self) -> Gradients:
         """Compute the gradients of the weights.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from moe_autograd.autograd.split_backward import split_backward
@@ -41,6 +42,35 @@ def test_both_parts_run_in_inference_mode_as_any_backward_does() -> None:
     with torch.inference_mode():
         input_grads, pending = split_backward(y, None, x, net.parameters())
         torch.testing.assert_close((*input_grads, *pending.run()), expected)
+
+
+class ShowsWhetherItMayLeaveItsThread(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, seen: list[bool]) -> Tensor:
+        ctx.seen = seen
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.seen.append(torch._C._is_multithreading_enabled())
+        x, w = ctx.saved_tensors
+        return grad * w, grad * x, None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_a_backward_that_has_to_stay_on_its_thread_does(may_leave: bool, inference: bool) -> None:
+    """On an accelerator, that is where a call's random numbers and its lane are, and where nobody waits for it."""
+    seen: list[bool] = []
+    x, w, v = an_input(3), an_input(3), an_input(3)
+    below = ShowsWhetherItMayLeaveItsThread.apply(w, v, seen)  # type: ignore[no-untyped-call]
+    y = ShowsWhetherItMayLeaveItsThread.apply(x, below, seen).sum()  # type: ignore[no-untyped-call]
+    with torch.inference_mode(inference), torch.autograd.set_multithreading_enabled(may_leave):
+        _, pending = split_backward(y, None, x, [w, v])
+        pending.run()
+        assert torch._C._is_multithreading_enabled() is may_leave
+    assert seen == [may_leave, may_leave]
 
 
 def test_of_many_threads_that_run_it_one_wins() -> None:
