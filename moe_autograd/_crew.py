@@ -145,9 +145,13 @@ class Crew:
         acquire(self._at_rest)
 
     def _work(self, *, is_added: bool = False) -> None:
+        scope = self._scope()
         try:
-            with self._scope():
+            with scope:
                 self._run_pending(is_added)
+        except BaseException:
+            scope.__exit__(None, None, None)
+            raise
         finally:
             if not self._have_all:
                 self._progress.pop(threading.get_ident(), None)

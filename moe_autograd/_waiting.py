@@ -7,6 +7,7 @@ signals, looks up now and then. Locks that are soon free need none of this.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -38,6 +39,43 @@ def wait(block: Callable[[float], bool], timeout_s: float = threading.TIMEOUT_MA
 def acquire(lock: threading.Lock) -> None:
     """Take a lock that may be held for long."""
     wait(lambda pause_s: lock.acquire(timeout=pause_s))
+
+
+class Flag:
+    """Is set once, and can be waited for, as a `threading.Event`.
+
+    That raises `RuntimeError` where Ctrl-C comes just as it begins to wait, or just has waited.
+    """
+
+    __slots__ = ("_is_set", "_opens")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._opens = threading.Lock()  # free when it is set
+        self._opens.acquire()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, for good."""
+        self._is_set = True
+        self._open()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is set; return whether it is."""
+        try:
+            if not self._is_set:
+                self._opens.acquire(timeout=timeout_s)
+        finally:
+            if self._is_set:
+                self._open()  # the next who waits
+        return self._is_set
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is open
+            self._opens.release()
 
 
 def get(items: queue.SimpleQueue[T], timeout_s: float = threading.TIMEOUT_MAX) -> T:

@@ -83,12 +83,17 @@ def _run_in_turn(
 ) -> dict[int, BaseException]:
     """Run the calls one by one on the calling thread."""
     failures: dict[int, BaseException] = {}
-    with scope():
-        for index in order:
-            try:
-                call(index)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                failures[index] = error
+    entered = scope()
+    try:
+        with entered:
+            for index in order:
+                try:
+                    call(index)
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
+                    failures[index] = error
+    except BaseException:
+        entered.__exit__(None, None, None)
+        raise
     return taken_from(failures)

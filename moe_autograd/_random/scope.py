@@ -15,30 +15,32 @@ _switch = torch._C._dispatch_tls_set_dispatch_key_included
 class own_streams:
     """Let the calls that this thread runs draw from `seeds`; set `running.index` before each call.
 
-    A context manager, written out because every map enters one on each of its threads.
+    A context manager, written out because every map enters one on each of its threads. Ctrl-C may come just as it
+    begins, or instead of its end. So whoever enters it on a thread of the user's ends it once more where anything was
+    raised; a second end does nothing.
     """
 
-    __slots__ = ("_outer_index", "_outer_seeds", "_seeds", "_was_switched_on")
+    __slots__ = ("_outer", "_seeds")
 
     def __init__(self, seeds: CallSeeds) -> None:
         self._seeds = seeds
+        self._outer: tuple[CallSeeds | None, int, bool] | None = None  # while it lasts
 
     def __enter__(self) -> None:
         if not installed:
             install()
-        self._outer_seeds = running.seeds
-        if self._outer_seeds is None:  # else this thread is counted already
+        self._outer = (running.seeds, running.index, _is_switched_on(KEY))
+        if running.seeds is None:  # else this thread is counted already
             stand_ins.begin()
-        else:
-            self._outer_index = running.index
         running.seeds = self._seeds
-        self._was_switched_on = _is_switched_on(KEY)
         _switch(KEY, True)
 
     def __exit__(self, *exc_info: object) -> None:
-        _switch(KEY, self._was_switched_on)
-        running.seeds = self._outer_seeds
-        if self._outer_seeds is None:
+        if self._outer is None:
+            return
+        seeds, index, was_switched_on = self._outer
+        running.seeds, running.index = seeds, index
+        _switch(KEY, was_switched_on)
+        if seeds is None:
             stand_ins.end()
-        else:
-            running.index = self._outer_index
+        self._outer = None

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -31,7 +32,7 @@ class _Running(threading.local):
 
 running = _Running()
 _promised: dict[int, CallSeeds] = {}  # bases that calls elsewhere may draw, while the callers' streams stay
-_apart: dict[int, CallSeeds] = {}  # the same of calls apart
+_apart: dict[int, weakref.ref[CallSeeds]] = {}  # the same of calls apart, which Ctrl-C may leave behind
 
 
 def take_places(num_calls: int) -> Sequence[int]:
@@ -59,6 +60,7 @@ class CallSeeds:
     """
 
     __slots__ = (
+        "__weakref__",
         "_base",
         "_generators",
         "_is_apart",
@@ -86,10 +88,11 @@ class CallSeeds:
         The caller's stream stays where it is until the calls `come_back`, or are let go.
         """
         self._is_apart = True
+        own = weakref.ref(self, _forget)
         while True:
             next_draw = self._peek()
             bases = (_mix(next_draw, place) >> 1 for place in itertools.count(_APART))
-            self._base = next(base for base in bases if _apart.setdefault(base, self) is self)
+            self._base = next(base for base in bases if _apart.setdefault(base, own) is own)
             if self._peek() == next_draw:
                 return self
             self.let_go()  # another thread's calls have come back meanwhile: they may have had this one
@@ -102,7 +105,8 @@ class CallSeeds:
 
     def let_go(self) -> None:
         """Let others take the base."""
-        if self._base is not None and _apart.get(self._base) is self:
+        known = None if self._base is None else _apart.get(self._base)
+        if self._base is not None and known is not None and known() is self:
             del _apart[self._base]
 
     def seed_of(self, index: int) -> int:
@@ -230,6 +234,11 @@ class GivenSeeds(CallSeeds):
 
     def _advance_caller(self) -> int:
         return 0  # there is none
+
+
+def _forget(gone: weakref.ref[CallSeeds]) -> None:
+    for base in [base for base, known in tuple(_apart.items()) if known is gone]:
+        del _apart[base]
 
 
 def _new_generator(device: torch.device) -> torch.Generator:

@@ -47,50 +47,56 @@ class _StandIn:
 
 
 class StandIns:
-    """Puts the stand-ins in place for the first thread that runs calls, and back for the last one to end."""
+    """Puts the stand-ins in place for the first thread that runs calls, and back for the last one to end.
+
+    Ctrl-C may come after any call in here. So to begin or to end once more changes nothing, and what belongs together
+    is done without a call.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._num_threads = 0
+        self._threads: set[int] = set()
+        self._are_in_place = False
         self._accelerator: Any = None  # whose generators are away, if any
         self._away: tuple[torch.Generator, ...] = ()
 
     def begin(self) -> None:
         """Call it on a thread that is about to run calls."""
         with self.lock:
-            self._num_threads += 1
-            if self._num_threads == 1:
+            self._threads.add(threading.get_ident())
+            if not self._are_in_place:
                 self._stand_in()
 
     def end(self) -> None:
         """Call it on the same thread after them."""
         with self.lock:
-            self._num_threads -= 1
-            if self._num_threads == 0:
+            self._threads.discard(threading.get_ident())
+            if not self._threads:
                 self._step_back()
 
     def after_fork_in_child(self) -> None:
         """No other thread runs calls here."""
-        self._num_threads = 0 if running.seeds is None else 1
-        if self._num_threads == 0:
+        self._threads = set() if running.seeds is None else {threading.get_ident()}
+        if not self._threads:
             self._step_back()
         self.lock.release()
 
     def _stand_in(self) -> None:
+        kind, accelerator = _accelerator_in_use() or ("", None)
+        away = () if accelerator is None else accelerator.default_generators
+        in_place = tuple([_StandIn(torch.device(kind, index), own) for index, own in enumerate(away)])
         torch.random.default_generator = cast(torch.Generator, _STAND_IN)
-        accelerator = _accelerator_in_use()
+        self._accelerator, self._away = accelerator, away
         if accelerator is not None:
-            kind, self._accelerator = accelerator
-            self._away = self._accelerator.default_generators
-            self._accelerator.default_generators = tuple(
-                [_StandIn(torch.device(kind, index), own) for index, own in enumerate(self._away)]
-            )
+            accelerator.default_generators = in_place
+        self._are_in_place = True
 
     def _step_back(self) -> None:
         torch.random.default_generator = PROCESS_GENERATOR
         if self._accelerator is not None:
             self._accelerator.default_generators = self._away
-            self._accelerator, self._away = None, ()
+        self._accelerator, self._away = None, ()
+        self._are_in_place = False
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -29,13 +29,15 @@ def run_alone(call: Callable[..., Any], args: Sequence[Any], name: str, title: s
     """
     if torch.autograd.profiler._is_profiler_enabled:
         call = record_function(f"{title}, forward: {name}")(call)
-    with own_streams(CallSeeds()):
-        running.index = 0
-        try:
+    streams = own_streams(CallSeeds())
+    try:
+        with streams:
+            running.index = 0
             return call(*args)
-        except BaseException as error:
-            error.add_note(f"{title}, forward: raised by {name} of 1.")
-            raise
+    except BaseException as error:
+        streams.__exit__()
+        error.add_note(f"{title}, forward: raised by {name} of 1.")
+        raise
 
 
 def apply_alone(func: type[Function], args: Sequence[Any], title: str) -> Any:

@@ -48,7 +48,7 @@ from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd._threads import start_soon
-from moe_autograd._waiting import wait
+from moe_autograd._waiting import Flag, wait
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.joined import Tensors, split, which_are_wanted
@@ -176,7 +176,8 @@ class _Work:
         self._ends_with_hooks = frozenset().union(*[joined.calls[i].ends_with_hooks for i in pending])
         self._error: BaseException | None = None
         self._is_cancelled = False
-        self._is_at_rest = threading.Event()
+        self.is_with_worker = False
+        self._worker_has_ended = Flag()
         self._thread_ids: set[int] = set()  # of those that compute
         if pending:
             self._ambient, self._seeds = Ambient(), CallSeeds().apart()
@@ -190,9 +191,9 @@ class _Work:
         if self._is_empty:
             return self._take_grads()
         if _backlog.take(self):
-            self._compute_here()
+            self._compute()
         else:
-            self._rest()
+            self._wait_for_worker()
         self._seeds.come_back()
         return self._take_grads()
 
@@ -214,13 +215,6 @@ class _Work:
         run_calls(run, self._map, "weight gradients", seeds=self._seeds, is_backward=True)
         self._sums.hand_out(self._grads)
 
-    def _compute_here(self) -> None:
-        """Compute in the backward that wants the promise kept, and raise what is raised."""
-        try:
-            self._compute()
-        finally:
-            self._is_at_rest.set()
-
     def compute_elsewhere(self) -> None:
         """Compute on a worker, in the world of the backward; what is raised waits for the promise to be kept."""
         try:
@@ -228,12 +222,12 @@ class _Work:
         except BaseException as error:
             self._error = error
         finally:
-            self._is_at_rest.set()
+            self._worker_has_ended.set()
 
-    def _rest(self) -> None:
+    def _wait_for_worker(self) -> None:
         """Wait for the worker that has taken the work; Ctrl-C leaves it to end by itself."""
         try:
-            wait(self._is_at_rest.wait)
+            wait(self._worker_has_ended.wait)
         except KeyboardInterrupt:
             self._is_cancelled, self._grads = True, []
             raise
@@ -252,14 +246,13 @@ class _Work:
     def cancel(self) -> None:
         """Begin nothing more; after a promise that was kept this changes nothing."""
         self._is_cancelled = True
-        if _backlog.take(self):
-            self._is_at_rest.set()
+        _backlog.take(self)
         self._seeds.let_go()
 
     def come_to_rest(self) -> None:
         """Wait for what runs, unless that is what calls, and let go of everything."""
-        if self._grads and threading.get_ident() not in self._thread_ids:
-            self._rest()
+        if self._grads and self.is_with_worker and threading.get_ident() not in self._thread_ids:
+            self._wait_for_worker()
         self._grads = []
         self._pending.clear()
 
@@ -274,16 +267,21 @@ class _Backlog:
 
     def add(self, work: _Work) -> None:
         """Let a worker run it."""
-        with self._lock:
-            self._works.append(work)
-            if self._has_worker:
-                return
-            self._has_worker = True
         try:
+            with self._lock:
+                self._works.append(work)
+                if self._has_worker:
+                    return
+                self._has_worker = True
             start_soon(self._work)
         except RuntimeError:
             # The system has no thread left to give: whoever wants the promise kept does the work.
             self._has_worker = False
+        except (
+            BaseException
+        ):  # Ctrl-C, perhaps before the worker was asked for: the next work may ask for one more
+            self._has_worker = False
+            raise
 
     def take(self, work: _Work) -> bool:
         """Return whether nobody has begun it; then it is the caller's."""
@@ -302,7 +300,11 @@ class _Backlog:
     def _next(self) -> _Work | None:
         with self._lock:
             self._has_worker = bool(self._works)
-            return self._works.popleft() if self._works else None
+            if not self._works:
+                return None
+            work = self._works.popleft()
+            work.is_with_worker = True
+            return work
 
 
 _backlog = _Backlog()

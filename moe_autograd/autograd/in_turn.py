@@ -97,9 +97,10 @@ def call_in_turn(
             return None
         draws = draws or work.draws
     compute = _computed if _are_called_as_usual() else _called
+    streams = own_streams(CallSeeds()) if draws else nullcontext()
     returned: list[Any] = []
     try:
-        with own_streams(CallSeeds()) if draws else nullcontext():
+        with streams:
             for index, (module, own_args, own_kwargs) in enumerate(zip(modules, args, kwargs, strict=True)):
                 if draws:
                     running.index = index
@@ -108,6 +109,7 @@ def call_in_turn(
                 else:
                     returned.append(compute(module, own_args[0]))
     except BaseException as error:
+        streams.__exit__(None, None, None)
         index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
         name = name_of_call(index, modules[index], names)
         error.add_note(f"parallel_apply, forward: raised by {name} of {len(modules)}.")

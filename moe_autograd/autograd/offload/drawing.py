@@ -31,6 +31,11 @@ def drawing_in_backwards() -> Callable[[int], Drawing]:
 @contextlib.contextmanager
 def _drawing(together: object, index: int) -> Iterator[None]:
     seeds = CallSeeds() if is_backward_compiled() else kept_by_this_backward(together, CallSeeds)
-    with own_streams(seeds):
-        running.index = index
-        yield
+    streams = own_streams(seeds)
+    try:
+        with streams:
+            running.index = index
+            yield
+    except BaseException:
+        streams.__exit__()
+        raise

@@ -1,0 +1,67 @@
+"""Ctrl-C may come anywhere within a step. Then the next step is the same as if there had been none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from moe_autograd import parallel_apply
+from tests.support.interrupting import interrupted_everywhere
+from tests.support.servers import wait_until
+
+D = 4
+OWN_GENERATOR = torch.random.default_generator
+
+# Where a generator is let go of, Python itself drops what is raised.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(self.linear(x), 0.5)
+
+
+def assert_steps_go_on(experts: list[Dropping], **options: Any) -> None:
+    tokens = torch.randn(5, D)
+
+    def step() -> list[Tensor | None]:
+        x = tokens.clone().requires_grad_()
+        for expert in experts:
+            expert.zero_grad()
+        sum(parallel_apply(experts, [(x,)] * len(experts), **options)).square().sum().backward()
+        return [x.grad, *[p.grad for expert in experts for p in expert.parameters()]]
+
+    def seeded_step() -> list[Tensor | None]:
+        torch.manual_seed(3)
+        return step()
+
+    expected, num_points = seeded_step(), 0
+    for point in interrupted_everywhere(step):
+        num_points += 1
+        # Calls that had begun on other threads may still run.
+        wait_until(lambda: torch.random.default_generator is OWN_GENERATOR)
+        torch.testing.assert_close(
+            seeded_step(), expected, rtol=0, atol=0, msg=lambda text, at=point: f"{at}: {text}"
+        )
+    assert num_points > 300
+
+
+@pytest.mark.parametrize("num_experts", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"max_concurrency": 1}, {"defer_weight_grads": True}], ids=str)
+def test_a_step_after_ctrl_c_draws_and_computes_what_it_would_have(
+    num_experts: int, options: dict[str, Any]
+) -> None:
+    assert_steps_go_on([Dropping() for _ in range(num_experts)], **options)
+
+
+@pytest.mark.usefixtures("some_are_small")
+def test_a_step_made_in_turn_does_so_too() -> None:
+    assert_steps_go_on([Dropping() for _ in range(3)])

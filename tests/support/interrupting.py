@@ -1,0 +1,53 @@
+"""Ctrl-C at a chosen point of a program: wherever CPython may run the handler of a signal, one after the other.
+
+It does so when a function of Python begins, and when one of C has returned (and where a loop jumps back, which is not
+tried). Just these are told to a profile function; what that raises is raised there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+class _Interrupt:
+    def __init__(self, num_before: int) -> None:
+        self._num_left = num_before
+        self.point = ""  # where it came
+
+    def look(self, frame: FrameType, event: str, function: Any) -> None:
+        if event not in ("call", "c_return"):
+            return
+        if self._num_left == 0:
+            sys.setprofile(None)
+            self.point = f"{frame.f_code.co_qualname}, line {frame.f_lineno}, {event}"
+            raise KeyboardInterrupt
+        self._num_left -= 1
+
+
+def interrupted_everywhere(program: Callable[[], object], *, every: int = 1) -> Iterator[str]:
+    """Run a program again and again, each time with Ctrl-C at a later point; yield where that was.
+
+    Args:
+        program: what is interrupted; the same on each run.
+        every: only each so manieth point is tried.
+
+    Raises:
+        BaseException: what the program made of Ctrl-C, where that is another error.
+    """
+    num_before = 0
+    while True:
+        interrupt = _Interrupt(num_before)
+        sys.setprofile(interrupt.look)
+        try:
+            program()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if not interrupt.point:
+            return
+        yield interrupt.point
+        num_before += every
