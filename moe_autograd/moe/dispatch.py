@@ -82,17 +82,18 @@ def select(plan: DispatchPlan, is_kept: Tensor) -> tuple[DispatchPlan, Tensor]:
     return kept, is_kept_N
 
 
-def renormalize(combine_weights: Tensor, is_kept: Tensor) -> Tensor:
+def renormalize(combine_weights: Tensor, is_kept: Tensor, was_kept: Tensor | None = None) -> Tensor:
     """Share the weights of choices that are left out among the token's others, in proportion to theirs.
 
     Args:
         combine_weights: (T, K), floating.
         is_kept: (T, K), bool.
+        was_kept: (T, K), bool, the choices that had a part in the weights; `None`: all.
 
     Returns:
-        (T, K): zero where a choice is left out; each row that keeps any has the sum it had, so a router that
-        normalizes to one is normalized still. Where those that are kept have weights too small to divide by, each
-        gets the same. Never NaN. Gradients flow to `combine_weights`.
+        (T, K): rows that keep all they had, as they are. In the others, zero where a choice is left out; a row that
+        keeps any has the sum it had, so a router that normalizes to one is normalized still. Where those that are kept
+        have weights too small to divide by, each gets the same. Never NaN. Gradients flow to `combine_weights`.
 
     >>> weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     >>> renormalize(weights, torch.tensor([[True, True], [True, False]]))
@@ -106,7 +107,8 @@ def renormalize(combine_weights: Tensor, is_kept: Tensor) -> Tensor:
     # The divisor is replaced before the division: a gradient through the branch not taken is to be no NaN.
     shares_TK = torch.where(can_divide_T1, kept_TK / sums_T1.where(can_divide_T1, 1.0), even_TK)
     shared_TK = shares_TK * combine_weights.sum(dim=1, keepdim=True)
-    return torch.where(is_kept.all(dim=1, keepdim=True), combine_weights, shared_TK)
+    is_left_out_TK = ~is_kept if was_kept is None else was_kept & ~is_kept
+    return torch.where(is_left_out_TK.any(dim=1, keepdim=True), shared_TK, combine_weights)
 
 
 def dispatch(x: Tensor, plan: DispatchPlan) -> tuple[Tensor, ...]:

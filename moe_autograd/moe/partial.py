@@ -118,7 +118,8 @@ class PartialPass:
         is_kept_TK = self._of_those_kept(is_answered_TK) & ~is_short_T.unsqueeze(1)
         kept_plan, is_kept_N = select(plan, is_kept_TK)
         rows_ND = concatenate(outputs)[is_kept_N] if outputs else x[:0]
-        return combine([rows_ND], renormalize(weights_TK, is_kept_TK), kept_plan)
+        weights_TK = renormalize(weights_TK, is_kept_TK, self.routing.is_kept)
+        return combine([rows_ND], weights_TK, kept_plan)
 
     def _is_short(self, is_there_TK: Tensor) -> Tensor:
         """Return (T,), bool: which tokens have too few experts; of what the router dropped they have no need."""

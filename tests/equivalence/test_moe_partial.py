@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -96,6 +97,21 @@ def test_only_tokens_of_a_lost_expert_change():
     is_touched = (routing.expert_index == 0).any(dim=1)
     assert 0 < is_touched.sum() < len(x)
     assert torch.equal(y[~is_touched], layer_of(on_failure="raise")(x)[~is_touched])
+
+
+def test_only_tokens_of_a_lost_expert_change_where_the_router_drops_choices_whatever_their_weights():
+    def with_signs(router: nn.Module, args: object, routing: Routing) -> Routing:
+        weights = torch.tensor([[0.5, -0.5, 0.0]], dtype=torch.float64).expand(routing.num_tokens, 3)
+        return dataclasses.replace(routing, combine_weights=weights, is_kept=weights != 0)
+
+    tolerant, strict = layer_of(3, fails={0: "forward"}), layer_of(3, on_failure="raise")
+    for layer in (tolerant, strict):
+        layer.router.register_forward_hook(with_signs)
+    x = tokens()
+    y, routing = tolerant(x, return_routing=True)
+    is_touched = (routing.is_kept & (routing.expert_index == 0)).any(dim=1)
+    assert 0 < is_touched.sum() < len(x)
+    assert torch.equal(y[~is_touched], strict(x)[~is_touched])
 
 
 def test_the_routing_tells_what_the_router_decided_whoever_is_lost():
