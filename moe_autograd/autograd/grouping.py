@@ -216,7 +216,7 @@ def _call_group(
     return returned
 
 
-def around(wrapper: Callable[..., Any], first: object, call: Callable[..., Any]) -> Callable[..., Any]:
+def around(wrapper: Callable[..., Any], first: object, call: Any) -> Callable[..., Any]:
     """Return a callable that calls `wrapper(first, call, ...)`, and has the `leaves_out` of `call`."""
     return functools.update_wrapper(functools.partial(wrapper, first, call), call, ("leaves_out",), ())
 

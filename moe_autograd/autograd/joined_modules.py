@@ -29,6 +29,7 @@ from moe_autograd.autograd.changes import (
 from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import may_compile
 from moe_autograd.autograd.entry import Entrance, flatten
+from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.join import join
@@ -162,7 +163,7 @@ class JoinedModules(Joined):
         wanted_of = split(wanted, self.num_inputs)
         planned = [
             Planned(
-                functools.partial(_second_order, self.calls[i], wanted_of[i]),
+                around(_second_order, wanted_of[i], self.calls[i]),
                 flatten(tuple(grads_of[i]), {}),
                 self.calls[i].cuts_with_histories(self.map.names[i]),
             )
@@ -173,8 +174,13 @@ class JoinedModules(Joined):
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
 
 
-def _second_order(call: ModuleCall, wanted: Sequence[Wanted], *grad_outputs: Tensor | None) -> Tensors:
-    return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
+def _second_order(wanted: Sequence[Wanted], call: ModuleCall, *grad_outputs: Tensor | None) -> Tensors:
+    try:
+        return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
+    except Exception as error:
+        if call.leaves_out is None or not call.leaves_out(error):
+            raise
+        return [None] * len(wanted)
 
 
 def _second_order_flow(

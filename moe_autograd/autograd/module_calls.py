@@ -116,7 +116,7 @@ class ModuleCall(UsedResults):
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
         module, (values, spec), cuts = planned
         self._shares_graph = shares_graph
-        self._leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
+        self.leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
         self._spent = set()
         self.leaves: list[Tensor] = []
         entered = {key: (value, aliases[key]) for value in values if (key := id(value)) in aliases}.values()
@@ -241,7 +241,7 @@ class ModuleCall(UsedResults):
                 return self._differentiate_inputs(grad_outputs, wanted)
             return self.differentiate(grad_outputs, wanted, keep_graph=keep_graph or self._shares_graph)
         except Exception as error:
-            if self._leaves_out is None or not self._leaves_out(error):
+            if self.leaves_out is None or not self.leaves_out(error):
                 raise
             return [None] * len(wanted)
         finally:
@@ -250,7 +250,7 @@ class ModuleCall(UsedResults):
 
     def _can_defer(self) -> bool:
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
-        if not self.may_defer or self._spent or self._leaves_out or self._has_waiting_hooks:
+        if not self.may_defer or self._spent or self.leaves_out or self._has_waiting_hooks:
             return False
         if self.turn is not _NO_TURN or self.looked_at():
             return False

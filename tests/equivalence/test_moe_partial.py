@@ -17,6 +17,7 @@ from moe_autograd.errors import (
 from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.moe.routing import Routing
+from tests.support.survivors import combine_survivors
 from tests.support.unreliable import (
     D_MODEL,
     NUM_EXPERTS,
@@ -61,6 +62,51 @@ def test_experts_lost_in_the_backward_have_a_part_in_the_values_and_none_in_the_
     assert {(failure.expert_index, failure.phase) for failure in routing.failures} == {
         (index, "backward") for index in lost
     }
+
+
+def second_order(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of tokens, and that of its square."""
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return grad, *torch.autograd.grad(grad.square().sum(), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_experts_lost_in_a_backward_that_makes_a_graph_are_left_out_of_gradients_of_any_order(options):
+    layer, x = layer_of(3, fails=dict.fromkeys({1, 2}, "backward"), **options), tokens()
+    y, routing = layer(x, return_routing=True)
+    expected = second_order(expected_of(layer, x, lost_in_backward={1, 2}), x)
+    torch.testing.assert_close(second_order(y, x), expected, rtol=1e-6, atol=1e-6)
+    assert {(failure.expert_index, failure.phase) for failure in routing.failures} == {
+        (index, "backward") for index in (1, 2)
+    }
+
+
+def test_experts_lost_in_the_backward_of_a_backward_are_left_out_there():
+    class FailsLater(Unreliable):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            y.register_hook(self._fail_later)
+            return y
+
+        def _fail_later(self, grad: Tensor) -> Tensor:
+            later = grad * 1
+            if later.requires_grad:
+                later.register_hook(self._fail)
+            return later
+
+    def without_second_order(x: Tensor) -> Tensor:
+        x = x * 1
+        x.register_hook(torch.Tensor.detach)
+        return linear(x)
+
+    layer, x = layer_of(3), tokens()
+    layer.experts[1] = FailsLater().double()
+    linears = [expert.linear for expert in layer.experts]
+    linear, linears[1] = linears[1], without_second_order
+    y, routing = layer(x, return_routing=True)
+    expected = second_order(combine_survivors(x, layer.router(x), linears), x)
+    torch.testing.assert_close(second_order(y, x), expected, rtol=1e-6, atol=1e-6)
+    assert {(failure.expert_index, failure.phase) for failure in routing.failures} == {(1, "backward")}
 
 
 @pytest.mark.parametrize("min_experts", [1, 2])
