@@ -16,6 +16,10 @@ from torch.nn import functional as F
 
 from moe_autograd.moe.routing import Routing
 
+# By more than three roundings: 1.1 times a share of 10 is 11.000000000000002, and is not to be 12. Unlike a fraction,
+# this can be compiled for any number of tokens.
+_ROUNDED_DOWN = 1 - 1e-15
+
 
 class TopKRouter(nn.Module):
     """Choose the `top_k` most probable experts of each token, as Mixtral does.
@@ -123,7 +127,8 @@ class TopKRouter(nn.Module):
         if self.capacity_factor is None:
             return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK)
         num_choices = expert_index_TK.numel()
-        capacity = math.ceil(min(self.capacity_factor * num_choices / self.num_experts, num_choices))
+        share = self.capacity_factor * num_choices / self.num_experts * _ROUNDED_DOWN
+        capacity = math.ceil(min(share, num_choices))
         is_kept_TK = within_capacity(expert_index_TK, weights_TK, capacity)
         weights_TK = weights_TK.where(is_kept_TK, 0.0)
         return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK, is_kept_TK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -110,6 +111,17 @@ def test_an_expert_keeps_its_heaviest_choices_up_to_its_capacity_and_the_others_
         torch.testing.assert_close(kept_of_one.sort(descending=True).values, all_of_one[:capacity])
     assert routing.num_dropped == sum(max(0, len(all_of_one) - capacity) for all_of_one in weights)
     assert not routing.combine_weights[~routing.is_kept].any()
+
+
+@pytest.mark.parametrize("capacity_factor", ["1.1", "1.11", "1.15", "1.25", "2.2", "0.7", "1.001"])
+@pytest.mark.parametrize("num_tokens", [1, 50, 100, 1000])
+def test_capacities_are_those_of_exact_arithmetic(capacity_factor: str, num_tokens: int) -> None:
+    router = router_of(num_experts=10, top_k=1, capacity_factor=float(capacity_factor))
+    with torch.no_grad():
+        router.weight.zero_()[0] = 1.0
+    routing = router(torch.ones(num_tokens, 8))
+    assert routing.is_kept is not None
+    assert routing.is_kept.sum() == math.ceil(Fraction(capacity_factor) * num_tokens / 10)
 
 
 def test_of_equal_weights_the_earlier_token_is_kept() -> None:
