@@ -189,7 +189,8 @@ class MixtureOfExperts(nn.Module):
         y_TD = y_TD.to(x.dtype)
         if self.zero_grads_for_idle_experts:
             y_TD = with_zero_grads(y_TD, self._idle_parameters(active))
-        return y_TD.reshape(x.shape), routing
+        # No view: torch refuses to change one in place that was made under no_grad, or by a function such as FSDP's.
+        return y_TD if x.dim() == 2 else torch.ops.aten._unsafe_view(y_TD, x.shape), routing
 
     def extra_repr(self) -> str:
         """Show the options that differ from their defaults in the module's `repr`."""

@@ -93,6 +93,19 @@ def test_the_caller_may_change_the_output_in_place(zero_grads_for_idle_experts: 
     torch.testing.assert_close(x.grad, expected)
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+@pytest.mark.parametrize("shape", [(9, D_MODEL), (2, 9, D_MODEL), (D_MODEL,)])
+def test_the_output_is_no_view(shape: tuple[int, ...], on_failure: str) -> None:
+    layer, bias = layer_of(on_failure=on_failure), torch.zeros(D_MODEL, requires_grad=True)
+    x = torch.randn(shape, dtype=torch.float64)
+    with torch.no_grad():
+        y = layer(x)
+    y += bias
+    y.sum().backward()
+    assert not layer(x).detach_().requires_grad
+    assert not layer(x)._is_view()
+
+
 def test_no_token_calls_no_expert_and_still_has_gradients_to_give() -> None:
     layer = layer_of(Counting)
     x = torch.empty(2, 0, D_MODEL, dtype=torch.float64, requires_grad=True)

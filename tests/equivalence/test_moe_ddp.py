@@ -48,6 +48,7 @@ def tokens_of(rank: int) -> Tensor:
 
 
 def loss_of(y: Tensor) -> Tensor:
+    y += 1.0  # in place, as a residual connection may be
     return y.square().sum()
 
 
