@@ -93,5 +93,14 @@ class Rests:
             if now_s < rest.until_s
         }
 
+    def __getstate__(self) -> dict[str, object]:
+        """Forget all: the clock begins with each machine, and a file is read when it may be."""
+        return {"_rests": {}}
+
+    def __deepcopy__(self, memo: object) -> Rests:
+        copied = Rests()
+        copied._rests = dict(self._rests)
+        return copied
+
     def __repr__(self) -> str:
         return f"Rests({sorted(self.resting())})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -171,3 +172,13 @@ def test_a_layer_that_has_seen_failures_can_be_copied_and_saved():
     assert torch.equal(twin(x), layer(x))
     assert twin.experts[0].num_calls == 1, "the copy leaves it alone as well"
     assert layer.state_dict().keys() == layer_of(on_failure="raise").state_dict().keys()
+
+
+def test_a_layer_that_is_loaded_on_another_machine_leaves_nobody_alone(clock):
+    layer, x = layer_of(fails={0: "forward"}), tokens()
+    layer(x)
+    saved = pickle.dumps(layer)
+    clock.now_s = 0.0  # it was just started
+    loaded = pickle.loads(saved)
+    loaded.experts[0].fails_in = ""
+    assert torch.equal(loaded(x), layer_of(on_failure="raise")(x))
