@@ -75,8 +75,8 @@ class MixtureOfExperts(nn.Module):
         ValueError: the experts are not as many as the router chooses from, `x` has another width than the
             router, or an expert changes the shape of what it is given. Options that do not fit together. A router of
             yours returns a `Routing` of other tokens or experts than there are.
-        TypeError: an expert is not a module, or returns something that is not a tensor; a router no `Routing`; `x` is
-            no tensor.
+        TypeError: an expert is not a module, or returns something that is not a tensor, or complex numbers for real
+            tokens; a router no `Routing`; `x` is no tensor, or has whole numbers.
         TooFewExpertsError: with "drop", some token has fewer than `min_experts`.
         UnsupportedTransformError: inside a `torch.func` transform or a trace, or with forward-mode tangents.
 
@@ -186,7 +186,7 @@ class MixtureOfExperts(nn.Module):
         else:
             routing = dataclasses.replace(routing, failures=[])
             y_TD, active = self._call_tolerantly(x_TD, routing, plan)
-        y_TD = y_TD.to(x.dtype)
+        y_TD = _as_dtype(y_TD, x.dtype)
         if self.zero_grads_for_idle_experts:
             y_TD = with_zero_grads(y_TD, self._idle_parameters(active))
         # No view: torch refuses to change one in place that was made under no_grad, or by a function such as FSDP's.
@@ -225,6 +225,15 @@ class MixtureOfExperts(nn.Module):
     def _idle_parameters(self, active: Sequence[int]) -> list[Tensor]:
         called = {parameter for index in active for parameter in self.experts[index].parameters()}
         return [parameter for parameter in self.experts.parameters() if parameter not in called]
+
+
+def _as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    if not torch.can_cast(y.dtype, dtype):
+        raise TypeError(
+            f"MixtureOfExperts: expected outputs times combine_weights to fit the dtype of x, {dtype}, got "
+            f"{y.dtype}. Let experts and router return a dtype that x has room for, or pass x.to({y.dtype})."
+        )
+    return y.to(dtype)
 
 
 def _check_tolerance(on_failure: str, tolerance: Tolerance) -> None:

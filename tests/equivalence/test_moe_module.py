@@ -190,6 +190,31 @@ def test_tokens_that_are_no_tensor_are_refused(tokens: Any) -> None:
             module(tokens)
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+@pytest.mark.parametrize(
+    ("tokens", "factor", "got"),
+    [
+        (torch.ones(3, D_MODEL), 1j, "torch.float32, got torch.complex64"),
+        (torch.ones(3, D_MODEL, dtype=torch.int64), 0.5, "torch.int64, got torch.float32"),
+    ],
+    ids=["complex outputs", "whole tokens"],
+)
+def test_outputs_that_would_lose_a_part_are_refused(
+    tokens: Tensor, factor: complex, got: str, on_failure: Literal["raise", "drop"]
+) -> None:
+    class Scale(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * factor
+
+    class AnyTokens(TopKRouter):
+        def forward(self, x: Tensor) -> Routing:
+            return super().forward(x.float())
+
+    layer = MixtureOfExperts(AnyTokens(D_MODEL, 3, 2), [Scale() for _ in range(3)], on_failure=on_failure)
+    with pytest.raises(TypeError, match=rf"to fit the dtype of x, {got}\. Let experts and router"):
+        layer(tokens)
+
+
 def test_tokens_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected x of shape \(\.\.\., 12\), got \(5, 13\)"):
         layer_of()(torch.randn(5, 13, dtype=torch.float64))
