@@ -8,6 +8,7 @@ have a group that leaves out nobody: they have answered when it returns.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from moe_autograd.autograd.grouping import CallFailure, CallGroup, LenientCallGroup, group_of
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
+from moe_autograd.autograd.this_backward import kept_by_this_backward
+from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.errors import StragglerError
 from moe_autograd.moe.dispatch import DispatchPlan
 from moe_autograd.moe.failures import ExpertFailure, Rests, Tolerance, may_be_left_out
@@ -57,7 +60,7 @@ class Attendance:
         self, slices: Sequence[Tensor], *, max_concurrency: int | None, recompute: bool | Recompute
     ) -> list[Tensor]:
         """Call each expert with its tokens; return its output, or anything where it was lost."""
-        self._start_wait("forward", range(len(self._experts)))
+        wait = self._start_wait("forward", range(len(self._experts)))
         how = as_recompute(recompute)
         groups: dict[int, _Group] = {}
         calls: list[Any] = []
@@ -68,12 +71,15 @@ class Attendance:
                 continue
             called = expert if how is None else recomputed_in_group(expert, how)
             calls.append(_Member(groups.setdefault(id(group), _Group(group, self)), called, position))
-        return parallel_apply(
-            calls,
-            [(tokens,) for tokens in slices],
-            max_concurrency=max_concurrency,
-            names=[f"expert {index}" for index in self._plan.active],
-        )
+        try:
+            return parallel_apply(
+                calls,
+                [(tokens,) for tokens in slices],
+                max_concurrency=max_concurrency,
+                names=[f"expert {index}" for index in self._plan.active],
+            )
+        finally:
+            wait.end()
 
     def follow_backwards_of(self, y: Tensor) -> None:
         """Know in each backward from `y`, too, who is waited for.
@@ -86,13 +92,21 @@ class Attendance:
             if position not in self.lost and _is_lenient(group_of(expert))
         ]
         if y.requires_grad:
-            y.register_hook(lambda _: self._start_wait("backward", remote))
+            y.register_hook(lambda _: self._begin_backward(remote))
 
-    def _start_wait(self, phase: str, positions: Sequence[int]) -> None:
+    @uncompiled
+    def _begin_backward(self, positions: Sequence[int]) -> None:
+        wait = self._start_wait("backward", positions)
+        if self._tolerance.timeout_after_min_s is not None:
+            kept_by_this_backward(wait, functools.partial(_EndsWithBackward, wait))
+
+    def _start_wait(self, phase: str, positions: Sequence[int]) -> Wait:
         tokens = self._plan.token_index.split(list(self._plan.counts))
         tokens_of = {position: tokens[position] for position in positions}
         tolerance = self._tolerance
-        self._waits[phase] = Wait(tokens_of, tolerance.min_experts, tolerance.timeout_after_min_s)
+        wait = Wait(tokens_of, tolerance.min_experts, tolerance.timeout_after_min_s)
+        self._waits[phase] = wait
+        return wait
 
     def wait_in(self, phase: str) -> Wait:
         """Return who knows which calls are still waited for."""
@@ -121,6 +135,16 @@ class Attendance:
         """Return what the forward lost an expert by, and forget it: its traceback leads back to this pass."""
         error, self._first_error = self._first_error, None
         return error
+
+
+class _EndsWithBackward:
+    """Ends a wait once the backward that holds this is over, however it ends."""
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+
+    def __del__(self) -> None:
+        self._wait.end()
 
 
 def _is_lenient(group: CallGroup | None) -> TypeGuard[LenientCallGroup]:

@@ -35,7 +35,7 @@ class Wait:
 
     Mutable state: all of it, under `_lock`; calls are given up outside of it.
 
-    Threads: calls settle on any; the clock is a thread of its own, which ends with the last call.
+    Threads: calls settle on any; the clock is a thread of its own, which ends with the last call, or the pass.
     """
 
     def __init__(self, tokens_of: Mapping[int, Tensor], min_experts: int, timeout_s: float | None) -> None:
@@ -59,8 +59,13 @@ class Wait:
                 self._answered.add(call)
             if self._timeout_s is not None:
                 self._start_clock_if_enough(self._timeout_s)
-            if not self._open and self._clock is not None:
-                self._clock.cancel()
+            self._stop_clock_if_over()
+
+    def end(self) -> None:
+        """Note that nobody waits any more, though calls may not have settled: Ctrl-C ends a pass before its calls."""
+        with self._lock:
+            self._open.clear()
+            self._stop_clock_if_over()
 
     def is_needed(self, call: int) -> bool:
         """Tell whether a token waits for this call, as things are."""
@@ -86,6 +91,10 @@ class Wait:
             self._clock = threading.Timer(timeout_s, self._ring)
             self._clock.daemon = True
             self._clock.start()
+
+    def _stop_clock_if_over(self) -> None:
+        if not self._open and self._clock is not None:
+            self._clock.cancel()
 
     def _is_waiting_T(self) -> Tensor:
         """Return which tokens have not enough, and can still get it."""

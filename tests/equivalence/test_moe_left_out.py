@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from moe_autograd.autograd.grouping import Attendance
 from moe_autograd.errors import (
     InvalidCallError,
     PermissionDeniedError,
@@ -136,25 +138,36 @@ def test_where_zeros_will_do_nobody_has_to_stand_in():
 # ---- stragglers
 
 
-def test_an_expert_here_that_has_not_begun_when_the_time_is_over_is_left_out(monkeypatch):
-    class Timer:
-        made: list[Timer] = []
+class Timer:
+    """Stands for `threading.Timer`; rings when the test says so."""
 
-        def __init__(self, interval_s: float, ring: Callable[[], None]) -> None:
-            self.ring = ring
-            self.made.append(self)
+    made: list[Timer]
 
-        def start(self) -> None:
-            pass
+    def __init__(self, interval_s: float, ring: Callable[[], None]) -> None:
+        self.ring = ring
+        self.is_cancelled = False
+        self.made.append(self)
 
-        cancel = start
+    def start(self) -> None:
+        pass
 
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+@pytest.fixture
+def timers(monkeypatch) -> list[Timer]:
+    Timer.made = []
+    monkeypatch.setattr(stragglers, "threading", SimpleNamespace(Timer=Timer, Lock=threading.Lock))
+    return Timer.made
+
+
+def test_an_expert_here_that_has_not_begun_when_the_time_is_over_is_left_out(timers):
     class Ringing(Unreliable):
         def forward(self, x: Tensor) -> Tensor:
-            Timer.made[0].ring()
+            timers[0].ring()
             return super().forward(x)
 
-    monkeypatch.setattr(stragglers, "threading", SimpleNamespace(Timer=Timer, Lock=threading.Lock))
     layer = layer_of(NUM_EXPERTS, timeout_after_min_s=0.1, max_concurrency=1)
     layer.experts[1] = Ringing().double()
     x = tokens()
@@ -163,6 +176,58 @@ def test_an_expert_here_that_has_not_begun_when_the_time_is_over_is_left_out(mon
     assert all(failure.reason.startswith("StragglerError: ") for failure in routing.failures)
     assert [expert.num_calls for expert in layer.experts] == [1, 1, 0, 0, 0]
     torch.testing.assert_close(y, expected_of(layer, x, lost_in_forward={2, 3, 4}))
+
+
+def test_ctrl_c_in_a_forward_stops_the_clock(timers):
+    layer = layer_of(NUM_EXPERTS, fails={1: "forward"}, timeout_after_min_s=60.0, max_concurrency=1)
+    layer.experts[1].error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        layer(tokens())
+    assert [timer.is_cancelled for timer in timers] == [True]
+
+
+class InterruptedGroup:
+    """Whose first call has answered in the backward when Ctrl-C comes."""
+
+    can_leave_out = True
+
+    def call_together(
+        self,
+        modules: Sequence[nn.Module],
+        inputs: Sequence[tuple[Tensor]],
+        kwargs: object,
+        *,
+        failures: Attendance,
+    ) -> list[Tensor]:
+        def interrupt(grad: Tensor) -> None:
+            with failures.waiting("backward", lambda reason: None) as roll:
+                roll.settle(0, is_answered=True)
+                raise KeyboardInterrupt
+
+        outputs = [x * 1 for (x,) in inputs]
+        outputs[0].register_hook(interrupt)
+        return outputs
+
+
+def test_ctrl_c_in_a_backward_stops_the_clock(timers):
+    layer = layer_of(NUM_EXPERTS, timeout_after_min_s=60.0)
+    group = InterruptedGroup()
+    for expert in layer.experts:
+        expert.call_group = group
+    y = layer(tokens())
+    assert timers == []
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    assert [timer.is_cancelled for timer in timers] == [True]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_compiled_backward_is_waited_for_as_others_are():
+    layer, x = layer_of(timeout_after_min_s=60.0), tokens()
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        layer(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_a_layer_that_has_seen_failures_can_be_copied_and_saved():

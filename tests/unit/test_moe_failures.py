@@ -171,6 +171,17 @@ def test_when_all_have_settled_the_clock_is_stopped_and_none_is_started(timers):
     assert len(timers) == 1
 
 
+def test_when_nobody_waits_any_more_the_clock_is_stopped_and_none_is_started(timers):
+    wait = wait_for([0], [0])
+    wait.settle(0, True)
+    wait.end()
+    assert [timer.is_cancelled for timer in timers] == [True]
+    wait = wait_for([0], [0])
+    wait.end()
+    wait.settle(0, True)
+    assert len(timers) == 1
+
+
 def test_to_settle_twice_is_to_settle_once(timers):
     wait = wait_for([0], [0], [0], min_experts=2)
     wait.settle(0, True)
