@@ -31,7 +31,7 @@ class FeedForwardExpert(nn.Module):
         dtype: the parameters' dtype, as in `torch.nn.Linear`.
 
     Raises:
-        TypeError: `activation` cannot be called.
+        TypeError: `activation` cannot be called, or is a class.
 
     >>> FeedForwardExpert(8)(torch.randn(3, 8)).shape
     torch.Size([3, 8])
@@ -47,10 +47,10 @@ class FeedForwardExpert(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not callable(activation):
+        if not callable(activation) or isinstance(activation, type):
             raise TypeError(
                 f"FeedForwardExpert: expected activation to be a function of a tensor, got {activation!r}. "
-                "Pass one, such as torch.nn.functional.relu; for a server, write a class that does."
+                "Pass one, such as torch.nn.functional.relu or torch.nn.ReLU(); for a server, write a class that does."
             )
         d_ff = 4 * d_model if d_ff is None else d_ff
         self.up = nn.Linear(d_model, d_ff, device=device, dtype=dtype)

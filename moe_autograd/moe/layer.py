@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -256,22 +257,22 @@ def _check_tolerance(on_failure: str, tolerance: Tolerance) -> None:
 
 
 def _check_min_experts(min_experts: int, top_k: int) -> None:
-    if not 1 <= min_experts <= top_k:
+    if not hasattr(min_experts, "__index__") or not 1 <= min_experts <= top_k:
         raise ValueError(
-            f"MixtureOfExperts: expected min_experts from 1 to top_k, got {min_experts} (top_k={top_k}). "
+            f"MixtureOfExperts: expected a whole min_experts from 1 to top_k, got {min_experts!r} (top_k={top_k}). "
             "A token has no more experts than top_k."
         )
 
 
 def _num_experts_of(router: nn.Module) -> int:
-    num_experts = getattr(router, "num_experts", None)
-    if not isinstance(num_experts, int):
+    num_experts: Any = getattr(router, "num_experts", None)
+    if not hasattr(num_experts, "__index__"):
         raise TypeError(
             f"MixtureOfExperts: expected a router with an int num_experts, got {type(router).__name__} "
             f"(num_experts={num_experts!r}). Pass a TopKRouter, or a module that returns a Routing and says how many "
             "experts it chooses from."
         )
-    return num_experts
+    return operator.index(num_experts)
 
 
 def _as_module_list(experts: Experts) -> nn.ModuleList:

@@ -9,6 +9,7 @@ Shape letters: T tokens, D d_model, E experts, K top-k, N = T * K choices.
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,10 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if d_model < 1 or num_experts < 1:
+        if not all(hasattr(size, "__index__") and size >= 1 for size in (d_model, num_experts)):
             raise ValueError(
-                f"TopKRouter: expected d_model and num_experts of at least 1, got "
-                f"(d_model={d_model}, num_experts={num_experts}). Pass positive sizes."
+                f"TopKRouter: expected whole d_model and num_experts of at least 1, got "
+                f"(d_model={d_model!r}, num_experts={num_experts!r}). Pass positive sizes."
             )
         if not hasattr(top_k, "__index__") or not 1 <= top_k <= num_experts:
             raise ValueError(
@@ -87,9 +88,9 @@ class TopKRouter(nn.Module):
                 f"TopKRouter: expected a positive capacity_factor or None, got {capacity_factor}. 1.0 lets each expert "
                 "take its even share; None drops no token."
             )
-        self.d_model = d_model
-        self.num_experts = num_experts
-        self.top_k = top_k
+        self.d_model = operator.index(d_model)
+        self.num_experts = operator.index(num_experts)
+        self.top_k = operator.index(top_k)
         self.normalize = normalize
         self.capacity_factor = capacity_factor
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))

@@ -215,6 +215,20 @@ def test_outputs_that_would_lose_a_part_are_refused(
         layer(tokens)
 
 
+def test_sizes_may_be_whole_numbers_of_other_types() -> None:
+    class Own(nn.Module):
+        num_experts = torch.tensor([3]).numpy()[0]
+
+    assert len(MixtureOfExperts(Own(), [nn.Identity() for _ in range(3)]).experts) == 3
+
+
+def test_a_class_of_activations_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"a function of a tensor, got <class .*ReLU'>\..* or torch\.nn\.ReLU\(\)"
+    ):
+        FeedForwardExpert(D_MODEL, activation=nn.ReLU)
+
+
 def test_tokens_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected x of shape \(\.\.\., 12\), got \(5, 13\)"):
         layer_of()(torch.randn(5, 13, dtype=torch.float64))

@@ -324,8 +324,13 @@ def test_the_repr_names_what_was_chosen():
     ("options", "message"),
     [
         ({"on_failure": "ignore"}, 'expected on_failure "raise" or "drop", got \'ignore\''),
-        ({"min_experts": 0}, r"expected min_experts from 1 to top_k, got 0 \(top_k=2\)"),
-        ({"min_experts": 3}, r"expected min_experts from 1 to top_k, got 3 \(top_k=2\)"),
+        *[
+            (
+                {"min_experts": given},
+                rf"expected a whole min_experts from 1 to top_k, got {given!r} \(top_k=2\)",
+            )
+            for given in (0, 3, 1.5, "two")
+        ],
         ({"timeout_after_min_s": -1.0}, r"timeout_after_min_s of at least 0 seconds or None, got -1\.0"),
         ({"on_failure": "raise", "allow_zero_outputs": True}, 'expected on_failure="drop"'),
         ({"on_failure": "raise", "timeout_after_min_s": 1.0}, 'expected on_failure="drop"'),

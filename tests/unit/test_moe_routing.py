@@ -142,10 +142,18 @@ def test_the_repr_of_a_router_names_a_capacity_that_was_chosen() -> None:
     assert repr(router_of(capacity_factor=1.5)).endswith("top_k=2, capacity_factor=1.5)")
 
 
-@pytest.mark.parametrize(("d_model", "num_experts"), [(0, 6), (8, 0)])
-def test_sizes_without_elements_are_refused(d_model: int, num_experts: int) -> None:
-    with pytest.raises(ValueError, match="expected d_model and num_experts of at least 1"):
+@pytest.mark.parametrize(("d_model", "num_experts"), [(0, 6), (8, 0), (8, 6.0), ("8", 6)])
+def test_sizes_without_elements_are_refused(d_model: Any, num_experts: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"expected whole .* \(d_model={d_model!r}, num_experts={num_experts!r}\)"
+    ):
         TopKRouter(d_model, num_experts, 1)
+
+
+def test_sizes_may_be_whole_numbers_of_other_types() -> None:
+    router = TopKRouter(*torch.tensor([8, 6, 2]).numpy())
+    assert [type(size) for size in (router.d_model, router.num_experts, router.top_k)] == [int] * 3
+    assert router(torch.randn(5, 8)).expert_index.shape == (5, 2)
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (2, 5, 9), ()])
