@@ -74,17 +74,21 @@ def test_each_configuration_passes_the_check(
     assert (checked.exit_code, "no mistakes" in checked.output) == (0, True), checked.output
 
 
-def test_clients_take_the_certificate_and_the_token_that_it_makes(tmp_path: Path) -> None:
+def test_clients_and_commands_take_the_certificate_and_the_token_that_it_makes(tmp_path: Path) -> None:
     (commands,) = (text for text in blocks("sh") if text.startswith("openssl"))
     subprocess.run(["sh", "-ec", commands], check=True, capture_output=True, cwd=tmp_path)
     files = {"tls_cert": "server.pem", "tls_key": "server.key", "tokens_file": "tokens"}
     security = {key: tmp_path / name for key, name in files.items()}
-    tls = TLS(ca_file=tmp_path / "server.pem", server_name="experts.example")
+    ca, token = tmp_path / "server.pem", tmp_path / "token"
+    tls = TLS(ca_file=ca, server_name="experts.example")
     with (
         ExpertsServer({"e": torch.nn.Linear(1, 1)}, config={"security": security}) as server,
-        connect(server.address, tls=tls, token=tmp_path / "token") as experts,
+        connect(server.address, tls=tls, token=token) as experts,
     ):
         assert experts["e"](torch.ones(1, 1)).shape == (1, 1)
+        arguments = ["info", server.address, "--ca", str(ca), "--token-file", str(token)]
+        shown = CliRunner().invoke(main, arguments)
+        assert shown.exit_code == 0, shown.output
 
 
 def test_it_names_every_key_and_no_other(families: dict[str, set[str]]) -> None:
