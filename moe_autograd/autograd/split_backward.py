@@ -51,6 +51,7 @@ from moe_autograd.autograd.split_arguments import (
     pair_roots,
     refuse_hooks_on_the_way,
 )
+from moe_autograd.autograd.this_backward import is_first_part_of_a_schedule
 from moe_autograd.autograd.uncompiled import uncompiled
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
@@ -252,9 +253,15 @@ def is_in_first_part() -> bool:
 
 
 def is_wanted_later(node: Node | None) -> bool:
-    """Whether the backward that runs now is a first part, whose second part wants what flows to `node`."""
+    """Whether the backward that runs now is a first part, whose second part wants what flows to `node`.
+
+    Args:
+        node: what stands for weights that are elsewhere.
+    """
     graph = _first_parts.get(torch._C._current_graph_task_id())
-    return graph is not None and node in graph.wanted
+    if graph is not None:
+        return node in graph.wanted
+    return node is not None and is_first_part_of_a_schedule()
 
 
 def _first_part(graph: Graph, roots: Sequence[Root]) -> tuple[Gradients, PendingWeightGradients]:

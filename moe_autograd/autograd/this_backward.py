@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Collection
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +73,28 @@ def _asked_for_by_name() -> Collection[tuple[int, int]]:
     if here is not None:
         return here
     return frozenset().union(*[_asked_in(frame) or () for frame in sys._current_frames().values()])
+
+
+def is_first_part_of_a_schedule() -> bool:
+    """Whether a zero-bubble schedule of `torch.distributed.pipelining` runs the first part of a backward.
+
+    It asks for the gradients of a stage's inputs; in the second part for those of its parameters, with which a node
+    whose weights are elsewhere has nothing to do. So all that such a node ever computes, it computes now.
+    """
+    schedules: Any = sys.modules.get("torch.distributed.pipelining._backward")
+    if schedules is None:
+        return False
+    first_part = schedules.stage_backward_input.__code__
+    return kept_by_this_backward(first_part, lambda: _runs_beneath(first_part))
+
+
+def _runs_beneath(code: CodeType) -> bool:
+    frames = (
+        [sys._getframe()]
+        if torch.accelerator.current_accelerator() is None
+        else sys._current_frames().values()
+    )
+    return any(frame.f_code is code for innermost in frames for frame, _ in traceback.walk_stack(innermost))
 
 
 def _asked_in(frame: FrameType | None) -> Collection[tuple[int, int]] | None:

@@ -281,7 +281,7 @@ class _Node(Function):
         ctx.is_spent = not keep_graph
         anchor = ctx.next_functions[0][0]
         for_weights = ctx.has_anchor and (
-            is_wanted_later(anchor) or torch._C._will_engine_execute_node(anchor)
+            torch._C._will_engine_execute_node(anchor) or is_wanted_later(anchor)
         )
         with ctx.call.shown("backward"), ctx.call.drawing():
             found = ctx.call.backward(ctx.pieces, grads, for_weights, keep_graph)

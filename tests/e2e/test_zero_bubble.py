@@ -1,0 +1,87 @@
+"""A stage of a zero-bubble pipeline, whose backward is in two parts, trains experts whose weights are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from experts_server import ExpertsServer
+from moe_autograd import FeedForwardExpert, MixtureOfExperts, TopKRouter
+from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.remote import RemoteOptimizer, connect
+
+D, NUM_EXPERTS = 8, 4
+sgd = partial(torch.optim.SGD, lr=0.5)
+
+Backward = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
+Members = tuple[Sequence[nn.Module], Callable[[], object]]  # and what updates them
+
+
+def experts() -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [FeedForwardExpert(D) for _ in range(NUM_EXPERTS)]
+
+
+def train(
+    members: Sequence[nn.Module], update: Callable[[], object], backward: Backward
+) -> list[Tensor | None]:
+    """Return gradients of two micro-batches, and what the stage computes when its experts have been updated."""
+    torch.manual_seed(2)
+    layer = MixtureOfExperts(TopKRouter(D, NUM_EXPERTS, 2), members)
+    stage = nn.Sequential(nn.Linear(D, D), layer, nn.Linear(D, D))
+    own = [p for name, p in stage.named_parameters() if "experts" not in name]
+    xs = [torch.randn(6, D, requires_grad=True) for _ in range(2)]
+    for x in xs:
+        y = stage(x)
+        backward(stage, x, y, torch.randn_like(y))
+    update()
+    return [*(tensor.grad for tensor in (*xs, *own)), stage(xs[0]).detach()]
+
+
+def at_once(_: nn.Module, x: Tensor, y: Tensor, grad: Tensor) -> None:
+    y.backward(grad)
+
+
+def in_two_parts(stage: nn.Module, x: Tensor, y: Tensor, grad: Tensor) -> None:
+    _, groups = stage_backward_input([y], [grad], [x], stage.parameters())
+    stage_backward_weight(stage.parameters(), groups)
+
+
+@pytest.fixture
+def offloaded() -> Iterator[Members]:
+    with OffloadedExperts(experts(), sgd, max_resident_bytes=1 << 20) as held:
+        yield [*held], held.step
+
+
+@pytest.fixture
+def remote() -> Iterator[Members]:
+    hosted = {f"e.{i}": expert for i, expert in enumerate(experts())}
+    with ExpertsServer(hosted, optimizer=sgd) as server, connect(server.address) as found:
+        yield [found[name] for name in hosted], RemoteOptimizer(found).step
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_experts_elsewhere_are_trained_as_by_a_backward_in_one_part(
+    where: str, request: pytest.FixtureRequest
+) -> None:
+    here = experts()
+    expected = train(here, sgd([p for expert in here for p in expert.parameters()]).step, at_once)
+    found = train(*request.getfixturevalue(where), in_two_parts)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_gradients_of_inputs_alone_train_nothing_beside_a_schedule(
+    where: str, request: pytest.FixtureRequest
+) -> None:
+    members, update = request.getfixturevalue(where)
+    x = torch.randn(3, D, requires_grad=True)
+    before = members[0](x).detach()
+    torch.autograd.grad(members[0](x).sum(), x)
+    update()
+    torch.testing.assert_close(members[0](x).detach(), before, rtol=0, atol=0)
