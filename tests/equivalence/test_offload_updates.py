@@ -257,7 +257,7 @@ def test_an_update_that_raises_is_kept_as_far_as_it_came(replaces_state: bool) -
 
 
 @pytest.mark.parametrize("then", ["it is repeated", "it is given up", "more gradients come"])
-@pytest.mark.parametrize("what", ["optimizer", "disk"])
+@pytest.mark.parametrize("what", ["optimizer at first", "optimizer at last", "disk"])
 def test_a_step_that_failed_midway_updates_no_expert_twice_by_the_same_gradients(
     what: str, then: str
 ) -> None:
@@ -266,9 +266,11 @@ def test_a_step_that_failed_midway_updates_no_expert_twice_by_the_same_gradients
 
         def step(self, closure: Any = None) -> Any:
             Failing.num_to_go -= 1
-            if not Failing.num_to_go:
+            if what == "optimizer at first" and not Failing.num_to_go:
                 raise ValueError("no such luck")
-            return super().step(closure)
+            super().step(closure)
+            if what == "optimizer at last" and not Failing.num_to_go:
+                raise ValueError("no such luck")
 
     store = WatchedStore()
     experts, plain = both(ffn, optimizer=lambda p: Failing(p, lr=0.01), store=store, max_resident_bytes=9000)
@@ -280,20 +282,25 @@ def test_a_step_that_failed_midway_updates_no_expert_twice_by_the_same_gradients
             sum(module(x) for module in modules).square().sum().backward()
 
     backward()
-    if what == "optimizer":
-        Failing.num_to_go = 3
-    else:
+    if what == "disk":
         store.failing = "write"
-    with pytest.raises((ValueError, OSError), match=r"no such luck|No space left"):
+    else:
+        Failing.num_to_go = 3
+    with pytest.raises((ValueError, OSError), match=r"no such luck|No space left") as raised:
         experts.step()
     store.failing = ""
-    updated = [i for i, held in enumerate(experts._held) if held.is_updated]
-    assert 0 < len(updated) < 5, "the failure was to come midway"
+    ended = [i for i, held in enumerate(experts._held) if held.is_updated]
+    assert 0 < len(ended) < 5, "the failure was to come midway"
+    not_begun = [i for i in range(5) if what == "optimizer at first" and _is_named(i, raised.value)]
+    assert len(not_begun) == (what == "optimizer at first")
+    updated = [i for i in ended if i not in not_begun]
     if then == "more gradients come":
         for i in updated:
             optimizers[i].step()
         backward()
-    for i in updated if then == "it is given up" else range(5):
+    if then == "it is repeated":
+        updated = [i for i in range(5) if i not in not_begun]
+    for i in range(5) if then == "more gradients come" else updated:
         optimizers[i].step()
     if then != "it is given up":
         experts.step()
@@ -308,3 +315,31 @@ def test_a_step_that_failed_midway_updates_no_expert_twice_by_the_same_gradients
         for one in optimizers:
             one.step()
     assert_same_weights(experts, plain)
+
+
+def _is_named(index: int, error: BaseException) -> bool:
+    return any(f"optimizer of expert-{index:05}" in note for note in getattr(error, "__notes__", ()))
+
+
+def test_an_update_that_raises_halfway_is_not_made_again() -> None:
+    """Its first parameter had been updated a second time by the next `step`."""
+
+    class Halfway(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            first, second = self.param_groups[0]["params"]
+            first.data.add_(first.grad, alpha=-1.0)
+            if not Halfway.has_failed:
+                Halfway.has_failed = True
+                raise ValueError("no such luck")
+            second.data.add_(second.grad, alpha=-1.0)
+
+        has_failed = False
+
+    experts, plain = both(lambda: nn.Linear(4, 4), num=1, optimizer=lambda p: Halfway(p, lr=1.0))
+    for modules in (experts, plain):
+        modules[0](torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="no such luck"):
+        experts.step()
+    experts.step()
+    wanted = {"weight": plain[0].weight - plain[0].weight.grad, "bias": plain[0].bias}
+    torch.testing.assert_close(experts.state_dict(0), wanted)

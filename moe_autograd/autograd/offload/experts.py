@@ -239,13 +239,14 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     def step(self) -> None:
         """Update every expert that has gradients, as its optimizer does; those in memory first.
 
-        Repeat it if it raises: it goes on where it stopped, and updates no expert twice by the same gradients.
+        Repeat it if it raises: it goes on where it stopped, and updates no expert twice by the same gradients. So it
+        leaves out one whose optimizer raised (a note of the exception names it): that may have updated some weights.
 
         Raises:
             ValueError: an expert's state, which its optimizer makes in its first step, exceeds the limit.
             OSError: the store failed.
             RuntimeError: the experts are closed, or this process is a fork.
-            Exception: whatever an optimizer raises.
+            Exception: whatever an optimizer, or a hook of its step, raises.
         """
         order = self._to_update()
         above = self._above._to_update() if self._above is not None else []

@@ -52,7 +52,7 @@ class HeldExpert(HeldModule):
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
         self.num_updates = 0
-        self.is_updated = False  # by all that was gathered, in a `step` of all experts that is not over
+        self.is_updated = False  # by all that was gathered, as far as its optimizer came, in a `step` that is not over
         self._lock = threading.Lock()
         lay = {tensor_name: tensor.detach() for tensor_name, tensor in self.tensors.items()}
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
@@ -159,9 +159,15 @@ class HeldExpert(HeldModule):
         assert self._optimizer is not None
         assert self.gradients.buffer is not None
         views = self.gradients.layout.views(self.gradients.buffer)
+        self.is_updated = True  # also if it raises: nobody knows how far it came
         try:
             self._optimizer.step({name: views[name] for name in self.with_gradient})
-            self.is_updated = True
+        except Exception as error:
+            error.add_note(
+                f"step: raised by the optimizer of {self.name}, whose weights and state are as that left them. These "
+                "gradients update it no more."
+            )
+            raise
         finally:
             self.residency.changed(self.weights)
             self.num_updates += 1
