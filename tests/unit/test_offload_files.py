@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -90,9 +91,12 @@ def test_a_file_that_belongs_to_a_checkpoint_is_not_written_over(tmp_path: Path)
     assert store.path("x").stat().st_ino == inode, "its own file it writes over"
 
 
-def test_a_file_cut_short_raises_instead_of_giving_old_bytes(tmp_path: Path) -> None:
-    store, layout = FolderStore(tmp_path), Layout.of({"x": torch.ones(3)})
+@pytest.mark.parametrize("size", [0, 7, 12, 20, 64, 68, 75, 77])
+def test_a_file_of_another_size_raises_instead_of_giving_shifted_bytes(tmp_path: Path, size: int) -> None:
+    """The bytes had been looked for from the end of the file."""
+    store, layout = FolderStore(tmp_path / "store"), Layout.of({"x": torch.ones(3)})
     store.write("x", layout, torch.zeros(12, dtype=torch.uint8))
-    store.path("x").write_bytes(b"")
-    with pytest.raises(OSError, match=r"expected|Invalid argument"):
+    assert store.path("x").stat().st_size == 64 + 12
+    os.truncate(store.path("x"), size)
+    with pytest.raises(OSError, match=rf"store.x: expected \d+ \+ 12 bytes, got {size}: .* Go back to"):
         store.read("x", torch.empty(12, dtype=torch.uint8))

@@ -124,7 +124,13 @@ class FolderStore:
         host = flat if flat.device.type == "cpu" else _on_host(flat)
         fd = os.open(path, os.O_RDONLY)
         try:
-            rest, position = _bytes_of(host), os.fstat(fd).st_size - host.numel()
+            begin, size = 8 + int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size
+            if size != begin + host.numel():
+                raise OSError(
+                    f"{path}: expected {begin} + {host.numel()} bytes, got {size}: somebody else cut or replaced the "
+                    "file. Go back to a checkpoint (restore())."
+                )
+            rest, position = _bytes_of(host), begin
             while rest:
                 count = os.preadv(fd, [rest], position)
                 if count == 0:
