@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import parallel_apply
@@ -112,6 +112,65 @@ def test_what_an_update_in_the_backward_cannot_do_is_told() -> None:
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="got weights that were updated 1 times since"):
         y.backward()
+
+
+class _Failing(torch.autograd.Function):
+    """Its backwards take from a list whether they raise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, failures: list[bool]) -> Tensor:
+        ctx.failures = failures
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _raise_next(ctx.failures)
+        return grad, None
+
+
+def _raise_next(failures: list[bool]) -> None:
+    if failures and failures.pop(0):
+        raise ValueError("no such luck")
+
+
+@pytest.mark.parametrize("where", ["between two calls", "second micro-batch", "update", "update at the end"])
+def test_what_a_backward_that_failed_has_gathered_updates_nothing(where: str) -> None:
+    """As in PyTorch, where weights get no gradient of it; the next backward had updated by both."""
+
+    class Expert(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(_Failing.apply(x, failures if where == "second micro-batch" else []))
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            _raise_next(failures if where.startswith("update") else [])
+            return super().step(closure)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return Optimizer(parameters, lr=0.1, momentum=0.9)
+
+    num_microbatches = 2 if where == "second micro-batch" else None
+    experts, plain = both(
+        lambda: Expert(4, 4), 1, make, update="on_backward", num_microbatches=num_microbatches
+    )
+    x = torch.randn(6, 4, requires_grad=True)
+    failures = [False, True] if where == "second micro-batch" else [True]
+    y = experts[0](x)
+    if where == "between two calls":
+        y = experts[0](_Failing.apply(y, failures))
+    another = experts[0](x) if where == "update at the end" else None  # so the update waits for this one
+    with pytest.raises(ValueError, match="no such luck"):
+        y.sum().backward()
+    del y, another
+    assert set(experts.gradients(0).values()) == {None}
+    experts.step()  # has nothing to do
+    assert_same_weights(experts, plain)
+
+    optimizer = make(plain[0].parameters())
+    for modules in (experts, plain):
+        modules[0](x).sum().backward()
+    optimizer.step()
+    assert_same_weights(experts, plain)
 
 
 def test_an_optimizer_that_runs_in_a_backward_sees_none_of_the_callers_modes() -> None:

@@ -25,7 +25,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
-from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.checks import check_reached, check_returned
 from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -194,8 +193,6 @@ class OffloadedCall:
             self._held.open_calls.discard(self)
         if is_last and self._num_microbatches is not None:
             self._held.update_on_backward()
-        elif updates and not is_last:
-            at_end_of_backward(self._held.update_on_backward)
         return [
             self._microbatches.put_together(shape, [of_piece[i] for of_piece in found])
             for i, shape in enumerate(self._shapes)

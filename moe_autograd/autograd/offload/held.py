@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
+from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.held_module import HeldModule
@@ -52,7 +53,10 @@ class HeldExpert(HeldModule):
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
         self.num_updates = 0
-        self.is_updated = False  # by all that was gathered, as far as its optimizer came, in a `step` that is not over
+        self.is_updated = (
+            False  # by all that was gathered, as far as its optimizer came, in a `step` that is not over
+        )
+        self._at_end: Callable[[], Callable[[], None] | None] = lambda: None  # of the backward that gathers
         self._lock = threading.Lock()
         lay = {tensor_name: tensor.detach() for tensor_name, tensor in self.tensors.items()}
         gradients = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
@@ -128,6 +132,8 @@ class HeldExpert(HeldModule):
         """Add gradients to those gathered so far; the part is held."""
         assert self.gradients.buffer is not None
         with self._lock, torch.no_grad():
+            if self.updates_on_backward:
+                self._update_in_this_backward()
             views = self.gradients.layout.views(self.gradients.buffer)
             for name, grad in grads.items():
                 if grad is None:
@@ -140,6 +146,21 @@ class HeldExpert(HeldModule):
             self.is_updated = False
             self.residency.changed(self.gradients)
             self.residency.finish_kernels()  # the next to gather may use another stream
+
+    def _update_in_this_backward(self) -> None:
+        """Let this backward update by what it gathers, at its end at the latest; it is forgotten if the backward fails.
+
+        A backward that fails says so to nobody, but lets go of what it would have called at its end.
+        """
+        at_end = self._at_end()
+        if at_end is None:
+            at_end = functools.partial(self._update_by_the_rest)
+            self._at_end = weakref.ref(at_end, lambda _: self.with_gradient.clear())
+        at_end_of_backward(at_end)
+
+    def _update_by_the_rest(self) -> None:
+        if self.with_gradient:
+            self.update_on_backward()
 
     def parts_to_update(self) -> list[Part]:
         """Return what `step` needs at once."""
@@ -197,15 +218,17 @@ class HeldExpert(HeldModule):
     def updating(self) -> Iterator[None]:
         """Hold what a backward and an update need; update after what comes inside, and start to gather anew.
 
-        So gradients that are gathered inside never go to the store.
+        So gradients that are gathered inside never go to the store. If anything raises, the backward has failed.
         """
-        with self._hold(self.parts_to_update()):
-            yield
-            if self.with_gradient:
-                self.residency.run_apart(self._update)
-                self.with_gradient.clear()
-                self.is_updated = False
-            self.residency.void(self.gradients)
+        try:
+            with self._hold(self.parts_to_update()):
+                yield
+                if self.with_gradient:
+                    self.residency.run_apart(self._update)
+                self.residency.void(self.gradients)
+        finally:
+            self.with_gradient.clear()
+            self.is_updated = False
         self._put_away()
 
     def update_on_backward(self) -> None:
