@@ -279,6 +279,65 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         experts.restore()
 
 
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+@pytest.mark.parametrize("damage", ["cut", "no header", "missing"])
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, part: str, damage: str) -> None:
+    """Of optimizers it had been seen midway, and a missing one was taken for that of an expert never updated."""
+    with build(tmp_path / "whole") as experts:
+        train(experts, range(4))
+        want = states(experts)
+    with build(tmp_path) as experts:
+        train(experts, range(2))
+        path = experts.checkpoint() / f"expert-00002.{part}.safetensors"
+        train(experts, range(2, 3))
+        content = path.read_bytes()
+        path.unlink()  # a link of the store's
+        if damage != "missing":
+            path.write_bytes(content[:-16] if damage == "cut" else bytes(len(content)))
+        with pytest.raises(CheckpointError, match=rf"expert-00002\.{part}\.safetensors: expected"):
+            experts.restore()
+        train(experts, range(3, 4))
+        assert_equal(states(experts), want)
+
+
+def test_a_checkpoint_whose_state_exceeds_the_limit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with build(tmp_path) as experts:
+        train(experts, range(1))
+        experts.checkpoint()
+    with OffloadedExperts(
+        [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)],
+        adam,
+        max_resident_bytes=1000,
+        store=tmp_path,
+    ) as experts:
+        before = states(experts)
+        with pytest.raises(ValueError, match="expected max_resident_bytes of at least"):
+            experts.restore()
+        assert_equal(states(experts), before)
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_experts_that_were_never_updated_come_back_without_state(tmp_path: Path, is_noted: bool) -> None:
+    def begin(folder: str) -> OffloadedExperts:
+        experts = build(tmp_path / folder)
+        experts[1](torch.arange(16.0).view(2, 8)).square().sum().backward()
+        experts.step()
+        experts.zero_grad()
+        return experts
+
+    with begin("straight") as straight:
+        train(straight, range(2))
+        want = states(straight)
+    with begin("restored") as experts:
+        manifest = experts.checkpoint() / "manifest.json"
+        if not is_noted:  # as in checkpoints of earlier versions
+            manifest.write_text(manifest.read_text().replace("has_tensors", "unknown"))
+        train(experts, range(1))
+        experts.restore()
+        train(experts, range(2))
+        assert_equal(states(experts), want)
+
+
 def test_every_file_is_flushed_before_the_rename_and_the_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,7 +316,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             The checkpoint's note.
 
         Raises:
-            CheckpointError: there is none, or it does not fit these experts.
+            CheckpointError: there is none, it does not fit these experts, or a file of it is missing or cut. Nothing
+                has changed.
+            ValueError: an expert's state exceeds the limit. Nothing has changed.
         """
         return self._shared.restore()
 

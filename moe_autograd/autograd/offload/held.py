@@ -266,7 +266,7 @@ class HeldExpert(HeldModule):
             self.residency.forget(part)
 
     def check_checkpoint(self, folder: Path, options: dict[str, Any]) -> None:
-        """Raise `CheckpointError` unless a checkpoint fits."""
+        """Raise `CheckpointError` unless a checkpoint fits and is whole; `ValueError` if it exceeds the limit."""
         layout, _ = Layout.read(folder / f"{self.weights.name}.safetensors")
         if layout != self.weights.layout:
             raise CheckpointError(
@@ -285,6 +285,8 @@ class HeldExpert(HeldModule):
                 f"{folder}: {self.name}: expected the state of {kind}, got that of {saved_kind}. Build the optimizer "
                 "as the one that was saved."
             )
+        if self._optimizer is not None:
+            self._optimizer.check_checkpoint(folder, options, beside=[self.weights, self.gradients])
 
     def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
         """Take weights and optimizer from a checkpoint that fits."""
@@ -293,7 +295,7 @@ class HeldExpert(HeldModule):
         )
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
-            self._optimizer.restore(folder, options, store, beside=[self.weights, self.gradients])
+            self._optimizer.restore(folder, options, store)
 
 
 def _described(layout: Layout) -> str:

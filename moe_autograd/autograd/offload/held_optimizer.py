@@ -179,12 +179,41 @@ class HeldOptimizer:
             {k: tree_map_only(Tensor, Tensor.tolist, v) for k, v in g.items() if k != "params"}
             for g in self.optimizer.param_groups
         ]
-        return {"optimizer": type(self.optimizer).__name__, "groups": groups, "numbers": numbers}
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "groups": groups,
+            "numbers": numbers,
+            "has_tensors": self.part is not None,
+        }
 
-    def restore(
-        self, folder: Path, options: dict[str, Any], store: FolderStore, beside: Iterable[Part]
-    ) -> None:
-        """Take options and tensors from a checkpoint."""
+    def check_checkpoint(self, folder: Path, options: dict[str, Any], beside: Iterable[Part]) -> None:
+        """Raise unless a checkpoint has the tensors that it says.
+
+        Args:
+            folder: the checkpoint.
+            options: what it says about the optimizer.
+            beside: what an update holds with them.
+
+        Raises:
+            CheckpointError: their file is missing or no whole safetensors file.
+            ValueError: together they exceed the limit.
+        """
+        layout = self._saved_layout(folder, options)
+        if layout is not None:
+            self._residency.check_fits([*beside, Part(self.name, layout)])
+
+    def _saved_layout(self, folder: Path, options: dict[str, Any]) -> Layout | None:
+        """Return how the tensors of a checkpoint lie; `None`: the optimizer had made none, as in experts never used."""
+        path = self._file_in(folder)
+        has_tensors = options.get("has_tensors", path.exists())  # older checkpoints do not say it
+        return Layout.read(path)[0] if has_tensors else None
+
+    def _file_in(self, folder: Path) -> Path:
+        return folder / f"{self.name}.safetensors"
+
+    def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
+        """Take options and tensors from a checkpoint that was checked."""
+        layout = self._saved_layout(folder, options)
         self.forget_part()
         self.optimizer.state.clear()
         for group, saved in zip(self.optimizer.param_groups, options["groups"], strict=True):
@@ -192,11 +221,10 @@ class HeldOptimizer:
         for name, numbers in options["numbers"].items():
             if numbers:
                 self.optimizer.state[self._parameters[name]].update(numbers)
-        path = folder / f"{self.name}.safetensors"
-        if path.exists():
-            part = self._new_part(Layout.read(path)[0])
-            self._residency.check_fits([*beside, part])
-            self._residency.adopt(part, functools.partial(store.link, path))
+        if layout is not None:
+            self._residency.adopt(
+                self._new_part(layout), functools.partial(store.link, self._file_in(folder))
+            )
 
 
 def _refuse_step_without_gradients(optimizer: Optimizer, *_: object) -> None:
