@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import shutil
@@ -336,6 +337,40 @@ def test_experts_that_were_never_updated_come_back_without_state(tmp_path: Path,
         experts.restore()
         train(experts, range(2))
         assert_equal(states(experts), want)
+
+
+def test_state_of_an_earlier_training_is_saved_before_the_first_step(tmp_path: Path) -> None:
+    """It had been beside the limit until an expert's first step, and in no checkpoint."""
+    torch.manual_seed(0)
+    plain = [nn.Linear(8, 8) for _ in range(4)]
+    optimizers = [adam(module.parameters()) for module in plain]
+
+    def train_plain(step: int) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for module, optimizer in zip(plain, optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+
+    def go_on(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = adam(parameters)
+        optimizer.load_state_dict(saved.pop(0))
+        return optimizer
+
+    train_plain(0)
+    trained = copy.deepcopy(plain)
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    with OffloadedExperts(trained, go_on, max_resident_bytes=2000, store=tmp_path) as experts:
+        assert experts.residency.known_bytes == 4 * (2 * 288 + 2 * 288 + 8), "weights, gradients and state"
+        experts.checkpoint()
+    with OffloadedExperts(
+        [nn.Linear(8, 8) for _ in range(4)], adam, max_resident_bytes=2000, store=tmp_path
+    ) as experts:
+        experts.restore()
+        train(experts, range(1, 3))
+        train_plain(1)
+        train_plain(2)
+        assert_equal(states(experts), [module.state_dict() for module in plain])
 
 
 def test_every_file_is_flushed_before_the_rename_and_the_folder_after(

@@ -239,6 +239,30 @@ def test_a_checkpoint_of_which_one_expert_fits_changes_none(tmp_path: Path) -> N
 # ---- optimizers
 
 
+def test_state_that_is_loaded_after_an_expert_was_taken_over_is_refused(tmp_path: Path) -> None:
+    """It was lost without an error as soon as the expert left memory."""
+    with build(tmp_path) as experts:
+        train(experts)
+        before = experts.state_dict(1)
+        with pytest.raises(
+            RuntimeError, match=r"expert-00001: expected its optimizer's state .* restore\(\)"
+        ):
+            experts.optimizers[1].load_state_dict(experts.optimizers[1].state_dict())
+        train(experts)
+        plain = nn.Linear(4, 4)
+        plain.load_state_dict(before)
+        buffer = 1.9 * 2 * torch.ones(4)  # momentum: the gradient and 0.9 of the one before
+        torch.testing.assert_close(experts.state_dict(1)["bias"], plain.bias.detach() - 0.1 * buffer)
+
+
+def test_state_that_is_there_and_does_not_fit_is_told_at_once() -> None:
+    first = OffloadedExperts([nn.Linear(4, 4)], sgd, max_resident_bytes=300)
+    known = first.residency.known_bytes
+    with pytest.raises(ValueError, match=r"expected max_resident_bytes of at least 440, .* got 300"):
+        OffloadedExperts([nn.Linear(2, 2), nn.Linear(8, 4)], torch.optim.Adagrad, beside=first)
+    assert first.residency.known_bytes == known
+
+
 def test_state_that_found_no_room_on_the_disk_is_not_lost() -> None:
     class Counting(nn.Linear):
         """Its part is changed by every call, so it has to be written before it leaves."""

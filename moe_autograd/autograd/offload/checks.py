@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
@@ -81,6 +82,19 @@ def check_optimizer(name: str, made: object) -> None:
             f"{name}: expected a torch.optim.Optimizer from optimizer(parameters), got {type(made).__name__}. Return "
             "one, or pass optimizer=None for experts that are not trained."
         )
+
+
+def refuse_late_state(name: str, optimizer: Optimizer) -> None:
+    """Have an optimizer's `load_state_dict` raise from now on: what it sets would be lost when the expert leaves."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            f"{name}: expected its optimizer's state to be loaded before the expert is taken over, got "
+            "load_state_dict() afterwards. Call it in the function that makes the optimizer, or restore() a checkpoint."
+        )
+
+    if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # wrappers of others may have none
+        optimizer.register_load_state_dict_pre_hook(refuse)
 
 
 def each_module(experts: Iterable[nn.Module]) -> Iterator[nn.Module]:

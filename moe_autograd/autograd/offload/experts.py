@@ -27,7 +27,13 @@ from torch.optim import Optimizer
 from moe_autograd._random import running, take_places
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
-from moe_autograd.autograd.offload.checks import check_hooks, check_memory, check_training, each_module
+from moe_autograd.autograd.offload.checks import (
+    check_hooks,
+    check_memory,
+    check_training,
+    each_module,
+    refuse_late_state,
+)
 from moe_autograd.autograd.offload.drawing import drawing_in_backwards
 from moe_autograd.autograd.offload.expert import OffloadedExpert
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -48,7 +54,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     Args:
         experts: modules; give a generator if they don't fit into memory together. They are emptied.
         optimizer: a function from parameters to a `torch.optim.Optimizer`, called once for each expert; `None` if
-            they are not trained.
+            they are not trained. State of an earlier training is loaded in it, before it returns.
         max_resident_bytes: for weights, gradients, optimizer state and moved activations together. What one
             expert needs for an update has to fit: weights, gradients and state.
         store: "ram" for host memory (pinned, for experts on a GPU), a folder for files, or a `Store`.
@@ -63,8 +69,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         device: move the experts there; `None` leaves them on theirs.
 
     Raises:
-        ValueError: an expert exceeds the limit (its state: at the first step), or hooks of a weight wait for `.grad`.
-            Options that do not fit together. `store` is another spelling of "ram", or begins with "~".
+        ValueError: an expert exceeds the limit (state that its optimizer makes later: at the first step), or hooks of
+            a weight wait for `.grad`. Options that do not fit together. `store` is another spelling of "ram", or
+            begins with "~".
         TypeError: an expert is no module, or has a tensor of a dtype that safetensors has not (complex128);
             `optimizer` is no function, but an optimizer, for one, or returns none; `store` is none; `beside` is
             something else.
@@ -144,6 +151,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         name = f"expert-{len(self._shared.held):05}"
         check_hooks(name, dict(module.named_parameters()))
         held = HeldExpert(name, module, optimizer, self.residency, updates_on_backward)
+        if held.optimizer is not None:
+            refuse_late_state(name, held.optimizer)
         self._held.append(held)
         self._shared.held.append(held)
 
@@ -175,7 +184,10 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The experts' optimizers, for schedules. Their tensors are empty while absent, and their own `step` raises."""
+        """The experts' optimizers, for schedules and hooks of their steps.
+
+        Their tensors are empty while absent; their own `step` and `load_state_dict` raise.
+        """
         return [held.optimizer for held in self._held if held.optimizer]
 
     def close(self) -> None:

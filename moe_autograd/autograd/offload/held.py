@@ -72,7 +72,14 @@ class HeldExpert(HeldModule):
         note_owner(name, self.tensors, lay, residency.places)
         residency.add(self.weights)
         residency.add(self.gradients)
-        residency.fill(self.weights, dict(self.tensors))  # which it empties
+        try:
+            residency.fill(self.weights, dict(self.tensors))  # which it empties
+            if self._optimizer is not None:
+                self._optimizer.keep()  # some make state at once, and some have loaded it
+            self._make_room_for_state()
+        except BaseException:
+            self.forget()
+            raise
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -118,8 +125,11 @@ class HeldExpert(HeldModule):
             with self.residency.hold(parts):
                 yield
         finally:  # an update that raises has come as far as it has
-            if self._optimizer is not None and self._optimizer.wants_part:
-                self._optimizer.move_into_a_part(beside=[self.weights, self.gradients])
+            self._make_room_for_state()
+
+    def _make_room_for_state(self) -> None:
+        if self._optimizer is not None and self._optimizer.wants_part:
+            self._optimizer.move_into_a_part(beside=[self.weights, self.gradients])
 
     def weight_edges(self) -> dict[str, GradientEdge]:
         """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
@@ -264,6 +274,8 @@ class HeldExpert(HeldModule):
         """Leave the residency, for good."""
         for part in (self.weights, self.gradients):
             self.residency.forget(part)
+        if self._optimizer is not None:
+            self._optimizer.forget_part()
 
     def check_checkpoint(self, folder: Path, options: dict[str, Any]) -> None:
         """Raise `CheckpointError` unless a checkpoint fits and is whole; `ValueError` if it exceeds the limit."""
