@@ -226,6 +226,23 @@ def test_gradients_of_an_input_that_autocast_converts_twice_are_added_up_in_its_
     assert torch.equal(*found)
 
 
+def test_an_expert_that_runs_under_an_autocast_of_its_own_caches_what_it_converts() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return (self.linear(x).relu() + self.linear(x * 2)).float()
+
+    experts, plain = both(Twice, num=1)
+    x = torch.randn(40, 8)
+    for modules in (experts, plain):
+        modules[0](x).square().sum().backward()
+    assert torch.equal(experts.gradients(0)["linear.weight"], plain[0].linear.weight.grad)
+
+
 def test_a_mixture_of_offloaded_experts_trains_as_one_of_plain_experts(store: str | Path) -> None:
     experts, plain = both(ffn, store=store, max_resident_bytes=9000)
     torch.manual_seed(1)

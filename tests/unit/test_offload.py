@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experts_server.hosting.offloading import OffloadMemory
 from moe_autograd import MixtureOfExperts, TopKRouter
@@ -193,6 +194,41 @@ def test_a_graph_does_not_hold_the_memory_that_the_weights_lay_in(num_microbatch
         assert experts._held[0].weights.buffer is None
     assert buffer() is None
     y.sum().backward()
+
+
+class _SeesCasts(TorchDispatchMode):
+    """Notes copies of weights in lower precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.shape == (8, 8):
+            self.storages.append(weakref.ref(result.untyped_storage()))
+        return result
+
+
+@pytest.mark.parametrize("way", ["no_grad", "recompute", "microbatches", "plain"])
+def test_what_autocast_converts_of_weights_goes_with_their_call(way: str) -> None:
+    """It had been cached until the block of autocast ended: half the weights of all experts were in memory."""
+    experts = OffloadedExperts(
+        (nn.Linear(8, 8) for _ in range(6)),
+        sgd,
+        max_resident_bytes=1000,
+        num_microbatches=1 if way == "microbatches" else None,
+    )
+    casts, x = _SeesCasts(), torch.ones(1, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with casts, torch.set_grad_enabled(way != "no_grad"):
+            results = parallel_apply(list(experts), [(x,)] * 6, recompute=way == "recompute")
+        num_alive = sum(storage() is not None for storage in casts.storages)
+        assert torch.is_autocast_cache_enabled()
+    assert len(casts.storages) == 6
+    assert num_alive == (6 if way == "plain" else 0), "of these the graph saves what it converted"
+    if way != "no_grad":
+        torch.stack(results).sum().backward()
 
 
 def test_an_expert_without_parameters_is_called_and_not_trained() -> None:

@@ -143,16 +143,15 @@ class OffloadedCall:
             cut = self._microbatches.cut(tensors, rows)
             inputs = [_leaf_of(piece, tensor) for piece, tensor in zip(cut, tensors, strict=True)]
             with self._held.residency.hold([self._held.weights]), torch.enable_grad():
-                shown = [_uncached(leaf) for leaf in inputs]
                 with saving(self._held, moved):
-                    result = call(shown)
+                    result = call(inputs)
                 outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
                 self.grad_dtypes = to_declare(outputs)
                 piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows)
                 check_reached(self._held.name, piece.outputs, [*piece.inputs, *piece.weights.values()])
                 pieces.append(piece)
-                results.append(self._own(result, shown))
-            del inputs, shown, result, outputs
+                results.append(self._own(result, inputs))
+            del inputs, result, outputs
             if moved is not None:
                 moved.seal()
         self._result = tree_flatten(joined(results))
@@ -297,16 +296,6 @@ def _leaf_of(piece: Tensor, tensor: Tensor) -> Tensor:
     if differs(tensor):
         leaf.grad_dtype = tensor.grad_dtype
     return leaf
-
-
-def _uncached(leaf: Tensor) -> Tensor:
-    """Return what autocast converts anew at each use, as it does a plain module's input.
-
-    Of a leaf it keeps what it converted, so the gradients of its uses would be added up in the lower precision.
-    """
-    if not (leaf.requires_grad and torch.is_autocast_enabled(leaf.device.type)):
-        return leaf
-    return leaf.view_as(leaf)
 
 
 def _storage_of(tensor: Tensor) -> object:

@@ -65,7 +65,7 @@ class HeldModule:
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module, whose weights are held."""
-        with self.noticing_changes():
+        with self.noticing_changes(), _caching_no_casts(self.residency.device):
             return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -121,6 +121,21 @@ class HeldModule:
                     f"{self.name}: expected a call to leave {has}, got {now or 'none'}. Make buffers as large as they "
                     "get before the module is taken over, or keep what comes and goes in a plain attribute."
                 )
+
+
+@contextlib.contextmanager
+def _caching_no_casts(device: torch.device) -> Iterator[None]:
+    """Inside, an autocast that is around converts weights and inputs for each use.
+
+    What it caches of weights would stay in memory until its block ends, those of all experts together. Of inputs, which
+    are leaves here and not in a plain module, the gradients of their uses would be added up in the lower precision.
+    """
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(is_enabled and not torch.is_autocast_enabled(device.type))
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
 
 
 def _nothing_of_shape(tensor: Tensor) -> Tensor:
