@@ -17,6 +17,8 @@ from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
 from tests.support.stores import WatchedStore
 
+PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8")
+
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_gives_the_same_losses_and_weights(optimizer: str, store: str | Path) -> None:
@@ -170,6 +172,46 @@ def test_what_a_backward_that_failed_has_gathered_updates_nothing(where: str) ->
     for modules in (experts, plain):
         modules[0](x).sum().backward()
     optimizer.step()
+    assert_same_weights(experts, plain)
+
+
+def test_gradients_are_clipped_as_the_page_says(store: str | Path) -> None:
+    make = OPTIMIZERS["momentum"]
+    experts, plain = both(ffn, optimizer=make, store=store, max_resident_bytes=5000)
+    parameters = list(nn.ModuleList(plain).parameters())
+    optimizer = make(parameters)
+    _, _, after = PAGE.partition("## Clipping")
+    page: dict[str, Any] = {"torch": torch, "experts": experts}
+    registering, each_step = after.split("```")[1].removeprefix("python").split("norm = norm_of_all")
+    exec(registering, page)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for modules in (experts, plain):
+            torch.stack([module(x) for module in modules]).square().sum().backward()
+        exec(f"norm = norm_of_all{each_step}", page)
+        assert nn.utils.clip_grad_norm_(parameters, 1.0) > 1, "there was nothing to clip"
+        optimizer.step()
+        experts.zero_grad()
+        optimizer.zero_grad()
+    assert_same_weights(experts, plain)
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_each_expert_is_clipped_by_its_own_norm_in_a_hook(update: Any) -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        norms.append(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1))
+
+    make, norms = OPTIMIZERS["sgd"], list[Tensor]()
+    experts, plain = both(ffn, optimizer=make, update=update)
+    optimizers = [make(module.parameters()) for module in plain]
+    for one in (*experts.optimizers, *optimizers):
+        one.register_step_pre_hook(clip)
+    for modules in (experts, plain):
+        torch.stack([module(torch.ones(4, 8)) for module in modules]).square().sum().backward()
+    for update_all in (experts, *optimizers):
+        update_all.step()
+    assert len(norms) == 10
+    assert min(norms) > 0.1
     assert_same_weights(experts, plain)
 
 

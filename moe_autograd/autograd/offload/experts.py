@@ -283,6 +283,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     def gradients(self, index: int) -> dict[str, Tensor | None]:
         """Return a copy of what was gathered for an expert's parameters, by name.
 
+        To change gradients, as clipping does, register a hook of the steps of `optimizers`: it sees them in `.grad`.
+
         Returns:
             Tensors of the parameters' shapes and dtypes, on the CPU; `None` where nothing was gathered.
 
