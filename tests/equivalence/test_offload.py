@@ -81,6 +81,29 @@ class Structured(nn.Module):
         return {"y": y, "parts": [y.sin(), y.argmax(-1)], "name": name}
 
 
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+@pytest.mark.parametrize("way", ["leading 1", "buffer"])
+def test_what_has_as_many_elements_as_there_are_rows_is_not_cut_if_given_as_the_page_says(
+    way: str, num_microbatches: int
+) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("scale", torch.arange(8.0))
+
+        def forward(self, x: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(x) * mask[:, None] * (self.scale if scale is None else scale)
+
+    experts, plain = both(Scaled, num=1, num_microbatches=num_microbatches, max_resident_bytes=9000)
+    x, mask = torch.randn(8, 8), torch.arange(8.0) % 2
+    scale = (torch.arange(8.0)[None],) if way == "leading 1" else ()
+    results = [modules[0](x, mask, *scale) for modules in (experts, plain)]
+    torch.testing.assert_close(*results)
+    for result in results:
+        result.square().sum().backward()
+    assert_same_gradients(experts, plain)
+
+
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 def test_nested_arguments_and_results(num_microbatches: int | None) -> None:
     experts, plain = both(Structured, num=2, num_microbatches=num_microbatches, max_resident_bytes=5000)

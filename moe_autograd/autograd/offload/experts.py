@@ -61,8 +61,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         beside: share limit and store with another layer's experts, instead of `max_resident_bytes` and `store`.
             Their checkpoints are one.
         num_microbatches: call experts on so many slices of their rows in turn; what a slice saved for its backward
-            moves to the store too. Only for experts that treat rows alone (no batch norm). `None`: activations
-            stay in memory and are not counted.
+            moves to the store too. Only for experts that treat rows alone (no batch norm). Every tensor with as many
+            rows as the call's first one is cut: give one that has no rows a first size of 1 (`scale[None]`), or keep it
+            in the module. `None`: activations stay in memory and are not counted.
         update: "on_step" when `step` is called; "on_backward": in every backward, each expert as soon as its gradients
             are complete. They never go to the store then, and reading and writing for the update hide behind the
             backward; but nothing can be done with them before (clipping, adding up those of several backwards).

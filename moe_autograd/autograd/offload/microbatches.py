@@ -1,6 +1,7 @@
 """The rows of a call, all at once or in micro-batches: cut for the expert, and put together again behind it.
 
-A tensor that has as many rows as the call is cut; any other goes whole to each micro-batch.
+A tensor that has as many rows as the call is cut; any other goes whole to each micro-batch. Nothing tells a tensor of
+rows from one that has this size by chance, so users are told how to give the latter (`OffloadedExperts`).
 """
 
 from __future__ import annotations
