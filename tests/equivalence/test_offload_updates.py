@@ -175,6 +175,40 @@ def test_what_a_backward_that_failed_has_gathered_updates_nothing(where: str) ->
     assert_same_weights(experts, plain)
 
 
+def test_an_update_at_the_end_of_a_backward_that_raises_leaves_the_other_experts_theirs() -> None:
+    """Theirs had been made by the next backward, together with its own."""
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            _raise_next(failures)
+            return super().step(closure)
+
+    failures: list[bool] = []
+    experts, plain = both(
+        lambda: nn.Linear(4, 4), 3, lambda p: Optimizer(p, lr=0.1, momentum=0.9), update="on_backward"
+    )
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in plain]
+    x = torch.randn(6, 4)
+
+    def train_plain(which: list[int]) -> None:
+        for i in which:
+            plain[i](x).sum().backward()
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+
+    others = [expert(x) for expert in experts]  # so that updates wait for the end
+    failures += [False, True]
+    with pytest.raises(ValueError, match="no such luck") as raised:
+        sum(expert(x) for expert in experts).sum().backward()  # type: ignore[union-attr]
+    train_plain([i for i in range(3) if not _is_named(i, raised.value)])
+    assert_same_weights(experts, plain)
+
+    del others
+    sum(expert(x) for expert in experts).sum().backward()  # type: ignore[union-attr]
+    train_plain([0, 1, 2])
+    assert_same_weights(experts, plain)
+
+
 def test_gradients_are_clipped_as_the_page_says(store: str | Path) -> None:
     make = OPTIMIZERS["momentum"]
     experts, plain = both(ffn, optimizer=make, store=store, max_resident_bytes=5000)

@@ -169,8 +169,13 @@ class HeldExpert(HeldModule):
         at_end_of_backward(at_end)
 
     def _update_by_the_rest(self) -> None:
-        if self.with_gradient:
+        """Update at the end of a backward; what that raises waits for the experts that are still to be updated."""
+        if not self.with_gradient:
+            return
+        try:
             self.update_on_backward()
+        except Exception as error:
+            at_end_of_backward(functools.partial(_raise, error))
 
     def parts_to_update(self) -> list[Part]:
         """Return what `step` needs at once."""
@@ -308,6 +313,10 @@ class HeldExpert(HeldModule):
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
             self._optimizer.restore(folder, options, store)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _described(layout: Layout) -> str:
