@@ -2,17 +2,19 @@
 
 A signal that comes just before a lock blocks, or that another thread of the process takes, does not wake it: Ctrl-C
 would be seen when the wait is over, after minutes where a server hangs. So the main thread, which runs the handlers of
-signals, looks up now and then. Locks that are soon free need none of this.
+signals, looks up now and then. It runs them only then: one that raises within an event of `threading` would leave that
+with a lock that is not its own. Locks that are soon free need none of this.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from moe_autograd._interrupts import let_through, uninterrupted
 
 T = TypeVar("T")
 
@@ -29,53 +31,18 @@ def wait(block: Callable[[float], bool], timeout_s: float = threading.TIMEOUT_MA
     if threading.current_thread() is not threading.main_thread():
         return block(max(0.0, timeout_s))
     until_s = time.monotonic() + timeout_s
-    while not block(max(0.0, min(LOOK_UP_S, timeout_s))):
-        timeout_s = until_s - time.monotonic()
-        if timeout_s <= 0:
-            return False
-    return True
+    with uninterrupted():
+        while not block(max(0.0, min(LOOK_UP_S, timeout_s))):
+            let_through()
+            timeout_s = until_s - time.monotonic()
+            if timeout_s <= 0:
+                return False
+        return True
 
 
 def acquire(lock: threading.Lock) -> None:
     """Take a lock that may be held for long."""
     wait(lambda pause_s: lock.acquire(timeout=pause_s))
-
-
-class Flag:
-    """Is set once, and can be waited for, as a `threading.Event`.
-
-    That raises `RuntimeError` where Ctrl-C comes just as it begins to wait, or just has waited.
-    """
-
-    __slots__ = ("_is_set", "_opens")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._opens = threading.Lock()  # free when it is set
-        self._opens.acquire()
-
-    def is_set(self) -> bool:
-        """Whether it is set."""
-        return self._is_set
-
-    def set(self) -> None:
-        """Set it, for good."""
-        self._is_set = True
-        self._open()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is set; return whether it is."""
-        try:
-            if not self._is_set:
-                self._opens.acquire(timeout=timeout_s)
-        finally:
-            if self._is_set:
-                self._open()  # the next who waits
-        return self._is_set
-
-    def _open(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is open
-            self._opens.release()
 
 
 def get(items: queue.SimpleQueue[T], timeout_s: float = threading.TIMEOUT_MAX) -> T:

@@ -48,7 +48,7 @@ from moe_autograd._ambient import Ambient
 from moe_autograd._random import CallSeeds
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd._threads import start_soon
-from moe_autograd._waiting import Flag, wait
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.joined import Tensors, split, which_are_wanted
@@ -177,7 +177,7 @@ class _Work:
         self._error: BaseException | None = None
         self._is_cancelled = False
         self.is_with_worker = False
-        self._worker_has_ended = Flag()
+        self._worker_has_ended = threading.Event()
         self._thread_ids: set[int] = set()  # of those that compute
         if pending:
             self._ambient, self._seeds = Ambient(), CallSeeds().apart()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from moe_autograd._streams import continue_after, queued_here
-from moe_autograd._waiting import Flag, wait
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.reaching import Held
@@ -46,7 +47,7 @@ class Turn:
 
     def __init__(self, name: str, before: Iterable[Turn]) -> None:
         self._name, self._before = name, before
-        self._is_over = Flag()
+        self._is_over = threading.Event()
         self._queued: Sequence[torch.Event] = ()
 
     def __enter__(self) -> None:

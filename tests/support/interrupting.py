@@ -1,11 +1,13 @@
 """Ctrl-C at a chosen point of a program: wherever CPython may run the handler of a signal, one after the other.
 
 It does so when a function of Python begins, and when one of C has returned (and where a loop jumps back, which is not
-tried). Just these are told to a profile function; what that raises is raised there.
+tried). Just these are told to a profile function; what that raises is raised there. It runs the handler as CPython
+would.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -23,7 +25,9 @@ class _Interrupt:
         if self._num_left == 0:
             sys.setprofile(None)
             self.point = f"{frame.f_code.co_qualname}, line {frame.f_lineno}, {event}"
-            raise KeyboardInterrupt
+            handler: Any = signal.getsignal(signal.SIGINT)
+            handler(signal.SIGINT, frame)
+            return
         self._num_left -= 1
 
 

@@ -23,7 +23,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._random": (),
     "moe_autograd._habits": ("moe_autograd._intraop",),
     "moe_autograd._switching": (),
-    "moe_autograd._waiting": (),
+    "moe_autograd._interrupts": (),
+    "moe_autograd._waiting": ("moe_autograd._interrupts",),
     "moe_autograd._streams": ("moe_autograd.errors",),
     "moe_autograd._threads": ("moe_autograd._intraop", "moe_autograd._switching"),
     "moe_autograd._toml": ("moe_autograd.errors",),
@@ -43,6 +44,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.autograd": (
         "moe_autograd._ambient",
         "moe_autograd._habits",
+        "moe_autograd._interrupts",
         "moe_autograd._intraop",
         "moe_autograd._random",
         "moe_autograd._streams",

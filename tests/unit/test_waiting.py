@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from moe_autograd._waiting import Flag, acquire, get, wait
+from moe_autograd._waiting import acquire, get, wait
 from moe_autograd.autograd.turns import Turn
 from moe_autograd.remote.fanout import Cancellation
 from tests.support.interrupting import interrupted_everywhere
@@ -59,11 +59,10 @@ def take_a_lock_that_is_held() -> None:
         take_a_lock_that_is_held,
         lambda: get(queue.SimpleQueue[None](), PATIENCE_S),
         lambda: wait(threading.Event().wait, PATIENCE_S),
-        lambda: wait(Flag().wait, PATIENCE_S),
         lambda: Turn("second", [Turn("first", ())]).__enter__(),
         lambda: Cancellation().wait(PATIENCE_S),
     ],
-    ids=["lock", "queue", "event", "flag", "turn of a module", "pause before a retry"],
+    ids=["lock", "queue", "event", "turn of a module", "pause before a retry"],
 )
 def test_ctrl_c_that_another_thread_takes_is_seen(
     block: Callable[[], object], interrupt_taken_by_another_thread: None
@@ -87,26 +86,10 @@ def test_what_comes_is_taken() -> None:
     sender.join()
 
 
-def test_all_who_wait_for_a_flag_see_it_and_so_do_those_who_come_later() -> None:
-    flag, seen = Flag(), []
-    threads = [threading.Thread(target=lambda: seen.append(flag.wait(PATIENCE_S))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert not flag.is_set()
-    assert not flag.wait(0.001)
-    flag.set()
-    flag.set()
-    for thread in threads:
-        thread.join()
-    assert seen == [True] * 4
-    assert flag.is_set()
-    assert flag.wait(0.0)
-
-
-def test_ctrl_c_in_a_wait_is_ctrl_c_and_the_flag_can_be_set_and_seen() -> None:
-    flag = Flag()
-    for _ in interrupted_everywhere(lambda: flag.wait(0.0)):
-        assert not flag.wait(0.0)
-    flag.set()
-    for _ in interrupted_everywhere(lambda: flag.wait(0.0)):
-        assert flag.wait(PATIENCE_S)
+def test_ctrl_c_anywhere_in_a_wait_is_ctrl_c_and_the_event_is_as_good_as_before() -> None:
+    event = threading.Event()
+    for _ in interrupted_everywhere(lambda: wait(event.wait, 0.0)):
+        assert not event.wait(0.0)
+    event.set()
+    for _ in interrupted_everywhere(lambda: wait(event.wait, PATIENCE_S)):
+        assert event.wait(0.0)

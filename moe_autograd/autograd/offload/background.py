@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent import futures
 from typing import TypeVar
 
 import torch
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream, stream_apart
+from moe_autograd.autograd.offload.guard import Guard
 from moe_autograd.autograd.offload.parts import Part
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class Mover:
     def __init__(
         self,
         name: str,
-        lock: threading.Condition,
+        lock: Guard,
         choose: Callable[[], Part | None],
         move: Callable[[Part], None],
         device: torch.device,
@@ -73,13 +74,14 @@ class Apart:
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function there; it has ended when this returns or raises."""
-        running = self._thread.submit(function)
-        try:
-            wait(lambda pause_s: bool(futures.wait([running], pause_s).done))
-            return running.result()
-        except BaseException:
-            futures.wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
-            raise
+        with uninterrupted():
+            running = self._thread.submit(function)
+            try:
+                wait(lambda pause_s: bool(futures.wait([running], pause_s).done))
+                return running.result()
+            except BaseException:
+                futures.wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
+                raise
 
     def close(self) -> None:
         """End the thread."""

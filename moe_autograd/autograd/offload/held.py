@@ -53,9 +53,8 @@ class HeldExpert(HeldModule):
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
         self.num_updates = 0
-        self.is_updated = (
-            False  # by all that was gathered, as far as its optimizer came, in a `step` that is not over
-        )
+        # by all that was gathered, as far as its optimizer came, in a `step` that is not over
+        self.is_updated = False
         self._at_end: Callable[[], Callable[[], None] | None] = lambda: None  # of the backward that gathers
         self._lock = threading.Lock()
         lay = {tensor_name: tensor.detach() for tensor_name, tensor in self.tensors.items()}

@@ -25,7 +25,8 @@ Rules:
    system: what computes between the moves is not counted, but should not pile up.
 
 State (`_lock` guards all of it, and the fields of all parts): `_resident`, `_transfers`, `_holders`, `_passing`,
-`_known_bytes`, `_is_closed`. Reading and writing happen with the lock released, on parts that are marked so.
+`_known_bytes`, `_is_closed`. Reading and writing happen with the lock released, on parts that are marked so. Ctrl-C
+waits while somebody has the lock, and while he takes parts or lets go of them (`_interrupts`).
 
 Which parts are in memory and who leaves first is in `parts`, which go with a graph in `passing`, what is read and
 written in `transfers`, in which order in `to_write`, who waits for whom in `holders`, the threads in `background`.
@@ -35,19 +36,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from moe_autograd._interrupts import let_through, uninterrupted
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream
 from moe_autograd.autograd.offload.background import Apart
 from moe_autograd.autograd.offload.checks import check_fits, check_process
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
+from moe_autograd.autograd.offload.guard import Guard
 from moe_autograd.autograd.offload.holders import Holders
 from moe_autograd.autograd.offload.owners import Places
 from moe_autograd.autograd.offload.parts import Part, Resident
@@ -76,7 +78,7 @@ class Residency:
         self.limit_bytes, self.store, self.device = limit_bytes, store, device
         self.places: Places = WeakKeyDictionary()
         self._known_bytes = 0
-        self._lock = threading.Condition(threading.Lock())  # not reentrant: see `lose_passing`
+        self._lock = Guard()
         self._resident = Resident(limit_bytes, device)
         self._transfers = Transfers(self._lock, self._resident, store)
         self._holders = Holders()
@@ -130,11 +132,13 @@ class Residency:
             RuntimeError: all who hold something, this thread among them, wait for room.
             OSError: the store failed.
         """
-        self._acquire(parts)
-        try:
-            yield
-        finally:
-            self._let_go(parts)
+        with uninterrupted() as section:
+            self._acquire(parts)
+            try:
+                with section.opened():
+                    yield
+            finally:
+                self._let_go(parts)
 
     def fill(self, part: Part, tensors: dict[str, torch.Tensor]) -> None:
         """Copy tensors into a part that has nothing yet, and let go of them: the given dictionary is emptied.
@@ -210,11 +214,11 @@ class Residency:
     def lose_passing(self, part: Part) -> None:
         """Discard such a part for good, but for its place in the store. Waits for nothing, not even for the lock."""
         self._passing.lose(part)
-        if self._lock.acquire(blocking=False):
+        if self._lock.enter_if_free():
             try:
                 self._put_lost_away()
             finally:
-                self._lock.release()
+                self._lock.__exit__()
 
     def _put_lost_away(self) -> None:
         for part in self._passing.take_lost():
@@ -297,6 +301,7 @@ class Residency:
         try:
             while missing:
                 self._transfers.read(missing.pop())
+                let_through()
         except BaseException:
             with self._lock:
                 self._transfers.give_back(missing)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
@@ -167,7 +168,12 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
         return _Kept(_cut_off(tensor), tensor._version)
 
     to = None if by_caller is None else by_caller[0]
-    with handing_on(pack, to), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with (
+        uninterrupted() as section,
+        handing_on(pack, to),
+        torch.autograd.graph.saved_tensors_hooks(pack, _unpack),
+        section.opened(),
+    ):
         yield
 
 

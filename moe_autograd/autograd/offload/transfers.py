@@ -7,7 +7,6 @@ has the lock, and holds it where it calls anything here, but for `read` and `clo
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ import torch
 
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.background import Mover
+from moe_autograd.autograd.offload.guard import Guard
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.offload.to_write import ToWrite
@@ -29,7 +29,7 @@ class Transfers:
         store: where the rest is.
     """
 
-    def __init__(self, lock: threading.Condition, resident: Resident, store: Store) -> None:
+    def __init__(self, lock: Guard, resident: Resident, store: Store) -> None:
         self.to_write = ToWrite()
         self._wishes: OrderedDict[Part, None] = OrderedDict()
         self._lock, self._resident, self._store = lock, resident, store

@@ -1,0 +1,48 @@
+"""The lock of what is in memory. Ctrl-C waits as long as somebody has it: what it guards fits together again then."""
+
+from __future__ import annotations
+
+import threading
+
+from moe_autograd._interrupts import uninterrupted
+
+
+class Guard:
+    """A lock, and whoever waits for news of what it guards. Not reentrant."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.Lock())
+        self._section = uninterrupted()  # of who has it
+
+    def __enter__(self) -> None:
+        section = uninterrupted()
+        section.__enter__()
+        self._condition.acquire()
+        self._section = section
+
+    def __exit__(self, *exc_info: object) -> None:
+        section = self._section
+        self._condition.release()
+        section.__exit__()
+
+    def enter_if_free(self) -> bool:
+        """Enter it, and return whether that could be done at once; to be left by `__exit__`."""
+        section = uninterrupted()
+        section.__enter__()
+        if self._condition.acquire(blocking=False):
+            self._section = section
+            return True
+        section.__exit__()
+        return False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for news, the lock released meanwhile; return whether there are any."""
+        section = self._section
+        try:
+            return self._condition.wait(timeout_s)
+        finally:
+            self._section = section  # others have had the lock
+
+    def notify_all(self) -> None:
+        """Tell all who wait that there are news."""
+        self._condition.notify_all()

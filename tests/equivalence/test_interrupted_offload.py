@@ -1,0 +1,56 @@
+"""Ctrl-C may come anywhere within a step of offloaded experts. Then the next one is the same as if there had been none.
+
+It could leave a lock taken for good, parts held for good, and weights that are nowhere.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd import parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
+from tests.support.interrupting import interrupted_everywhere
+
+D, NUM_EXPERTS = 8, 4
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+# Where a generator is let go of, Python itself drops what is raised.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def one_by_one(experts: OffloadedExperts, x: Tensor) -> list[Tensor]:
+    return [expert(x) for expert in experts]
+
+
+def together(experts: OffloadedExperts, x: Tensor) -> list[Tensor]:
+    return parallel_apply([*experts], [(x,)] * NUM_EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("call_all", "options"), [(one_by_one, {}), (together, {}), (together, {"num_microbatches": 2})], ids=str
+)
+def test_a_step_after_ctrl_c_is_the_same(call_all: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    modules = [nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(NUM_EXPERTS)]
+    size = sum(4 * p.numel() for p in modules[0].parameters())
+    tokens = torch.randn(6, D)
+    with OffloadedExperts(
+        modules, None, max_resident_bytes=int(3.5 * size), store=tmp_path, **options
+    ) as experts:
+
+        def step() -> list[Tensor | None]:
+            experts.zero_grad()
+            x = tokens.clone().requires_grad_()
+            sum(call_all(experts, x)).square().sum().backward()
+            return [x.grad, *[grad for i in range(NUM_EXPERTS) for grad in experts.gradients(i).values()]]
+
+        expected, num_points = step(), 0
+        for point in interrupted_everywhere(step, every=17):
+            num_points += 1
+            torch.testing.assert_close(step(), expected, msg=lambda text, at=point: f"{at}: {text}")
+        assert num_points > 200

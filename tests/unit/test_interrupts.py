@@ -1,0 +1,131 @@
+"""Where Ctrl-C waits, when what waits is raised, and that the handler is the user's again, wherever it came."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from moe_autograd._interrupts import let_through, uninterrupted
+from tests.support.interrupting import interrupted_everywhere
+
+
+@pytest.fixture(autouse=True)
+def handler_is_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    now = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert now is before
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def handled() -> Iterator[list[str]]:
+    """Handle SIGINT without raising; the handler is the user's own each time it runs."""
+    events: list[str] = []
+
+    def handle(*_: object) -> None:
+        assert signal.getsignal(signal.SIGINT) is handle
+        events.append("handled")
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield events
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_handler_waits_for_the_end_of_the_outermost_section(handled: list[str]) -> None:
+    with uninterrupted():
+        with uninterrupted():
+            interrupt()
+        handled.append("inner is over")
+    handled.append("outer is over")
+    interrupt()
+    assert handled == ["inner is over", "handled", "outer is over", "handled"]
+
+
+def test_it_runs_where_a_section_is_opened_but_in_an_outer_one(handled: list[str]) -> None:
+    with uninterrupted() as outer:
+        with uninterrupted() as inner, inner.opened():
+            interrupt()
+        handled.append("still waits")
+        with outer.opened():
+            handled.append("opened")
+            interrupt()
+        interrupt()
+        handled.append("closed")
+    assert handled == ["still waits", "handled", "opened", "handled", "closed", "handled"]
+
+
+def test_it_is_let_through_within_any_section_once(handled: list[str]) -> None:
+    with uninterrupted(), uninterrupted():
+        let_through()
+        interrupt()
+        handled.append("waits")
+        let_through()
+        let_through()
+        interrupt()
+        handled.append("waits again")
+    let_through()
+    assert handled == ["waits", "handled", "waits again", "handled"]
+
+
+def test_what_it_raises_is_raised_at_the_end_beside_what_is_raised_inside() -> None:
+    def fail() -> None:
+        with uninterrupted():
+            interrupt()
+            raise ValueError("inside")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
+def test_other_threads_hold_nothing_back(handler: Any) -> None:
+    seen = []
+
+    def look() -> None:
+        with uninterrupted() as section, section.opened():
+            let_through()
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.signal(signal.SIGINT, handler)
+    thread = threading.Thread(target=look)
+    with uninterrupted():
+        thread.start()
+        thread.join()
+    assert signal.signal(signal.SIGINT, before) is handler
+    assert len(seen) == 1
+
+
+def nested(done: Callable[[str], None]) -> None:
+    with uninterrupted() as section:
+        done("taken")
+        try:
+            with section.opened():
+                done("worked")
+                with uninterrupted():
+                    done("more")
+                    let_through()
+        finally:
+            done("given back")
+
+
+def test_what_is_taken_is_given_back_wherever_it_comes() -> None:
+    events: list[str] = []
+    num_points = 0
+    for point in interrupted_everywhere(lambda: nested(events.append)):
+        num_points += 1
+        assert events.count("taken") == events.count("given back"), point
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, point
+        with uninterrupted():
+            pass
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, point
+    assert num_points > 20
