@@ -182,7 +182,8 @@ def test_a_write_that_failed_while_nobody_waited_is_tried_again_before_anybody_i
     with residency.hold([a]):
         residency.changed(a)
     with residency._lock:
-        assert residency._lock.wait_for(lambda: residency._transfers.num_failures > 0, timeout=60)
+        while residency._transfers.num_failures == 0:
+            assert residency._lock.wait(60)
     store.failing = ""
     store.events.clear()
     if is_flushed:
