@@ -118,11 +118,15 @@ class _End:
 
     @left_alone
     def __call__(self) -> None:
-        while self._functions:  # one that is called may ask for more
-            with self._lock:
-                function = next(iter(self._functions))
-                del self._functions[function]
-            function()
+        try:
+            while self._functions:  # one that is called may ask for more
+                with self._lock:
+                    function = next(iter(self._functions))
+                    del self._functions[function]
+                function()
+        except BaseException:  # which holds this frame
+            self._functions.clear()
+            raise
 
 
 _outermost: ContextVar[_End | None] = ContextVar("_outermost", default=None)

@@ -327,6 +327,10 @@ def experts() -> Iterator[RemoteExperts]:
         yield experts
 
 
+class Named(Tensor):
+    """A subclass, as of who gives dimensions names."""
+
+
 @of("**Inputs** are positional, dense tensors with finite values")
 def test_remote_inputs(experts: RemoteExperts) -> None:
     with pytest.raises(InvalidCallError, match="expected finite values"):
@@ -335,6 +339,8 @@ def test_remote_inputs(experts: RemoteExperts) -> None:
         experts["e"](torch.ones(1, 2).to_sparse())
     with pytest.raises(TypeError, match="Only positional tensors travel"):
         experts["e"](input=torch.ones(1, 2))
+    x = torch.ones(1, 2).as_subclass(Named)
+    assert [type(nn.Linear(2, 2)(x)), type(experts["e"](x))] == [Named, Tensor]
 
 
 @of("**A second derivative** raises")

@@ -170,6 +170,24 @@ def test_what_the_end_raises_the_backward_raises() -> None:
         y.sum().backward()
 
 
+def test_an_end_that_raises_lets_go_of_those_behind_it_though_the_error_is_kept(events: list[str]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    behind: list[Callable[[], None]] = [lambda: events.append("end")]
+    alive = weakref.ref(behind[0])
+
+    def ask(_: Tensor) -> None:
+        at_end_of_backward(lambda: {}["ffn.3"])
+        at_end_of_backward(behind.pop())
+
+    y.register_hook(ask)
+    with pytest.raises(KeyError) as kept:
+        y.sum().backward()
+    assert alive() is None
+    assert kept.value.__traceback__ is not None
+    assert events == []
+
+
 def test_outside_of_a_backward_it_raises() -> None:
     with pytest.raises(RuntimeError, match="expected a call from inside a backward, got one from outside"):
         at_end_of_backward(lambda: None)
