@@ -33,7 +33,9 @@ def together(experts: OffloadedExperts, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("call_all", "options"), [(one_by_one, {}), (together, {}), (together, {"num_microbatches": 2})], ids=str
+    ("call_all", "options"),
+    [(one_by_one, {}), (together, {}), (together, {"num_microbatches": 2})],
+    ids=["one by one", "together", "in micro-batches"],
 )
 def test_a_step_after_ctrl_c_is_the_same(call_all: Any, options: dict[str, Any], tmp_path: Path) -> None:
     modules = [nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(NUM_EXPERTS)]
