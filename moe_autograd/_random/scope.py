@@ -29,8 +29,9 @@ class own_streams:
     def __enter__(self) -> None:
         if not installed:
             install()
-        self._outer = (running.seeds, running.index, _is_switched_on(KEY))
-        if running.seeds is None:  # else this thread is counted already
+        seeds = running.seeds
+        self._outer = (seeds, running.index, _is_switched_on(KEY))
+        if seeds is None:  # else this thread is counted already
             stand_ins.begin()
         running.seeds = self._seeds
         _switch(KEY, True)

@@ -82,20 +82,21 @@ class StandIns:
         self.lock.release()
 
     def _stand_in(self) -> None:
-        kind, accelerator = _accelerator_in_use() or ("", None)
-        away = () if accelerator is None else accelerator.default_generators
-        in_place = tuple([_StandIn(torch.device(kind, index), own) for index, own in enumerate(away)])
-        torch.random.default_generator = cast(torch.Generator, _STAND_IN)
-        self._accelerator, self._away = accelerator, away
-        if accelerator is not None:
+        in_use = _accelerator_in_use()
+        if in_use is not None:
+            kind, accelerator = in_use
+            away = accelerator.default_generators
+            in_place = tuple([_StandIn(torch.device(kind, index), own) for index, own in enumerate(away)])
+            self._accelerator, self._away = accelerator, away
             accelerator.default_generators = in_place
+        torch.random.default_generator = _STAND_IN
         self._are_in_place = True
 
     def _step_back(self) -> None:
         torch.random.default_generator = PROCESS_GENERATOR
         if self._accelerator is not None:
             self._accelerator.default_generators = self._away
-        self._accelerator, self._away = None, ()
+            self._accelerator, self._away = None, ()
         self._are_in_place = False
 
 
@@ -116,7 +117,7 @@ def _accelerator_in_use() -> tuple[str, Any] | None:
     return (_ACCELERATOR.type, module) if has_generators else None
 
 
-_STAND_IN = _StandIn(CPU, PROCESS_GENERATOR)
+_STAND_IN = cast(torch.Generator, _StandIn(CPU, PROCESS_GENERATOR))
 stand_ins = StandIns()
 
 if hasattr(os, "register_at_fork"):
