@@ -15,6 +15,10 @@ end, or for the next `let_through`::
 
 Sections may be nested: the outermost ends the wait, or `let_through`, which is for those who wait within one.
 
+A generator that is a context (`contextlib.contextmanager`) is not left where Ctrl-C comes just as it would be; it ends
+when the exception goes, which a notebook keeps. One that is `unwindable` ends where the exception leaves what is
+`unwinding`.
+
 Threads: any; on others than the main thread nothing is to be done, since handlers do not run there.
 
 Mutable state: `_Main` is the main thread's alone.
@@ -23,11 +27,17 @@ Mutable state: `_Main` is the main thread's alone.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # of CPython and PyPy; typeshed leaves it out
+import contextlib
+import functools
+import os
 import signal
 import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, ClassVar
+from collections.abc import Callable, Generator, Iterator
+from types import FrameType, GeneratorType
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What `signal` is made of, without the enums around it, which take 2 us.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
@@ -40,6 +50,8 @@ class _Main:
     handler: ClassVar[Callable[[int, FrameType | None], Any] | None] = None  # which waits
     has_come: ClassVar[bool] = False
     frame: ClassVar[FrameType | None] = None  # where that was
+    thread_id: ClassVar[int] = 0  # its own
+    entered: ClassVar[list[Generator[Any, None, None]]] = []  # contexts, the innermost last
 
 
 class uninterrupted:
@@ -48,13 +60,13 @@ class uninterrupted:
     __slots__ = ("_began_here",)
 
     def __enter__(self) -> uninterrupted:
-        self._began_here = (
-            threading.get_ident() == threading.main_thread().ident and not _Main.is_held and _hold()
-        )
+        self._began_here = _is_main_thread() and not _Main.is_held and _hold()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._began_here:
+        if (
+            self._began_here and _is_main_thread()
+        ):  # what a generator has entered, a collection may end elsewhere
             _release()
 
     def opened(self) -> _Opened:
@@ -73,32 +85,75 @@ class _Opened:
             _release()
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._is_open:
+        if self._is_open and _is_main_thread():
             _hold()
+
+
+class _Unwindable(contextlib._GeneratorContextManager[T]):
+    def __enter__(self) -> T:
+        if _is_main_thread():
+            _Main.entered.append(self.gen)
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        try:
+            return super().__exit__(*exc_info)
+        finally:
+            generator = cast("GeneratorType[Any, None, None]", self.gen)
+            if _Main.entered and _Main.entered[-1] is generator and generator.gi_frame is None:
+                _Main.entered.pop()
+
+
+def unwindable(function: Callable[P, Iterator[T]]) -> Callable[P, contextlib.AbstractContextManager[T]]:
+    """Do as `contextlib.contextmanager`; what is entered ends at the latest with what is `unwinding` around it."""
+
+    @functools.wraps(function)
+    def enter(*args: P.args, **kwargs: P.kwargs) -> _Unwindable[T]:
+        return _Unwindable(cast(Any, function), args, kwargs)
+
+    return enter
+
+
+def unwinding(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function that raises end what was entered in it (`unwindable`), and was not left."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        num_entered = len(_Main.entered)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            if _is_main_thread():
+                while len(_Main.entered) > num_entered:
+                    _Main.entered.pop().close()
+            raise
+
+    return run
 
 
 def let_through() -> None:
     """Run the handler now, if it waits: where state fits together, and whatever is raised is heard."""
-    if _Main.has_come and threading.get_ident() == threading.main_thread().ident:
-        handler, frame = _Main.handler, _Main.frame
-        assert handler is not None
-        _Main.has_come, _Main.frame = False, None
-        _set_handler(signal.SIGINT, handler)  # which may look who handles it, and let others do
+    if _Main.has_come and _is_main_thread():
         try:
-            handler(signal.SIGINT, frame)
+            _release()
         finally:
             _hold()
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def _hold() -> bool:
     """Hold the handler back; return whether there is one."""
     handler = _get_handler(signal.SIGINT)
-    if handler is _note:  # whoever was interrupted has not given it back
-        handler = _Main.handler
-    if not callable(handler):
-        return False
-    _set_handler(signal.SIGINT, _note)
-    _Main.handler, _Main.is_held = handler, True
+    if handler is not _note:  # else whoever was interrupted has not given it back
+        if not callable(handler):
+            return False
+        _Main.has_come, _Main.frame, _Main.thread_id = False, None, threading.get_ident()
+        _set_handler(signal.SIGINT, _note)
+        _Main.handler = handler
+    _Main.is_held = True
     return True
 
 
@@ -107,10 +162,28 @@ def _note(_: int, frame: FrameType | None) -> None:
 
 
 def _release() -> None:
-    handler, frame, has_come = _Main.handler, _Main.frame, _Main.has_come
-    _Main.is_held, _Main.has_come, _Main.frame = False, False, None
-    if handler is None:
-        return
-    _set_handler(signal.SIGINT, handler)
-    if has_come:
-        handler(signal.SIGINT, frame)
+    """Put the handler back, unless somebody has set another one meanwhile; run it if it was to run."""
+    _Main.is_held = False
+    if _get_handler(signal.SIGINT) is _note:
+        _set_handler(signal.SIGINT, _Main.handler)  # which may come just here, and is noted still
+    if _Main.has_come:
+        frame = _Main.frame
+        _Main.has_come, _Main.frame = False, None
+        handler = _get_handler(signal.SIGINT)
+        if callable(handler):
+            handler(signal.SIGINT, frame)
+        elif handler == signal.SIG_DFL:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _start_anew() -> None:
+    """In a child that another thread has forked, which is the main one there, and in no section of the parent's."""
+    if _get_handler(signal.SIGINT) is _note and _Main.thread_id != threading.get_ident():
+        _Main.is_held, _Main.has_come, _Main.frame = False, False, None
+        _set_handler(signal.SIGINT, _Main.handler)
+    if _Main.thread_id != threading.get_ident():
+        _Main.entered.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd._intraop import end_team
 from moe_autograd._switching import interval
 
@@ -79,12 +80,13 @@ def start_soon(job: Callable[[], None]) -> None:
     Raises:
         RuntimeError: the system has no thread left to give.
     """
-    try:
-        worker = _idle.pop()
-    except IndexError:
-        _Worker(job)
-    else:
-        worker.give(job)
+    with uninterrupted():  # or a thread would wait for a job for ever, or run one though this raises
+        try:
+            worker = _idle.pop()
+        except IndexError:
+            _Worker(job)
+        else:
+            worker.give(job)
 
 
 def _forget_threads() -> None:

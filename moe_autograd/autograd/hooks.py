@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -85,7 +86,7 @@ def at_end_of_backward(function: Callable[[], object]) -> None:
         >>> y.sum().backward()
         tensor([2., 2.])
     """
-    (_outermost.get() or _end_of_this_backward()).add(function)
+    (_outermost_end() or _end_of_this_backward()).add(function)
 
 
 @contextlib.contextmanager
@@ -95,10 +96,10 @@ def nested_backwards() -> Iterator[None]:
     For whoever starts backwards inside a backward. On other threads they need the caller's `contextvars`. Outside
     of any backward it does nothing.
     """
-    if _outermost.get() is not None or not _is_in_backward():
+    if _outermost_end() is not None or not _is_in_backward():
         yield
         return
-    token = _outermost.set(_end_of_this_backward())
+    token = _outermost.set(weakref.ref(_end_of_this_backward()))
     try:
         yield
     finally:
@@ -129,7 +130,13 @@ class _End:
             raise
 
 
-_outermost: ContextVar[_End | None] = ContextVar("_outermost", default=None)
+# A weak reference: where Ctrl-C comes just as `nested_backwards` would be left, this outlasts its backward.
+_outermost: ContextVar[weakref.ref[_End] | None] = ContextVar("_outermost", default=None)
+
+
+def _outermost_end() -> _End | None:
+    end = _outermost.get()
+    return None if end is None else end()
 
 
 def _end_of_this_backward() -> _End:

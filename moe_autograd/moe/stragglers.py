@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from moe_autograd._interrupts import uninterrupted
+
 GiveUp = Callable[[str], None]
 
 
@@ -90,7 +92,8 @@ class Wait:
         if self._clock is None and self._open and not self._is_waiting_T().any():
             self._clock = threading.Timer(timeout_s, self._ring)
             self._clock.daemon = True
-            self._clock.start()
+            with uninterrupted():  # `threading` waits until it runs, and raises if Ctrl-C comes then
+                self._clock.start()
 
     def _stop_clock_if_over(self) -> None:
         if not self._open and self._clock is not None:

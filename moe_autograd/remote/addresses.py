@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd._waiting import get
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote.operations import Operation
@@ -46,9 +47,10 @@ def resolve(
     answers: queue.SimpleQueue[tuple[str, list[str] | ServerUnavailableError] | None] = queue.SimpleQueue()
     for address in addresses:
         try:
-            threading.Thread(
-                target=lambda at=address: answers.put((at, _ask_resolver(at))), daemon=True
-            ).start()
+            with uninterrupted():  # which `threading` makes a RuntimeError of, too
+                threading.Thread(
+                    target=lambda at=address: answers.put((at, _ask_resolver(at))), daemon=True
+                ).start()
         except RuntimeError as error:
             unasked = (
                 f"expected a thread to resolve its name on, got {str(error)!r}. Raise the limit of threads."

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
@@ -129,7 +130,8 @@ class Channel:
             )
         probe = threading.Thread(daemon=True)  # which does nothing
         try:
-            probe.start()
+            with uninterrupted():  # which `threading` makes a RuntimeError of, too
+                probe.start()
         except RuntimeError as error:
             raise RemoteError(
                 f"server at {self.address}, {phase_of(rpc)}: expected a thread to send from, got {str(error)!r}. "

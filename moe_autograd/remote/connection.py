@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_autograd._interrupts import unwinding
 from moe_autograd._random import seeds_elsewhere
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import CorruptDataError, RemoteError
@@ -259,6 +260,7 @@ class Connection:
         part.wants_weight_grads = wants_weight_grads and is_trained
         return part.wants_weight_grads or any(part.wants_input_grads)
 
+    @unwinding
     def _deliver_backwards(
         self, parts: Sequence[BackwardPart], failures: Failures | None, keep_graph: bool
     ) -> list[Job]:
@@ -319,6 +321,7 @@ class Connection:
             found = self._delivery.at_each("GetState", names_at, once, operation, self._finding.moved)
         return {name: states[name] for states in found for name in states}
 
+    @unwinding
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
         wait_until_made(x for state in states.values() for x in state.values())

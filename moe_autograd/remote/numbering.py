@@ -12,7 +12,8 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+from moe_autograd._interrupts import unwindable
 
 
 class Numbering:
@@ -29,7 +30,7 @@ class Numbering:
         """Return a name for a forward, never given before."""
         return next(self._call_ids)
 
-    @contextmanager
+    @unwindable
     def sequences(self, count: int) -> Iterator[tuple[range, int]]:
         """Open `count` numbers for the time of the block; yields them and the `settled_below` to send along."""
         numbers = range(0)

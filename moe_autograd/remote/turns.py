@@ -21,9 +21,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from moe_autograd._interrupts import unwindable
 from moe_autograd._waiting import get
 from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.channel import phase_of
@@ -54,7 +54,7 @@ class Turns:
     def __repr__(self) -> str:
         return f"Turns({len(self._under_way)} under way, {len(self._waiting)} waiting)"
 
-    @contextmanager
+    @unwindable
     def turn(self, rpc: str, names: Collection[str], operation: Operation) -> Iterator[RemoteError | None]:
         """Wait until an RPC for these experts may go, and keep those that it excludes waiting meanwhile.
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from moe_autograd._interrupts import unwinding
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.calls import without_name
@@ -114,6 +115,7 @@ class Updates:
                 at.note(job.request.head.sequence, is_certain=has_come_back and job.outcome.error is None)
                 at.is_stale |= dropped.get(name) is not self._dropped.get(name)
 
+    @unwinding
     def send(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
         """Send `Step` or `ZeroGrad` to where gradients of these experts are.
 

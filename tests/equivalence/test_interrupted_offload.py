@@ -42,7 +42,7 @@ def test_a_step_after_ctrl_c_is_the_same(call_all: Any, options: dict[str, Any],
     size = sum(4 * p.numel() for p in modules[0].parameters())
     tokens = torch.randn(6, D)
     with OffloadedExperts(
-        modules, None, max_resident_bytes=int(3.5 * size), store=tmp_path, **options
+        modules, sgd, max_resident_bytes=int(3.5 * size), store=tmp_path, **options
     ) as experts:
 
         def step() -> list[Tensor | None]:

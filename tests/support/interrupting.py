@@ -42,16 +42,18 @@ def interrupted_everywhere(program: Callable[[], object], *, every: int = 1) -> 
         BaseException: what the program made of Ctrl-C, where that is another error.
     """
     num_before = 0
+    kept: list[KeyboardInterrupt] = []  # the last one, and with it all frames, as in a notebook
     while True:
         interrupt = _Interrupt(num_before)
         sys.setprofile(interrupt.look)
         try:
             program()
-        except KeyboardInterrupt:
-            pass
+        except KeyboardInterrupt as error:
+            kept.append(error)
         finally:
             sys.setprofile(None)
         if not interrupt.point:
             return
         yield interrupt.point
+        kept.clear()
         num_before += every

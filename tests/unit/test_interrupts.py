@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_autograd._interrupts import let_through, uninterrupted
+from moe_autograd._interrupts import let_through, uninterrupted, unwindable, unwinding
 from tests.support.interrupting import interrupted_everywhere
 
 
@@ -128,4 +129,69 @@ def test_what_is_taken_is_given_back_wherever_it_comes() -> None:
         with uninterrupted():
             pass
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, point
+    assert num_points > 20
+
+
+@pytest.mark.parametrize(
+    "other", [signal.SIG_IGN, signal.SIG_DFL, lambda *_: None], ids=["ignore", "default", "own"]
+)
+def test_a_handler_that_is_set_inside_stays(other: Any) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with uninterrupted() as section:
+        with section.opened():
+            signal.signal(signal.SIGINT, other)
+        let_through()
+    with uninterrupted():
+        pass
+    assert signal.signal(signal.SIGINT, before) == other
+    with uninterrupted():
+        signal.signal(signal.SIGINT, other)
+        let_through()
+    assert signal.signal(signal.SIGINT, before) == other
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_another_thread_forks_within_a_section_hears_ctrl_c() -> None:
+    ends: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            os._exit(3 if is_heard else 4)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    with uninterrupted():
+        thread.start()
+        thread.join()
+    assert ends == [3]
+
+
+def test_what_was_entered_ends_where_the_exception_leaves_what_is_unwinding() -> None:
+    events: list[str] = []
+
+    @unwindable
+    def entered(name: str) -> Iterator[str]:
+        try:
+            events.append(f"{name} begins")
+            yield name
+        finally:
+            events.append(f"{name} ends")
+
+    @unwinding
+    def program() -> None:
+        with entered("outer"), entered("inner"):
+            events.append("inside")
+
+    whole = ["outer begins", "inner begins", "inside", "inner ends", "outer ends"]
+    program()
+    assert events == whole
+    events.clear()
+    num_points = 0
+    for point in interrupted_everywhere(program):
+        ended = [event.replace("begins", "ends") for event in events if event.endswith("begins")]
+        assert [event for event in events if event.endswith("ends")] == ended[::-1], point
+        num_points += 1
+        events.clear()
     assert num_points > 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent import futures
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -77,11 +77,14 @@ class Apart:
         with uninterrupted():
             running = self._thread.submit(function)
             try:
-                wait(lambda pause_s: bool(futures.wait([running], pause_s).done))
+                self._wait_for(running)
                 return running.result()
             except BaseException:
-                futures.wait([running])  # Ctrl-C: whoever holds what it uses is about to let go
+                self._wait_for(running)  # Ctrl-C: whoever holds what it uses is about to let go
                 raise
+
+    def _wait_for(self, running: futures.Future[Any]) -> None:
+        wait(lambda pause_s: bool(futures.wait([running], pause_s).done))
 
     def close(self) -> None:
         """End the thread."""

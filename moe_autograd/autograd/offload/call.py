@@ -23,6 +23,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from moe_autograd._interrupts import unwinding
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
 from moe_autograd.autograd.offload.checks import check_reached, check_returned
@@ -82,6 +83,7 @@ class OffloadedCall:
         self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
         self._is_in_backward = torch._C._current_graph_task_id() != -1
 
+    @unwinding
     def apply(self, args: Sequence[Any], kwargs: dict[str, Any], anchor: Tensor | None) -> Any:
         """Call the expert.
 
@@ -270,6 +272,7 @@ class _Node(Function):
 
     @staticmethod
     @uncompiled
+    @unwinding
     def backward(ctx: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
         if ctx.is_spent:
             raise RuntimeError(BACKWARD_TWICE)

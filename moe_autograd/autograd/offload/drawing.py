@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
+from moe_autograd._interrupts import unwindable
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 from moe_autograd.autograd.uncompiled import is_backward_compiled
@@ -28,7 +29,7 @@ def drawing_in_backwards() -> Callable[[int], Drawing]:
     return functools.partial(functools.partial, _drawing, object())
 
 
-@contextlib.contextmanager
+@unwindable
 def _drawing(together: object, index: int) -> Iterator[None]:
     seeds = CallSeeds() if is_backward_compiled() else kept_by_this_backward(together, CallSeeds)
     streams = own_streams(seeds)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_autograd._interrupts import unwinding
 from moe_autograd._random import running, take_places
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
@@ -249,6 +250,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
     # training
 
     @uncompiled
+    @unwinding
     def step(self) -> None:
         """Update every expert that has gradients, as its optimizer does; those in memory first.
 
@@ -281,6 +283,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         for held in self._held:
             held.forget_gradients()
 
+    @unwinding
     def gradients(self, index: int) -> dict[str, Tensor | None]:
         """Return a copy of what was gathered for an expert's parameters, by name.
 
@@ -295,6 +298,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         """
         return self._held[index].copy_of_gradients()
 
+    @unwinding
     def state_dict(self, index: int) -> dict[str, Tensor]:
         """Return a copy of an expert's parameters and buffers, as the plain module's `state_dict` has them.
 
@@ -309,6 +313,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     # checkpoints
 
+    @unwinding
     def checkpoint(self, note: Any = None) -> Path:
         """Save weights, buffers and optimizers to the folder; gradients are not saved.
 
@@ -324,6 +329,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         """
         return self._shared.checkpoint(note)
 
+    @unwinding
     def restore(self) -> Any:
         """Go back to the newest checkpoint in the folder; gradients are forgotten.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
 
+from moe_autograd._interrupts import unwindable, unwinding
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
 from moe_autograd.autograd.offload.flat import Layout
@@ -103,7 +103,7 @@ class HeldExpert(HeldModule):
                 f"updated {self.num_updates - num_updates} times since. Call backward before step."
             )
 
-    @contextlib.contextmanager
+    @unwindable
     def in_memory(self, *, for_update: bool) -> Iterator[None]:
         """Hold weights and buffers, for an update the optimizer's state as well; what is changed inside is kept.
 
@@ -117,7 +117,7 @@ class HeldExpert(HeldModule):
                 if for_update and self._optimizer is not None:
                     self._keep_update()
 
-    @contextlib.contextmanager
+    @unwindable
     def _hold(self, parts: Sequence[Part]) -> Iterator[None]:
         """Hold parts for an update; what the optimizer makes and its part has no room for gets a new part."""
         try:
@@ -167,6 +167,7 @@ class HeldExpert(HeldModule):
             self._at_end = weakref.ref(at_end, lambda _: self.with_gradient.clear())
         at_end_of_backward(at_end)
 
+    @unwinding
     def _update_by_the_rest(self) -> None:
         """Update at the end of a backward; what that raises waits for the experts that are still to be updated."""
         if not self.with_gradient:
@@ -197,7 +198,7 @@ class HeldExpert(HeldModule):
         self.is_updated = True  # also if it raises: nobody knows how far it came
         try:
             self._optimizer.step({name: views[name] for name in self.with_gradient})
-        except Exception as error:
+        except BaseException as error:
             error.add_note(
                 f"step: raised by the optimizer of {self.name}, whose weights and state are as that left them. These "
                 "gradients update it no more."
@@ -228,7 +229,7 @@ class HeldExpert(HeldModule):
         """Let what an update alone needs leave before the rest."""
         self.residency.not_soon(self.parts_to_update()[1:])
 
-    @contextlib.contextmanager
+    @unwindable
     def updating(self) -> Iterator[None]:
         """Hold what a backward and an update need; update after what comes inside, and start to gather anew.
 

@@ -123,19 +123,24 @@ class HeldModule:
                 )
 
 
-@contextlib.contextmanager
-def _caching_no_casts(device: torch.device) -> Iterator[None]:
-    """Inside, an autocast that is around converts weights and inputs for each use.
+def _caching_no_casts(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which an autocast that is around converts weights and inputs for each use.
 
     What it caches of weights would stay in memory until its block ends, those of all experts together. Of inputs, which
     are leaves here and not in a plain module, the gradients of their uses would be added up in the lower precision.
     """
-    is_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(is_enabled and not torch.is_autocast_enabled(device.type))
+    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        return _without_cached_casts()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(is_enabled)
+        torch.set_autocast_cache_enabled(True)
 
 
 def _nothing_of_shape(tensor: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ written in `transfers`, in which order in `to_write`, who waits for whom in `hol
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -42,7 +41,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from moe_autograd._interrupts import let_through, uninterrupted
+from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream
 from moe_autograd.autograd.offload.background import Apart
@@ -121,7 +120,7 @@ class Residency:
         """The most that all buffers have taken so far."""
         return self._resident.buffers.peak_bytes
 
-    @contextlib.contextmanager
+    @unwindable
     def hold(self, parts: Sequence[Part]) -> Iterator[None]:
         """Make all of them resident, and keep them so inside.
 
@@ -133,7 +132,7 @@ class Residency:
             OSError: the store failed.
         """
         with uninterrupted() as section:
-            self._acquire(parts)
+            self._acquire(parts, section)
             try:
                 with section.opened():
                     yield
@@ -284,7 +283,7 @@ class Residency:
         self._transfers.close()
         self._apart.close()
 
-    def _acquire(self, parts: Sequence[Part]) -> None:
+    def _acquire(self, parts: Sequence[Part], section: uninterrupted) -> None:
         self.check_fits(parts)
         self._check_is_open()
         with self._lock:
@@ -300,11 +299,12 @@ class Residency:
             missing = [part for part in parts if part.is_reading]
         try:
             while missing:
-                self._transfers.read(missing.pop())
-                let_through()
+                with section.opened():
+                    self._transfers.read(missing[-1])
+                missing.pop()
         except BaseException:
             with self._lock:
-                self._transfers.give_back(missing)
+                self._transfers.give_back([part for part in missing if part.is_reading])
             self._let_go(parts)
             raise
 

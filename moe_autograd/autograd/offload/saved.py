@@ -16,7 +16,6 @@ expert and the backward would read that one's. Saved-tensor hooks are told of ev
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe_autograd._interrupts import uninterrupted
+from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
@@ -148,7 +147,7 @@ class _Moved(NamedTuple):
         return self.moved.find(self.name, self.version)
 
 
-@contextlib.contextmanager
+@unwindable
 def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
     """Inside, what autograd saves is saved by the rules above. The expert's weights are held."""
     by_caller: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
