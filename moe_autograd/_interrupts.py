@@ -21,7 +21,7 @@ when the exception goes, which a notebook keeps. One that is `unwindable` ends w
 
 Threads: any; on others than the main thread nothing is to be done, since handlers do not run there.
 
-Mutable state: `_Main` is the main thread's alone.
+Mutable state: `_main` is the main thread's alone.
 """
 
 from __future__ import annotations
@@ -34,24 +34,32 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
 from types import FrameType, GeneratorType
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # What `signal` is made of, without the enums around it, which take 2 us.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
+_get_ident = threading.get_ident
 
 
 class _Main:
-    """What the main thread holds back."""
+    """What the main thread holds back, and what it has entered."""
 
-    is_held: ClassVar[bool] = False
-    handler: ClassVar[Callable[[int, FrameType | None], Any] | None] = None  # which waits
-    has_come: ClassVar[bool] = False
-    frame: ClassVar[FrameType | None] = None  # where that was
-    thread_id: ClassVar[int] = 0  # its own
-    entered: ClassVar[list[Generator[Any, None, None]]] = []  # contexts, the innermost last
+    __slots__ = ("entered", "forks", "frame", "handler", "has_come", "is_held", "thread_id")
+
+    def __init__(self) -> None:
+        self.thread_id = threading.main_thread().ident
+        self.is_held = False
+        self.handler: Callable[[int, FrameType | None], Any] | None = None  # which waits
+        self.has_come = False
+        self.frame: FrameType | None = None  # where that was
+        self.entered: list[Generator[Any, None, None]] = []  # contexts, the innermost last
+        self.forks = False  # whether a child is its own
+
+
+_main = _Main()
 
 
 class uninterrupted:
@@ -60,13 +68,12 @@ class uninterrupted:
     __slots__ = ("_began_here",)
 
     def __enter__(self) -> uninterrupted:
-        self._began_here = _is_main_thread() and not _Main.is_held and _hold()
+        self._began_here = _get_ident() == _main.thread_id and not _main.is_held and _hold()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if (
-            self._began_here and _is_main_thread()
-        ):  # what a generator has entered, a collection may end elsewhere
+        # What a generator has entered, another thread's collection of garbage may leave.
+        if self._began_here and _get_ident() == _main.thread_id:
             _release()
 
     def opened(self) -> _Opened:
@@ -85,14 +92,14 @@ class _Opened:
             _release()
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._is_open and _is_main_thread():
+        if self._is_open and _get_ident() == _main.thread_id:
             _hold()
 
 
 class _Unwindable(contextlib._GeneratorContextManager[T]):
     def __enter__(self) -> T:
-        if _is_main_thread():
-            _Main.entered.append(self.gen)
+        if _get_ident() == _main.thread_id:
+            _main.entered.append(self.gen)
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> bool | None:
@@ -100,8 +107,8 @@ class _Unwindable(contextlib._GeneratorContextManager[T]):
             return super().__exit__(*exc_info)
         finally:
             generator = cast("GeneratorType[Any, None, None]", self.gen)
-            if _Main.entered and _Main.entered[-1] is generator and generator.gi_frame is None:
-                _Main.entered.pop()
+            if _main.entered and _main.entered[-1] is generator and generator.gi_frame is None:
+                _main.entered.pop()
 
 
 def unwindable(function: Callable[P, Iterator[T]]) -> Callable[P, contextlib.AbstractContextManager[T]]:
@@ -119,13 +126,13 @@ def unwinding(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        num_entered = len(_Main.entered)
+        num_entered = len(_main.entered)
         try:
             return function(*args, **kwargs)
         except BaseException:
-            if _is_main_thread():
-                while len(_Main.entered) > num_entered:
-                    _Main.entered.pop().close()
+            if _get_ident() == _main.thread_id:
+                while len(_main.entered) > num_entered:
+                    _main.entered.pop().close()
             raise
 
     return run
@@ -133,15 +140,11 @@ def unwinding(function: Callable[P, T]) -> Callable[P, T]:
 
 def let_through() -> None:
     """Run the handler now, if it waits: where state fits together, and whatever is raised is heard."""
-    if _Main.has_come and _is_main_thread():
+    if _main.has_come and _get_ident() == _main.thread_id:
         try:
             _release()
         finally:
             _hold()
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
 
 
 def _hold() -> bool:
@@ -150,25 +153,25 @@ def _hold() -> bool:
     if handler is not _note:  # else whoever was interrupted has not given it back
         if not callable(handler):
             return False
-        _Main.has_come, _Main.frame, _Main.thread_id = False, None, threading.get_ident()
+        _main.has_come, _main.frame = False, None
         _set_handler(signal.SIGINT, _note)
-        _Main.handler = handler
-    _Main.is_held = True
+        _main.handler = handler
+    _main.is_held = True
     return True
 
 
 def _note(_: int, frame: FrameType | None) -> None:
-    _Main.has_come, _Main.frame = True, frame
+    _main.has_come, _main.frame = True, frame
 
 
 def _release() -> None:
     """Put the handler back, unless somebody has set another one meanwhile; run it if it was to run."""
-    _Main.is_held = False
+    _main.is_held = False
     if _get_handler(signal.SIGINT) is _note:
-        _set_handler(signal.SIGINT, _Main.handler)  # which may come just here, and is noted still
-    if _Main.has_come:
-        frame = _Main.frame
-        _Main.has_come, _Main.frame = False, None
+        _set_handler(signal.SIGINT, _main.handler)  # which may come just here, and is noted still
+    if _main.has_come:
+        frame = _main.frame
+        _main.has_come, _main.frame = False, None
         handler = _get_handler(signal.SIGINT)
         if callable(handler):
             handler(signal.SIGINT, frame)
@@ -176,14 +179,19 @@ def _release() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def _note_who_forks() -> None:
+    _main.forks = _get_ident() == _main.thread_id
+
+
 def _start_anew() -> None:
-    """In a child that another thread has forked, which is the main one there, and in no section of the parent's."""
-    if _get_handler(signal.SIGINT) is _note and _Main.thread_id != threading.get_ident():
-        _Main.is_held, _Main.has_come, _Main.frame = False, False, None
-        _set_handler(signal.SIGINT, _Main.handler)
-    if _Main.thread_id != threading.get_ident():
-        _Main.entered.clear()
+    """In a child that another thread has forked: that is the main one there, and in no section of the parent's."""
+    if _main.forks:
+        return
+    _main.thread_id, _main.is_held, _main.has_come, _main.frame = _get_ident(), False, False, None
+    _main.entered.clear()
+    if _get_handler(signal.SIGINT) is _note:
+        _set_handler(signal.SIGINT, _main.handler)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+    os.register_at_fork(before=_note_who_forks, after_in_child=_start_anew)

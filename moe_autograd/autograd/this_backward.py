@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Collection
 from types import CodeType, FrameType
@@ -89,12 +88,24 @@ def is_first_part_of_a_schedule() -> bool:
 
 
 def _runs_beneath(code: CodeType) -> bool:
-    frames = (
-        [sys._getframe()]
-        if torch.accelerator.current_accelerator() is None
-        else sys._current_frames().values()
-    )
-    return any(frame.f_code is code for innermost in frames for frame, _ in traceback.walk_stack(innermost))
+    is_threaded = torch.accelerator.current_accelerator() is not None
+    frames = sys._current_frames().values() if is_threaded else [sys._getframe()]
+    return any(_is_beneath(frame, code) for frame in frames)
+
+
+def _is_beneath(frame: FrameType | None, code: CodeType) -> bool:
+    """Whether a frame is beneath one of this code, with no backward of the user's own in between."""
+    is_asking = False  # whether the engine runs for a frame further out
+    while frame is not None and frame.f_code is not code:
+        module: str = frame.f_globals.get("__name__", "")
+        if frame.f_code is _engine_run_backward.__code__:
+            is_asking = True
+        elif is_asking and not module.startswith(("torch.autograd", "torch._tensor")):
+            is_asking = False
+            if not module.startswith(("torch.", "moe_autograd.")):
+                return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def _asked_in(frame: FrameType | None) -> Collection[tuple[int, int]] | None:

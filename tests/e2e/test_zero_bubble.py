@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -83,5 +84,28 @@ def test_gradients_of_inputs_alone_train_nothing_beside_a_schedule(
     x = torch.randn(3, D, requires_grad=True)
     before = members[0](x).detach()
     torch.autograd.grad(members[0](x).sum(), x)
+    update()
+    torch.testing.assert_close(members[0](x).detach(), before, rtol=0, atol=0)
+
+
+def test_a_backward_within_a_first_part_that_asks_for_inputs_alone_trains_nothing(offloaded: Members) -> None:
+    members, update = offloaded
+    x = torch.randn(3, D, requires_grad=True)
+    before = members[0](x).detach()
+
+    class Penalized(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            with torch.enable_grad():
+                inner = torch.ones(3, D, requires_grad=True)
+                (found,) = torch.autograd.grad(members[0](inner).sum(), inner)
+            return grad * found
+
+    y = Penalized.apply(x)  # type: ignore[no-untyped-call]
+    stage_backward_input([y], [torch.ones_like(y)], [x], iter(()))
     update()
     torch.testing.assert_close(members[0](x).detach(), before, rtol=0, atol=0)
