@@ -88,13 +88,11 @@ def is_first_part_of_a_schedule() -> bool:
 
 
 def _runs_beneath(code: CodeType) -> bool:
-    is_threaded = torch.accelerator.current_accelerator() is not None
-    frames = sys._current_frames().values() if is_threaded else [sys._getframe()]
-    return any(_is_beneath(frame, code) for frame in frames)
+    """Whether this backward runs for a function of this code, and not for one that another backward has begun inside.
 
-
-def _is_beneath(frame: FrameType | None, code: CodeType) -> bool:
-    """Whether a frame is beneath one of this code, with no backward of the user's own in between."""
+    A call's own, on a worker or on the engine's thread for a device, runs for whatever other threads do.
+    """
+    frame: FrameType | None = sys._getframe()
     is_asking = False  # whether the engine runs for a frame further out
     while frame is not None and frame.f_code is not code:
         module: str = frame.f_globals.get("__name__", "")
@@ -104,6 +102,12 @@ def _is_beneath(frame: FrameType | None, code: CodeType) -> bool:
             is_asking = False
             if not module.startswith(("torch.", "moe_autograd.")):
                 return False
+        frame = frame.f_back
+    return frame is not None or any(_has(others, code) for others in sys._current_frames().values())
+
+
+def _has(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
 

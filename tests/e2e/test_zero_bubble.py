@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from experts_server import ExpertsServer
-from moe_autograd import FeedForwardExpert, MixtureOfExperts, TopKRouter
+from moe_autograd import FeedForwardExpert, MixtureOfExperts, TopKRouter, parallel_apply
+from moe_autograd.autograd import in_turn
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.remote import RemoteOptimizer, connect
 
@@ -21,6 +22,11 @@ sgd = partial(torch.optim.SGD, lr=0.5)
 
 Backward = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
 Members = tuple[Sequence[nn.Module], Callable[[], object]]  # and what updates them
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
 
 
 def experts() -> list[nn.Module]:
@@ -73,6 +79,35 @@ def test_experts_elsewhere_are_trained_as_by_a_backward_in_one_part(
     here = experts()
     expected = train(here, sgd([p for expert in here for p in expert.parameters()]).step, at_once)
     found = train(*request.getfixturevalue(where), in_two_parts)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Within(nn.Module):
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.expert = nn.Linear(D, D), expert
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.expert(torch.tanh(self.linear(x)))
+        return y
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_experts_within_calls_of_a_map_are_trained_too(where: str, request: pytest.FixtureRequest) -> None:
+    def train_within(
+        members: Sequence[nn.Module], update: Callable[[], object], backward: Backward
+    ) -> Tensor:
+        torch.manual_seed(2)
+        stage = nn.ModuleList([Within(member) for member in members])
+        x = torch.randn(6, D, requires_grad=True)
+        y = torch.stack(parallel_apply([*stage], [(x.sin(),)] * NUM_EXPERTS))
+        backward(nn.ModuleList([within.linear for within in stage.children()]), x, y, torch.randn_like(y))
+        update()
+        return torch.stack([member(x.detach()) for member in members]).detach()
+
+    here = experts()
+    expected = train_within(here, sgd([p for expert in here for p in expert.parameters()]).step, at_once)
+    found = train_within(*request.getfixturevalue(where), in_two_parts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
