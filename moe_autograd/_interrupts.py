@@ -107,7 +107,8 @@ class _Unwindable(contextlib._GeneratorContextManager[T]):
             return super().__exit__(*exc_info)
         finally:
             generator = cast("GeneratorType[Any, None, None]", self.gen)
-            if _main.entered and _main.entered[-1] is generator and generator.gi_frame is None:
+            is_last = _get_ident() == _main.thread_id and _main.entered[-1:] == [generator]
+            if is_last and generator.gi_frame is None:
                 _main.entered.pop()
 
 

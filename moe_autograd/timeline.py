@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_autograd._interrupts import uninterrupted
 from moe_autograd._natural_order import natural_order
 
 _recordings: tuple[Timeline, ...] = ()
@@ -58,14 +59,15 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the recording in the Trace Event Format: one lane an expert, times in microseconds."""
-        names = sorted({span.name for span in self.spans}, key=natural_order)
+        spans = tuple(self.spans)  # other threads may add some
+        names = sorted({span.name for span in spans}, key=natural_order)
         lanes = {name: lane for lane, name in enumerate(names, start=1)}
-        origin_s = min((span.start_s for span in self.spans), default=0.0)
+        origin_s = min((span.start_s for span in spans), default=0.0)
         return {
             "displayTimeUnit": "ms",
             "traceEvents": [
                 *(_lane_name(lane, name) for name, lane in lanes.items()),
-                *(_complete_event(span, lanes[span.name], origin_s) for span in self.spans),
+                *(_complete_event(span, lanes[span.name], origin_s) for span in spans),
             ],
         }
 
@@ -82,7 +84,8 @@ def record_timeline() -> Iterator[Timeline]:
         Yields the `Timeline`, to which each call is added when it has ended. After the block it stays as it is.
 
     Autograd: forwards and backwards are calls of their own. While somebody records, calls that would be made in turn in
-    the caller's graph go through the map, since each is to be seen by its name; the numbers stay the same.
+    the caller's graph go through the map, since each is to be seen by its name; the numbers stay the same. Their
+    backwards are seen only if somebody recorded in the forward.
 
     Threads: any; calls of all threads are recorded, and a backward by whichever thread runs it. Recordings may overlap.
 
@@ -93,13 +96,15 @@ def record_timeline() -> Iterator[Timeline]:
     """
     global _recordings
     timeline = Timeline()
-    with _lock:
-        _recordings = (*_recordings, timeline)
-    try:
-        yield timeline
-    finally:
+    with uninterrupted() as section:
         with _lock:
-            _recordings = tuple(other for other in _recordings if other is not timeline)
+            _recordings = (*_recordings, timeline)
+        try:
+            with section.opened():
+                yield timeline
+        finally:
+            with _lock:
+                _recordings = tuple(other for other in _recordings if other is not timeline)
 
 
 def is_recording() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -36,6 +37,18 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`clip_grad_norm = true` is meant to switch something on; pydantic takes it for 1."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = [
+            get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(annotation)
+        ]
+        if isinstance(value, bool) and not {int, float}.isdisjoint([annotation, *kinds]):
+            raise ValueError("expected a number")
+        return value
 
 
 class ScheduleConfig(_Frozen):

@@ -183,7 +183,8 @@ def name_of_call(position: int, module: Callable[..., Any], names: Sequence[str]
     """Return the name of a module's call: that of its place, or the one it was given, and what is called."""
     name = f"call {position}" if names is None else names[position]
     full_name = CallName(f"{name} ({name_of_module(module)})")
-    full_name.lane = getattr(module, "expert_name", None) or (str(full_name) if names is None else name)
+    own_name = getattr(module, "expert_name", None)
+    full_name.lane = str(own_name) if own_name else str(full_name) if names is None else name
     return full_name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from typing import Any
@@ -38,6 +39,15 @@ def experts() -> list[nn.Module]:
 
 def inputs() -> list[Tensor]:
     return [torch.ones(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(NUM_CALLS)]
+
+
+def test_a_name_that_is_no_text_is_taken_as_text() -> None:
+    module = nn.Linear(4, 4)
+    module.expert_name = ("block", 1)  # type: ignore[assignment]
+    with record_timeline() as timeline:
+        parallel_apply([module] * 2, [(torch.ones(2, 4),)] * 2)
+    assert counted(timeline) == {("('block', 1)", "forward"): 2}
+    assert json.dumps(timeline.chrome_trace())
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"max_concurrency": 1}], ids=str)

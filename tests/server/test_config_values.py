@@ -58,3 +58,23 @@ def test_a_value_is_taken_or_refused_with_its_key(key: tuple[str, ...]) -> None:
             assert "expected" in line
             assert "got" in line
             assert "literal[" not in line
+
+
+def numbers() -> Iterator[tuple[str, ...]]:
+    """The keys of all that is a number."""
+    for key in keys():
+        model = TABLES[key[:-1]]
+        field = next((f for name, f in model.model_fields.items() if key[-1] in (f.alias, name)), None)
+        if field is not None and any(kind in str(field.annotation) for kind in ("int", "float")):
+            yield key
+
+
+@pytest.mark.parametrize("key", list(numbers()), ids=".".join)
+def test_true_is_no_number(key: tuple[str, ...]) -> None:
+    settings: dict[str, Any] = {"experts": {"e": {"class": "ffn", "args": {"d_model": 8}}}}
+    table = settings
+    for name in key[:-1]:
+        table = table.setdefault(name, {})
+    table[key[-1]] = True
+    with pytest.raises(ConfigError, match=rf"key '{'.'.join(key)}': expected .*, got True"):
+        load_config(flags=settings, environment={})

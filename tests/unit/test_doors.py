@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.errors": (),
     "moe_autograd._natural_order": (),
-    "moe_autograd.timeline": ("moe_autograd._natural_order",),
+    "moe_autograd.timeline": ("moe_autograd._interrupts", "moe_autograd._natural_order"),
     "moe_autograd._intraop": (),
     "moe_autograd._ambient": ("moe_autograd.errors",),
     "moe_autograd._random": (),

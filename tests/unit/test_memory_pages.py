@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-GO_ON = {"recompute", "porting"}  # pages whose code goes on from one block to the next
+GO_ON = {"offload", "recompute", "porting"}  # pages whose code goes on from one block to the next
 
 
 @pytest.mark.parametrize("page", ["split-backward", "recompute", "offload", "porting", "prefetch"])

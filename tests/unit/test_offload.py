@@ -363,6 +363,22 @@ def test_read_ahead_starts_with_the_backward_of_the_layer_above(
     assert store.events.count("read expert-00000.weights") == 1
 
 
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_layer_whose_neighbour_is_closed_goes_on(closed: int) -> None:
+    layers = [OffloadedExperts([nn.Linear(8, 8)], sgd, max_resident_bytes=1000) for _ in range(2)]
+    read_ahead(*layers)
+    y = torch.ones(1, 8)
+    for layer in layers:
+        y = layer[0](y)
+    y.sum().backward()
+    layers[closed].close()
+    other = layers[1 - closed]
+    other[0](torch.ones(1, 8)).sum().backward()
+    other.step()
+    with pytest.raises(RuntimeError, match="expected open experts, got closed ones"):
+        layers[closed][0](torch.ones(1, 8))
+
+
 def test_read_ahead_takes_no_list_and_no_layer_that_is_made_of_them() -> None:
     with OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=1000) as experts:
         layer = MixtureOfExperts(TopKRouter(2, 1, 1), list(experts))

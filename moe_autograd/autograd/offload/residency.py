@@ -160,8 +160,10 @@ class Residency:
             part.is_changed = True
 
     def prefetch(self, parts: Sequence[Part]) -> None:
-        """Wish for parts, those needed first before the others. Returns at once."""
-        self._check_is_open()
+        """Wish for parts, those needed first before the others. Returns at once; where all is closed, in vain."""
+        if self._is_closed:
+            return
+        check_process(self._process)
         with self._lock:
             for part in parts:
                 self._transfers.wish(part)
