@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.pipelining._backward  # where that is, backwards look under which schedule they run
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
