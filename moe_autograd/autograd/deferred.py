@@ -277,9 +277,8 @@ class _Backlog:
         except RuntimeError:
             # The system has no thread left to give: whoever wants the promise kept does the work.
             self._has_worker = False
-        except (
-            BaseException
-        ):  # Ctrl-C, perhaps before the worker was asked for: the next work may ask for one more
+        except BaseException:
+            # Ctrl-C, perhaps before the worker was asked for: the next work may ask for one more.
             self._has_worker = False
             raise
 

@@ -36,7 +36,7 @@ def interrupted_everywhere(program: Callable[[], object], *, every: int = 1) -> 
 
     Args:
         program: what is interrupted; the same on each run.
-        every: only each so manieth point is tried.
+        every: how many points lie from one that is tried to the next.
 
     Raises:
         BaseException: what the program made of Ctrl-C, where that is another error.
