@@ -235,19 +235,19 @@ def info(addresses: tuple[str, ...], as_json: bool, **connection: Any) -> None:
 
     A server that does not answer is reported on stderr, after the others, and makes the exit status 1.
     """
-    replies: dict[str, pb.InfoReply] = {}
+    replies: list[tuple[str, pb.InfoReply]] = []
     errors: list[RemoteError] = []
     for address in addresses:
         try:
-            replies[address] = console.ask_info(address, **connection)
+            replies.append((address, console.ask_info(address, **connection)))
         except RemoteError as error:
             errors.append(error)
     with to_stdout():
         if as_json and (replies or len(addresses) > 1):
-            found = [console.as_plain(address, reply) for address, reply in replies.items()]
+            found = [console.as_plain(address, reply) for address, reply in replies]
             click.echo(json.dumps(found if len(addresses) > 1 else found[0], indent=2))
         elif not as_json:
-            for address, reply in replies.items():
+            for address, reply in replies:
                 console.print_table(address, reply)
     for earlier in errors[:-1]:
         click.echo(f"Error: {earlier}", err=True)
@@ -277,17 +277,18 @@ def top(address: str, interval_s: float, looks: int | None) -> None:
 
 
 @main.command("config")
-@click.option("--check", "file", required=True, type=_FILE, help="The TOML file to check.")
-def check(file: Path) -> None:
-    """Check a configuration without serving it.
+@click.option("--check", "files", required=True, multiple=True, type=_FILE, help="A TOML file to check.")
+def check(files: tuple[Path, ...]) -> None:
+    """Check a configuration without serving it; of several, each as if it were alone.
 
     Keys, values, classes and their arguments, certificates and tokens.
     """
-    config = load_config(file)
-    check_buildable(config)
-    check_credentials(config.security)
-    with to_stdout():
-        click.echo(f"{file}: {counted(len(config.experts))}, no mistakes")
+    for file in files:
+        config = load_config(file)
+        check_buildable(config)
+        check_credentials(config.security)
+        with to_stdout():
+            click.echo(f"{file}: {counted(len(config.experts))}, no mistakes")
 
 
 @main.command()

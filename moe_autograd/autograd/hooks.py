@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -72,7 +72,8 @@ def at_end_of_backward(function: Callable[[], object]) -> None:
 
     Args:
         function: takes nothing. It runs before `.backward()` returns, after every gradient is there, in the order
-            of asking. What it raises, the backward raises. A backward that fails calls none.
+            of asking. What it raises, the backward raises. A backward that fails calls none; nor is any called that
+            was asked for in one inside it that failed.
 
     Raises:
         RuntimeError: no backward is running in this thread.
@@ -86,7 +87,11 @@ def at_end_of_backward(function: Callable[[], object]) -> None:
         >>> y.sum().backward()
         tensor([2., 2.])
     """
-    (_outermost_end() or _end_of_this_backward()).add(function)
+    outermost = _outermost_end()
+    if outermost is not None and not _is_in_backward():  # on a thread where its own has not begun yet
+        outermost.add(function)
+    else:
+        _end_of_this_backward().add(function)
 
 
 @contextlib.contextmanager
@@ -107,27 +112,36 @@ def nested_backwards() -> Iterator[None]:
 
 
 class _End:
-    """What to call at the end of one backward. The engine owns it, so it goes when the backward fails."""
+    """What to call at the end of one backward. The engine owns it, so it goes when the backward fails.
 
-    def __init__(self) -> None:
+    Args:
+        outermost: the end of the backward around it, which does the calling if there is one.
+    """
+
+    def __init__(self, outermost: _End | None) -> None:
+        self._outermost = outermost
         self._lock = threading.Lock()
-        self._functions: dict[Callable[[], object], None] = {}
+        self._asked = set[object]()
+        self._functions = list[Callable[[], object]]()
 
     def add(self, function: Callable[[], object]) -> None:
+        key = function if isinstance(function, Hashable) else id(function)
         with self._lock:
-            self._functions[function] = None
+            if key not in self._asked:
+                self._asked.add(key)
+                self._functions.append(function)
 
     @left_alone
     def __call__(self) -> None:
         try:
-            while self._functions:  # one that is called may ask for more
-                with self._lock:
-                    function = next(iter(self._functions))
-                    del self._functions[function]
-                function()
-        except BaseException:  # which holds this frame
+            for function in self._functions:  # grows: one that is called may ask for more
+                if self._outermost is None:
+                    function()
+                else:
+                    self._outermost.add(function)
+        finally:  # an error holds this frame
             self._functions.clear()
-            raise
+            self._asked.clear()
 
 
 # A weak reference: where Ctrl-C comes just as `nested_backwards` would be left, this outlasts its backward.
@@ -149,7 +163,7 @@ def _end_of_this_backward() -> _End:
 
 
 def _queued_end() -> _End:
-    end = _End()
+    end = _End(_outermost_end())
     Variable._execution_engine.queue_callback(end)
     return end
 

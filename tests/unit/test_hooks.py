@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
@@ -162,6 +165,38 @@ def test_ends_are_called_in_the_order_of_asking_also_those_asked_for_at_the_end(
     assert events == ["1", "2", "3"]
 
 
+def test_asking_again_for_an_end_that_has_been_called_changes_nothing(events: list[str]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+
+    def first() -> None:
+        events.append("1")
+
+    def second() -> None:
+        events.append("2")
+        at_end_of_backward(first)
+
+    y.register_hook(lambda _: (at_end_of_backward(first), at_end_of_backward(second), None)[-1])
+    y.sum().backward()
+    assert events == ["1", "2"]
+
+
+def test_an_end_may_be_an_object_that_cannot_be_hashed(events: list[str]) -> None:
+    @dataclasses.dataclass  # equal ones need not be the same, so it has no hash
+    class Append:
+        what: str
+
+        def __call__(self) -> None:
+            events.append(self.what)
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    end = Append("end")
+    y.register_hook(lambda _: (at_end_of_backward(end), at_end_of_backward(end), None)[-1])
+    y.sum().backward()
+    assert events == ["end"]
+
+
 def test_what_the_end_raises_the_backward_raises() -> None:
     x = torch.ones(3, requires_grad=True)
     y = x * 2
@@ -241,6 +276,36 @@ def test_nested_backwards_end_with_the_outermost(in_thread: bool, events: list[s
     h = Traced.apply(x, "layer below", events)
     Nested.apply(h).sum().backward()
     assert events == ["nested backward done", "layer below", "end"]
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_what_a_nested_backward_asked_for_is_not_called_if_it_fails(
+    in_thread: bool, events: list[str]
+) -> None:
+    def nested(name: str, x: Tensor) -> None:
+        inner = x.detach().requires_grad_()
+        y = inner * 2
+        y.register_hook(lambda _: at_end_of_backward(lambda: events.append(name)))
+        if name == "fails":
+            inner.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError) if name == "fails" else contextlib.nullcontext():
+            y.sum().backward()
+
+    def hook(grad: Tensor) -> None:
+        for name in ("before", "fails", "after"):
+            with nested_backwards(), torch.enable_grad():
+                run = copy_context().run
+                if in_thread:
+                    with ThreadPoolExecutor(1) as pool:
+                        pool.submit(run, nested, name, grad).result()
+                else:
+                    nested(name, grad)
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert events == ["before", "after"]
 
 
 def test_nested_backwards_outside_of_a_backward_do_nothing(events: list[str]) -> None:
