@@ -7,8 +7,8 @@ nor be waited for may be called in turn (`in_turn`). So a class is read, once, a
    that does more (`function_reading`);
 2. of `self` it calls only parts, functions that compute and methods that are read as it is, with loops in one of all
    these at most;
-3. of `self` it takes only parameters, buffers and numbers: of an instance, since what the class defines under a name
-   may be a property.
+3. of `self` it takes only parameters, buffers and numbers, of an instance or its parts: what a class defines under such
+   a name may be a property, unless it is a number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ class Reading(NamedTuple):
         methods: what `forward` names, and what the methods do that it calls, by their names.
         called: attributes of an instance that these call, with how many arguments at most.
         taken: those whose value they take.
-        looped: those whose parts they call in a loop.
+        of_class: those among them that the class has.
+        of_parts: parts, and an attribute of each, whose value they take.
+        looped: those with whose parts they go round in a loop.
+        listed: those of whose parts they take one, or the number.
+        numbers: those which say how often they go round.
+        num_rounds: how often they do besides.
         repeated: those that they, or methods called there, call or take within a loop.
         draws: whether one may draw random numbers.
         reshapes: whether one may put columns into the place of rows.
@@ -43,20 +48,35 @@ class Reading(NamedTuple):
     methods: Mapping[str, FunctionReading]
     called: Mapping[str, float]
     taken: frozenset[str]
+    of_class: frozenset[str]
+    of_parts: frozenset[tuple[str, str]]
     looped: frozenset[str]
+    listed: frozenset[str]
+    numbers: frozenset[str]
+    num_rounds: int
     repeated: frozenset[str]
     draws: bool
     reshapes: bool
+    has_loops: bool
 
     def is_true_of(self, kind: Any) -> bool:
         """Whether the class still has these methods, and nothing of its own under the other names."""
         if not _is_called_as_usual(kind):
             return False
         for name, reading in self.methods.items():
-            method = _method_of(kind, name)
-            if method is None or not reading.is_true_of(method):
+            method, is_method = _method_of(kind, name)
+            if method is None or is_method is not reading.is_method or not reading.is_true_of(method):
                 return False
-        return not any(hasattr(kind, name) for name in (*self.called, *self.taken, *self.looped))
+        if self.of_class != _plain_of(kind, self.taken):
+            return False
+        names = (
+            *self.called,
+            *self.looped,
+            *self.listed,
+            *self.numbers,
+            *[part for part, _ in self.of_parts],
+        )
+        return not any(hasattr(kind, name) for name in (*names, *(self.taken - self.of_class)))
 
     def fits(self, module: nn.Module) -> bool:
         """Whether an instance has what the forward takes of it. Written out: it is asked before each call."""
@@ -72,18 +92,26 @@ class Reading(NamedTuple):
                 if type(own[name]) not in PLAIN:
                     return False
             elif (
-                name not in parameters and type(buffers.get(name)) is not Tensor
+                name not in parameters and type(buffers.get(name)) is not Tensor and name not in self.of_class
             ):  # `in_turn` sees to parameters
                 return False
-        for name in self.looped:
+        for name in self.looped | self.listed if self.listed else self.looped:
             if name in own or type(parts.get(name)) not in LISTS:
+                return False
+        for name in self.numbers:
+            if type(own.get(name)) is not int:
+                return False
+        for name, attribute in self.of_parts:
+            if name in own or not _has_plain(parts.get(name), attribute):
                 return False
         return own.keys().isdisjoint(self.methods)
 
     def rounds(self, module: nn.Module) -> tuple[int, int]:
         """Return how often the loops of an instance that fits go round, and how often they use the same part again."""
         lists = [module._modules[name] for name in self.looped]
-        num_rounds = sum([len(one._modules) for one in lists if one is not None])
+        num_rounds = sum([len(one._modules) for one in lists if one is not None]) + self.num_rounds
+        for name in self.numbers:
+            num_rounds += abs(module.__dict__[name])
         return num_rounds, 1 if self.repeated <= module.__dict__.keys() else num_rounds
 
 
@@ -108,22 +136,32 @@ def reading_of(kind: type) -> Reading | None:
 
 def _read(kind: type[nn.Module]) -> Reading | None:
     """Read the forward of a class, and the methods that it calls; return `None` if it may do more than arithmetic."""
-    forward = _method_of(kind, "forward")
     methods = dict[str, FunctionReading]()
-    if forward is None or not _num_calls(kind, "forward", methods, {}):
+    if not _num_calls(kind, "forward", methods, {}):
         return None
-    if sum(bool(one.looped) for one in methods.values()) > 1:  # one of them may be called in the other's loop
+    read = methods.values()
+    if sum(one.has_loops for one in read) > 1:  # one of them may be called in the other's loop
         return None
     called = dict[str, float]()
-    for one in methods.values():
+    for one in read:
         for name in one.called.keys() - methods.keys():
             called[name] = max(called.get(name, 0), *one.called[name])
-    taken = frozenset(name for one in methods.values() for name in one.taken)
-    looped = frozenset(name for one in methods.values() for name in one.looped)
-    repeated = _used(methods, {name for one in methods.values() for name in one.repeated})
-    draws = any(one.draws for one in methods.values())
-    reshapes = any(one.reshapes for one in methods.values())
-    reading = Reading(methods, called, taken, looped, repeated, draws, reshapes)
+    taken = frozenset(name for one in read for name in one.taken)
+    reading = Reading(
+        methods,
+        called,
+        taken,
+        _plain_of(kind, taken),
+        frozenset(both for one in read for both in one.of_parts),
+        frozenset(name for one in read for name in one.looped),
+        frozenset(name for one in read for name in one.listed),
+        frozenset(name for one in read for name in one.numbers),
+        sum(one.num_rounds for one in read),
+        _used(methods, {name for one in read for name in one.repeated}),
+        any(one.draws for one in read),
+        any(one.reshapes for one in read),
+        any(one.has_loops for one in read),
+    )
     return reading if reading.is_true_of(kind) else None
 
 
@@ -137,8 +175,8 @@ def _num_calls(
     if name in known:
         return known[name]
     known[name] = 0  # a method that calls itself finds this
-    method = _method_of(kind, name)
-    reading = None if method is None else read_function(method)
+    method, is_method = _method_of(kind, name)
+    reading = None if method is None else read_function(method, is_method=is_method)
     if reading is None:
         return 0
     methods[name] = reading
@@ -161,15 +199,36 @@ def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> fro
     return frozenset().union(*used)
 
 
-def _method_of(kind: type[nn.Module], name: str) -> types.FunctionType | None:
-    """Return a method; `None` if it is something else, or torch's own."""
+def _method_of(kind: type[nn.Module], name: str) -> tuple[types.FunctionType | None, bool]:
+    """Return a method, and whether it takes `self`; `None` if it is something else, or torch's own."""
+    base, method = _in_class(kind, name)
+    is_method = type(method) is not staticmethod
+    if not is_method:
+        method = method.__func__
+    if type(method) is not types.FunctionType or base is nn.Module:
+        return None, is_method
+    return method, is_method
+
+
+def _plain_of(kind: type[nn.Module], names: Collection[str]) -> frozenset[str]:
+    """Return the names under which the class has a number."""
+    return frozenset([name for name in names if type(_in_class(kind, name)[1]) in PLAIN])
+
+
+def _in_class(kind: type, name: str) -> tuple[type | None, Any]:
+    """Return what a class has under a name, and which of its bases; `NotImplemented` if there is nothing."""
     for base in kind.__mro__:
         if name in base.__dict__:
-            method = base.__dict__[name]
-            if type(method) is not types.FunctionType or base is nn.Module:
-                return None
-            return method
-    return None
+            return base, base.__dict__[name]
+    return None, NotImplemented
+
+
+def _has_plain(part: nn.Module | None, name: str) -> bool:
+    """Whether a part has a parameter or a number of its own under that name."""
+    if part is None or hasattr(type(part), name):
+        return False
+    own = part.__dict__
+    return type(own[name]) in PLAIN if name in own else name in own.get("_parameters", ())
 
 
 def _is_called_as_usual(kind: type[nn.Module]) -> bool:

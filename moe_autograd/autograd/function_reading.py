@@ -1,11 +1,12 @@
 """What a method of a module names, where it does nothing but arithmetic, as its bytecode tells.
 
-Rule 1. It has no functions of its own, changes nothing in place, and has no loops but those over parts of `self`:
-        `for layer in self.layers`, with or without `enumerate` or `zip`, and none within another.
-Rule 2. Of `self` it calls and takes attributes, and it calls the parts that it loops over. What these are is for the
-        instance to say (`arithmetic`).
-Rule 3. Of globals it names torch's modules and functions of theirs that compute (`FUNCTIONS`), numbers, and functions
-        of Python's that it calls, and which by these rules do no more themselves, nor call others.
+Rule 1. It has no functions of its own, changes nothing in place, and has no loops but those over parts of `self` or
+        over numbers (`bytecode_loops`), and none within another.
+Rule 2. Of `self` it calls and takes attributes and attributes of parts, and it calls the parts that it loops over, or
+        takes from a list by their number. What these are is for the instance to say (`arithmetic`).
+Rule 3. Of globals it names torch's modules and functions of theirs that compute (`FUNCTIONS`), numbers, errors to
+        raise, what Python has for numbers (`PYTHONS`), and functions of a file that it calls, and which by these rules
+        do no more themselves, nor call others.
 Rule 4. Of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`,
         `OPERATORS`).
 
@@ -19,15 +20,15 @@ import builtins
 import inspect
 import itertools
 import math
-import re
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.bytecode import Step, steps_of
+from moe_autograd.autograd.bytecode_loops import Loop, is_index, loops_of
 from moe_autograd.autograd.known_arithmetic import (
     DRAWING,
     FUNCTIONS,
@@ -35,33 +36,31 @@ from moe_autograd.autograd.known_arithmetic import (
     METHODS,
     MODULES,
     OPERATORS,
+    PYTHONS,
     RESHAPING,
     is_torchs_own,
 )
 
-PLAIN = frozenset([bool, int, float, type(None), torch.dtype])
+PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype])
 LISTS = frozenset([nn.ModuleList, nn.Sequential])  # whose parts may be looped over
 
 # What needs no look at what it names.
 _HARMLESS = frozenset(
     [
-        *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_STRING"),
-        *("BUILD_TUPLE", "CALL", "COMPARE_OP", "CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE"),
-        *("FORMAT_VALUE", "FORMAT_WITH_SPEC", "FORWARD", "IS_OP", "KW_NAMES", "LOAD_ASSERTION_ERROR"),
-        *("LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER", "POP_TOP", "PUSH_NULL"),
-        *("RAISE_VARARGS", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP", "TO_BOOL"),
-        *("UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
+        *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_MAP"),
+        *("BUILD_SLICE", "BUILD_STRING", "BUILD_TUPLE", "CALL", "COMPARE_OP", "CONTAINS_OP"),
+        *("CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE", "FORMAT_VALUE", "FORMAT_WITH_SPEC"),
+        *("FORWARD", "IS_OP", "KW_NAMES", "LIST_APPEND", "LIST_EXTEND", "LIST_TO_TUPLE"),
+        *("LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER"),
+        *("POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP"),
+        *("TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
 # What takes from below, leaves more than one on the stack, or goes elsewhere.
 _LEAVES_ORDER = ("COPY", "FORWARD", "FOR_ITER", "JUMP_BACKWARD", "SWAP", "UNPACK_SEQUENCE")
-_LOOP = re.compile(  # how one begins
-    r"\b(LOAD_GLOBAL (LOAD ATTRIBUTE )+((LOAD_CONST|KW_NAMES) )*CALL |LOAD ATTRIBUTE )"
-    r"GET_ITER FOR_ITER (UNPACK_SEQUENCE )?(STORE )+"
-)
-_WRAPPERS = (enumerate, zip)  # as long as nobody has put something else under these names
+_WRAPPERS = (enumerate, range, zip)  # as long as nobody has put something else under these names
+_MAPS = ("BUILD_CONST_KEY_MAP", "BUILD_MAP")
 _BUILTINS = "__builtins__"  # of a function; typeshed does not always know of it
-_OF_LOOPS = ("ATTRIBUTE", "LOAD", "LOAD_GLOBAL", "STORE", "UNPACK_SEQUENCE")
 _TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -72,9 +71,14 @@ class FunctionReading(NamedTuple):
 
     Args:
         code: of the method. What reloads a file that was edited may put another into the same function.
+        is_method: whether it takes `self`; others are static methods, and functions of a file.
         called: attributes of `self` that it calls, each time with how many arguments.
         taken: those whose value it takes.
-        looped: those whose parts it calls in a loop.
+        of_parts: parts, and an attribute of each, whose value it takes.
+        looped: those with whose parts it goes round in a loop.
+        listed: those of whose parts it takes one, or the number.
+        numbers: those which say how often it goes round.
+        num_rounds: how often it does besides.
         repeated: those that it calls or takes within a loop.
         of_globals: globals, and what they were.
         functions: globals that are functions of Python's which it calls, and what these do.
@@ -84,15 +88,25 @@ class FunctionReading(NamedTuple):
     """
 
     code: types.CodeType
+    is_method: bool
     called: Mapping[str, Sequence[float]]
     taken: frozenset[str]
+    of_parts: frozenset[tuple[str, str]]
     looped: frozenset[str]
+    listed: frozenset[str]
+    numbers: frozenset[str]
+    num_rounds: int
     repeated: frozenset[str]
     of_globals: Mapping[str, object]
     functions: Mapping[str, FunctionReading]
     of_others: Collection[tuple[object, str, object]]
     draws: bool
     reshapes: bool
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether it goes round in a loop."""
+        return bool(self.looped or self.numbers or self.num_rounds)
 
     def is_true_of(self, function: types.FunctionType) -> bool:
         """Whether it still has that code, and its file, torch and Python what it names."""
@@ -149,31 +163,39 @@ class _Reader:
         self._this = function.__code__.co_varnames[0] if is_method else None
         self._steps = [*steps_of(function.__code__)]
         self._called = dict[str, list[float]]()
-        self._taken, self._looped, self._repeated = set[str](), set[str](), set[str]()
+        self._taken, self._of_parts = set[str](), set[tuple[str, str]]()
+        self._listed, self._repeated = set[str](), set[str]()
         self._of_globals: dict[str, object] = {}
         self._functions: dict[str, FunctionReading] = {}
         self._of_others: dict[tuple[object, str], object] = {}
         self._draws = False
         # places of attributes of `self` and of modules, and of what begins loops
         self._understood = set[int]()
-        self._parts = set[str]()  # variables for parts
-        self._loops: list[Step] = []  # where each takes its next part
+        self._loops = [loop for loop in loops_of(self._steps, self._this) if self._is_understood(loop)]
+        self._parts = {variable for loop in self._loops for variable in loop.parts}
 
     def reading(self) -> FunctionReading | None:
         """Return what it names, or `None` if there is something else in it."""
-        self._find_loops()
-        if any(loop.value > later.offset for loop, later in itertools.pairwise(self._loops)):
+        if any(loop.next.value > later.next.offset for loop, later in itertools.pairwise(self._loops)):
             return None  # one within another
         if not all(self._is_arithmetic(place, step) for place, step in enumerate(self._steps)):
             return None
+        names = {step.name for step in self._steps}
+        if "CALL_FUNCTION_EX" in names and not names.isdisjoint(_MAPS):
+            return None  # it may be given arguments by any name
         named = [name for _, name in self._of_others]
         named += [getattr(value, "__name__", "") for value in self._of_globals.values()]
         functions = self._functions.values()
         return FunctionReading(
             self._function.__code__,
+            self._this is not None,
             self._called,
             frozenset(self._taken),
-            frozenset(self._looped),
+            frozenset(self._of_parts),
+            frozenset([name for loop in self._loops for name in (*loop.lists, *loop.lengths)]),
+            frozenset(self._listed),
+            frozenset([name for loop in self._loops for name in loop.numbers]),
+            sum(loop.num_rounds for loop in self._loops),
             frozenset(self._repeated),
             self._of_globals,
             self._functions,
@@ -195,7 +217,9 @@ class _Reader:
             case "ATTRIBUTE" | "METHOD":
                 return step.value in METHODS and self._is_torchs_own(step.value)
             case "JUMP_BACKWARD":
-                return any(step.value == loop.offset for loop in self._loops)
+                return any(step.value == loop.next.offset for loop in self._loops)
+            case "CALL_FUNCTION_EX":
+                return not step.value  # else with arguments by name
         operator = step.value if step.name in ("BINARY_OP", "COMPARE_OP") else step.name
         return step.name in _HARMLESS and all(map(self._is_torchs_own, OPERATORS.get(operator, ())))
 
@@ -210,13 +234,56 @@ class _Reader:
         if (step := self._attribute_at(place)) is None:
             return False
         name = step.value
-        if any(loop.offset < step.offset < loop.value for loop in self._loops):
-            self._repeated.add(name)
         if step.name == "METHOD":
             self._called.setdefault(name, []).append(self._num_arguments(place))
+        elif self._is_measured(place):
+            self._listed.add(name)
+            return True
+        elif self._takes_one_of(place):
+            self._listed.add(name)
+            if self._steps[place + 1].value in [loop.counter for loop in self._loops]:
+                return True  # in each round another
+        elif self._is_of_a_part(place + 1):
+            self._of_parts.add((name, self._steps[place + 1].value))
         else:
             self._taken.add(name)
+        if any(loop.next.offset < step.offset < loop.next.value for loop in self._loops):
+            self._repeated.add(name)
         return True
+
+    def _is_of_a_part(self, place: int) -> bool:
+        """Whether an attribute is looked up there that tensors do not have."""
+        step = self._steps[place]
+        return (
+            step.name == "ATTRIBUTE" and step.value not in METHODS and self._attribute_at(place) is not None
+        )
+
+    def _is_measured(self, place: int) -> bool:
+        """Whether `len` is called of the attribute that is looked up there."""
+        if place < 2 or place + 1 >= len(self._steps):
+            return False
+        function, this, _, call = self._steps[place - 2 : place + 2]
+        if (function.name, function.value) != ("LOAD_GLOBAL", "len") or this.is_target or call.is_target:
+            return False
+        return call.name == "CALL" and call.value == (1, 1) and self._have_lists("__len__")
+
+    def _takes_one_of(self, place: int) -> bool:
+        """Whether of the parts in the list that is looked up there one is taken by its number, and called."""
+        number, index = self._steps[place + 1 : place + 3] if place + 2 < len(self._steps) else (None, None)
+        if number is None or index is None or not is_index(index) or number.is_target or index.is_target:
+            return False
+        if number.name == "LOAD":
+            is_number = number.value != self._this and number.value not in self._parts
+        else:
+            is_number = type(number.value) is int
+        if not is_number or self._num_arguments(place + 2) == math.inf or not self._have_lists("__getitem__"):
+            return False
+        self._understood.update([place + 1, place + 2])
+        return True
+
+    def _have_lists(self, name: str) -> bool:
+        """Note what lists of parts have under that name, and see that nobody has put it there."""
+        return all(is_torchs_own(self._what_is(kind, name)) for kind in LISTS)
 
     def _names_function(self, place: int) -> bool:
         """Note the global that is named here, and see that it is, or leads to, a function or a number."""
@@ -225,12 +292,14 @@ class _Reader:
         if isinstance(value, types.FunctionType) and not is_torchs_own(value):
             return self._calls_function(place, value)
         self._of_globals[name] = value
+        if value is None and hasattr(builtins, name):
+            return self._is_pythons_own(name)
         while any(value is module for module in MODULES):
             place += 1
             if (step := self._attribute_at(place)) is None:
                 return False
             value = self._what_is(value, step.value)
-        if value is not None and type(value) in PLAIN:
+        if value is Tensor or (value is not None and type(value) in PLAIN):
             return True
         num_arguments = self._num_arguments(place)
         if is_function(value, num_arguments, DRAWING):
@@ -280,36 +349,25 @@ class _Reader:
 
     # ---- loops
 
-    def _find_loops(self) -> None:
-        """Find the loops over parts of `self`; those over anything else are not understood."""
-        sentence = "".join([f"{step.name} " for step in self._steps])
-        for found in _LOOP.finditer(sentence):
-            begin, end = (sentence.count(" ", 0, at) for at in found.span())
-            if self._begins_loop(self._steps[begin:end]):
-                self._understood.update(range(begin, end))
-
-    def _begins_loop(self, steps: Sequence[Step]) -> bool:
-        """Whether a loop that begins so is over parts of `self`, each in a variable of its own; note which."""
-        named = {name: [step.value for step in steps if step.name == name] for name in _OF_LOOPS}
-        lists, variables, unpacked = named["ATTRIBUTE"], named["STORE"], named["UNPACK_SEQUENCE"]
-        wrapper = next(iter(named["LOAD_GLOBAL"]), None)
-        given = {None: 1, "enumerate": 2, "zip": len(lists)}.get(wrapper)  # how many at a time
-        if {*named["LOAD"]} != {self._this} or self._this in variables:
+    def _is_understood(self, loop: Loop) -> bool:
+        """Whether what is named in the beginning of a loop is Python's and torch's own; then take note of it."""
+        wrapper = loop.wrapper
+        if wrapper is not None and not self._is_from_python(wrapper, _WRAPPERS):
             return False
-        if unpacked != [given] * (wrapper is not None) or len(variables) != given:  # else a part is unpacked
+        if loop.lengths and not (self._is_pythons_own("len") and self._have_lists("__len__")):
             return False
-        if any(step.is_target for step in steps[1:] if step.name != "FOR_ITER"):
+        if loop.lists and not (self._have_lists("__iter__") and self._have_lists("__getitem__")):
             return False
-        if wrapper is not None and not self._is_pythons_own(wrapper):
-            return False
-        if not all(is_torchs_own(self._what_is(kind, "__iter__")) for kind in LISTS):
-            return False
-        self._looped.update(lists)
-        self._parts.update(variables[wrapper == "enumerate" :])
-        self._loops += [step for step in steps if step.name == "FOR_ITER"]
+        self._understood.update(range(loop.begin, loop.end))
         return True
 
-    def _is_pythons_own(self, wrapper: str) -> bool:
-        """Note what `enumerate` or `zip` is, and see that nobody has put something else in its place."""
-        in_file = self._of_globals[wrapper] = self._function.__globals__.get(wrapper)
-        return in_file is None and self._what_is(builtins, wrapper) in _WRAPPERS
+    def _is_pythons_own(self, name: str) -> bool:
+        """Whether a global is one of Python's for numbers, and does to tensors what torch has for it."""
+        value = getattr(builtins, name)
+        return self._is_from_python(name, PYTHONS) and all(map(self._is_torchs_own, PYTHONS[value]))
+
+    def _is_from_python(self, name: str, known: Iterable[object]) -> bool:
+        """Note what Python has under that name, and see that nobody has put something else in its place."""
+        in_file = self._of_globals[name] = self._function.__globals__.get(name)
+        value = self._what_is(builtins, name)
+        return in_file is None and any(value is one for one in known)

@@ -261,7 +261,7 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
                     return None
                 draws, reshapes = draws or reading.draws, reshapes or reading.reshapes
                 num_read += 1
-                if reading.looped:
+                if reading.has_loops:
                     num_rounds, num_uses = reading.rounds(part)
                     num_read += num_rounds
                     num_times *= max(1, num_uses)

@@ -108,11 +108,29 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(["<=", ">="], ("__le__", "__ge__")),
     **dict.fromkeys(["==", "!="], ("__eq__", "__ne__")),
     **dict.fromkeys(["[]", "BINARY_SLICE", "BINARY_SUBSCR"], ("__getitem__",)),
+    "CONTAINS_OP": ("__contains__", "__eq__"),
     **dict.fromkeys(["FORWARD", "TO_BOOL", "UNARY_NOT"], ("__bool__",)),
     **dict.fromkeys(["CONVERT_VALUE", "FORMAT_SIMPLE", "FORMAT_VALUE"], ("__format__", "__repr__")),
     "FORMAT_WITH_SPEC": ("__format__",),
+    "LIST_EXTEND": ("__iter__",),
     "UNARY_NEGATIVE": ("__neg__",),
     "UNPACK_SEQUENCE": ("__iter__",),
+}
+# What Python itself has for numbers, and to raise, with the methods of tensors that it calls.
+PYTHONS: Mapping[Any, tuple[str, ...]] = {
+    **dict.fromkeys(
+        [AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError], ()
+    ),
+    abs: ("__abs__",),
+    bool: ("__bool__",),
+    float: ("__float__",),
+    int: ("__int__", "__index__"),
+    isinstance: (),
+    len: ("__len__",),
+    list: ("__iter__",),
+    str: (),
+    tuple: ("__iter__",),
+    **dict.fromkeys([max, min], ("__iter__", "__gt__", "__lt__")),
 }
 # By which columns may come into the place of rows, and be multiplied with each other.
 RESHAPING = frozenset(

@@ -108,10 +108,29 @@ def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     x, special = torch.randn(3, 4), torch.randn(3, 4).as_subclass(Special)
     assert not is_made_in_turn(expert(), special)
     assert not is_made_in_turn(expert(), "no tensor")
-    for other in (special, "no tensor", (x, wait), [x], wait):
+    for other in (special, b"no tensor", (x, wait), [x], wait):
         assert in_turn.call_in_turn([TakesMore()], [(x, other)], [{}]) is None
         assert in_turn.call_in_turn([TakesMore()], [(x,)], [{"scale": other}]) is None
     assert in_turn.call_in_turn([expert()], [()], [{}]) is None
+
+
+class AppliesWhatItIsTold(TakesMore):
+    def forward(self, x: Tensor, activation: str = "relu") -> Any:  # type: ignore[override]
+        if activation == "relu":
+            return F.relu(self.inner(x))
+        if activation == "tanh":
+            return torch.tanh(self.inner(x))
+        raise ValueError(f"expected relu or tanh, got {activation!r}")
+
+
+def test_texts_may_tell_what_to_compute_and_raise() -> None:
+    modules, x = [AppliesWhatItIsTold() for _ in range(2)], torch.randn(3, 4)
+    made = in_turn.call_in_turn(modules, [(x,), (x, "tanh")], [{}, {}])
+    assert made is not None
+    assert all(map(torch.equal, made, [modules[0](x), modules[1](x, "tanh")]))
+    with pytest.raises(ValueError, match="got 'gelu'") as caught:
+        parallel_apply(modules, [(x,), (x, "gelu")])
+    assert any("call 1" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((2,), {}), ((), {"more": 1})])

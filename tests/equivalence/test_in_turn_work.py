@@ -84,6 +84,43 @@ class LoopsAlone(InALoop):
         return x
 
 
+class RepeatsALayer(InALoop):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(self.layers)):
+            x = self.shared(x)
+        return x
+
+
+class RepeatsALayerSoOften(InALoop):
+    def __init__(self, num_rounds: int) -> None:
+        super().__init__(0)
+        self.num_rounds = num_rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1, self.num_rounds):
+            x = self.shared(x)
+        return x
+
+
+class TakesEachPart(InALoop):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(x)
+        for i in range(len(self.layers)):
+            x = self.layers[i](x)
+        return x
+
+
+class TakesAPartAgain(InALoop):
+    def __init__(self, num_rounds: int) -> None:
+        super().__init__(num_rounds)
+        self.layers.append(self.shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = self.layers[-1](x)
+        return x
+
+
 class RowsWithRowsInALoop(InALoop):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -102,8 +139,12 @@ def test_columns_with_columns_are_work_too(kind: Callable[[], nn.Module]) -> Non
 def test_what_is_used_again_in_each_round_of_a_loop_is_so_much_work() -> None:
     most_rows, row, num_rounds = in_turn.most_small() // 64**2, torch.randn(1, 64), 8
     assert is_made_in_turn(LoopsAlone(num_rounds), row.expand(8, 64))
-    assert is_made_in_turn(SharesALayer(num_rounds), row.expand(8, 64))
-    assert not is_made_in_turn(SharesALayer(num_rounds), row.expand(most_rows // num_rounds + 1, 64))
+    for kind in (SharesALayer, RepeatsALayer, RepeatsALayerSoOften, TakesAPartAgain):
+        assert is_made_in_turn(kind(num_rounds), row.expand(8, 64))
+        assert not is_made_in_turn(kind(num_rounds), row.expand(most_rows // num_rounds + 1, 64))
+    some_rows = row.expand(math.isqrt(in_turn.most_small() // (64 * (num_rounds + 1))), 64)
+    assert is_made_in_turn(TakesEachPart(num_rounds), some_rows)  # as each part is another
+    assert not is_made_in_turn(RepeatsALayer(num_rounds), some_rows)
     most_rows = math.isqrt(in_turn.most_small() // 64)
     assert is_made_in_turn(RowsWithRows(), row.expand(most_rows, 64))
     assert not is_made_in_turn(RowsWithRowsInALoop(num_rounds), row.expand(most_rows // 2, 64))

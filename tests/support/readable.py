@@ -27,13 +27,14 @@ class Expert(nn.Module):
     """Has what the forwards below name."""
 
     scale_of_all = 2.0
+    wait_of_all = threading.Barrier(1).wait
 
     def __init__(self) -> None:
         super().__init__()
         self.w1, self.w2, self.w3 = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 8)
         self.weight = nn.Parameter(torch.randn(4, 4))
         self.bias = None
-        self.eps, self.count = 1e-6, 2
+        self.eps, self.count, self.kind, self.of_which = 1e-6, 2, "gelu", None
         self.register_buffer("shift", torch.randn(4))
         self.activation = F.silu
         self.barrier = threading.Barrier(1)
@@ -80,7 +81,16 @@ class Expert(nn.Module):
         return pair[0](x, True)
 
     @staticmethod
-    def of_nobody(x: Tensor) -> Tensor:
+    def turned(x: Tensor) -> Tensor:
+        first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return torch.cat([-second, first], dim=-1)
+
+    @staticmethod
+    def wait_of_nobody(x: Tensor) -> Tensor:
+        return wait(x)
+
+    @classmethod
+    def of_the_class(cls, x: Tensor) -> Tensor:
         return x
 
 

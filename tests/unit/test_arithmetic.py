@@ -90,6 +90,56 @@ def test_what_is_changed_later_is_seen(change: Callable[[Any], object]) -> None:
     assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
 
 
+def looks_at_parts(self: Any, x: Tensor) -> Tensor:
+    for i in range(len(self.layers)):
+        x = self.layers[i](x) * self.scale_of_all
+    for _ in range(self.count):
+        x = self.turned(x)
+    return F.linear(x, self.w1.weight) * len(self.norms) * self.w1.in_features
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch, module: patch.setattr(builtins, "len", lambda x: x.__len__()),
+        lambda patch, module: patch.setattr(builtins, "range", lambda *numbers, same=range: same(*numbers)),
+        lambda patch, module: patch.setattr(nn.ModuleList, "__len__", lambda self: 0),
+        lambda patch, module: patch.setattr(nn.Sequential, "__getitem__", lambda self, i: module.wait),
+        lambda patch, module: patch.setattr(type(module), "turned", wait),  # which takes the module now
+        lambda patch, module: patch.setattr(type(module), "turned", staticmethod(wait)),
+        lambda patch, module: patch.setattr(type(module), "scale_of_all", property(lambda self: wait)),
+        lambda patch, module: patch.delattr(Expert, "scale_of_all"),
+        lambda patch, module: patch.setattr(module, "scale_of_all", [2.0]),
+        lambda patch, module: patch.setattr(module, "count", torch.tensor(2)),
+        lambda patch, module: patch.setattr(
+            type(module), "count", property(lambda self: wait), raising=False
+        ),
+        lambda patch, module: patch.setattr(module, "norms", nn.ModuleDict()),
+        lambda patch, module: patch.setattr(type(module), "norms", [wait], raising=False),
+        lambda patch, module: patch.setattr(module.w1, "in_features", [4]),
+        lambda patch, module: patch.setattr(nn.Linear, "weight", wait, raising=False),
+        lambda patch, module: patch.delattr(module.w1, "weight"),
+        lambda patch, module: patch.setattr(type(module), "w1", nn.Identity(), raising=False),
+    ],
+)
+def test_what_is_changed_later_of_numbers_lists_and_parts_is_seen(
+    change: Callable[[pytest.MonkeyPatch, Any], None],
+) -> None:
+    module = expert_with(looks_at_parts)
+    assert only_computes(module)
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch, module)
+        are_known = only_computes(module)
+    assert not are_known
+
+
+def test_a_static_method_may_become_one_that_takes_the_module() -> None:
+    module = expert_with(looks_at_parts)
+    assert only_computes(module)
+    type(module).turned = vars(Expert)["turned"].__func__
+    assert not only_computes(module)
+
+
 class Special(Tensor):
     """A tensor whose operators may do anything."""
 

@@ -86,10 +86,51 @@ def calls_functions_of_its_file(self: Any, x: Tensor) -> Tensor:
     return self.w2(torch.cat([y, split_and_gate(self.w3(x), 2)], dim=-1))
 
 
+def asks_what_it_is(self: Any, x: Tensor) -> Any:
+    if self.kind == "relu":
+        return F.relu(x)
+    if self.kind in ("gelu", "gelu_new") and not isinstance(x, str):
+        return F.gelu(x) * self.scale_of_all
+    raise ValueError(f"expected relu or gelu, got {self.kind}")
+
+
+def looks_at_a_weight(self: Any, x: Tensor) -> Any:
+    """As the experts of `transformers`' Switch."""
+    y = F.linear(x, self.w1.weight, self.w1.bias)
+    if isinstance(self.w2.weight, torch.Tensor) and y.dtype != self.w2.weight.dtype != torch.int8:
+        y = y.to(self.w2.weight.dtype)
+    return self.w2(y) / self.w2.in_features
+
+
+def takes_what_the_class_has(self: Any, x: Tensor) -> Tensor:
+    return x * self.scale_of_all
+
+
+def calls_a_static_method(self: Any, x: Tensor) -> Any:
+    return self.turned(x) + x
+
+
+def gives_shapes(self: Any, x: Tensor) -> Any:
+    y = self.w1(x).reshape(*x.shape[:-1], 2, -1)
+    return y.view(*y.shape[:1], 8) + max(len(x), abs(-2)) * float(self.count) + min(1, int(2.5))
+
+
+def returns_two_by_name(self: Any, x: Tensor) -> Any:
+    named = {"x": x.sin(), "y": self.w1(x)}
+    return named["y"], named
+
+
+def returns_one_by_name(self: Any, x: Tensor) -> Any:
+    return {"y": self.w1(x)}
+
+
 ARITHMETIC = [
     *(swiglu, residual, rms_norm, gated, with_a_branch, imported_by_name, two_results, with_arguments),
     *(names_numbers, calls_methods, asserts, in_one_expression, with_what_may_not_be_there),
     *(takes_more, calls_a_method_with_a_number_by_default, calls_functions_of_its_file),
+    *(asks_what_it_is, looks_at_a_weight, calls_a_static_method, gives_shapes, returns_one_by_name),
+    returns_two_by_name,
+    takes_what_the_class_has,
 ]
 
 
@@ -192,8 +233,62 @@ def calls_a_method_with_a_default(self: Any, x: Tensor) -> Any:
     return self.change(x)
 
 
-def calls_a_static_method(self: Any, x: Tensor) -> Any:
-    return self.of_nobody(x)
+def calls_a_static_method_that_waits(self: Any, x: Tensor) -> Any:
+    return self.wait_of_nobody(x)
+
+
+def calls_a_class_method(self: Any, x: Tensor) -> Any:
+    return self.of_the_class(x)
+
+
+def calls_what_the_class_has(self: Any, x: Tensor) -> Any:
+    self.wait_of_all()
+    return x
+
+
+def asks_for_what_a_part_does_not_have(self: Any, x: Tensor) -> Any:
+    return x * self.w1.shift
+
+
+def takes_what_a_part_may_do(self: Any, x: Tensor) -> Any:
+    forward = self.w1.forward
+    return forward(x)
+
+
+def calls_a_method_of_a_part(self: Any, x: Tensor) -> Any:
+    return self.w1.extra_repr(), x
+
+
+def gives_by_any_name(self: Any, x: Tensor) -> Any:
+    return x.add(*(x,), **{"out": x})  # noqa: PIE804
+
+
+def gives_by_a_name(self: Any, x: Tensor) -> Any:
+    return x.add(*(x,), out=x)
+
+
+def gives_any_number_to_a_function(self: Any, x: Tensor) -> Any:
+    return F.silu(*(x, True))
+
+
+def raises_an_error_of_its_own(self: Any, x: Tensor) -> Any:
+    if self.count > 2:
+        raise MyError(x)
+    return x.sin()
+
+
+class MyError(Exception):
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        wait(x)
+
+
+def names_another_of_pythons(self: Any, x: Tensor) -> Any:
+    return getattr(x, "add_")(1)  # noqa: B009
+
+
+def opens_a_file(self: Any, x: Tensor) -> Any:
+    return open("/dev/null"), x
 
 
 def calls_a_method_without_self(self: Any, x: Tensor) -> Any:
@@ -211,10 +306,6 @@ def takes_a_method(self: Any, x: Tensor) -> Any:
 
 def takes_a_property(self: Any, x: Tensor) -> Tensor:
     return x @ self.of_class
-
-
-def takes_what_the_class_has(self: Any, x: Tensor) -> Tensor:
-    return x * self.scale_of_all
 
 
 def takes_a_part(self: Any, x: Tensor) -> Tensor:
@@ -381,8 +472,11 @@ MORE = [
     calls_with_any_number,
     *(waits, calls_what_waits, calls_what_is_in_a_list, calls_its_argument, calls_a_method_that_waits),
     *(calls_a_method_that_calls_one, calls_a_method_that_calls_itself, calls_itself),
-    *(calls_a_static_method, calls_a_method_with_a_default, calls_a_method_of_modules, takes_a_method),
-    *(names_a_function, takes_a_property, takes_what_the_class_has, takes_a_part, asks_a_part),
+    *(calls_a_static_method_that_waits, calls_a_class_method, calls_what_the_class_has),
+    *(calls_a_method_with_a_default, calls_a_method_of_modules, takes_a_method),
+    *(names_a_function, takes_a_property, takes_a_part, asks_a_part, asks_for_what_a_part_does_not_have),
+    *(takes_what_a_part_may_do, calls_a_method_of_a_part, gives_by_any_name, gives_by_a_name),
+    *(gives_any_number_to_a_function, raises_an_error_of_its_own, names_another_of_pythons, opens_a_file),
     *(gives_itself_behind_another, becomes_another),
     *(takes_a_function, has_another_name, may_be_itself, may_be_torch, gives_itself, has_a_function),
     *(changes_in_place, changes_by_a_method, changes_by_an_argument, changes_an_element),

@@ -44,7 +44,44 @@ def loops_and_calls_methods(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-ARITHMETIC = [loops_over_parts, loops_over_two_lists, counts_parts, loops_and_calls_methods]
+def loops_over_some_parts(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers[:-1]:
+        x = torch.relu(layer(x))
+    return self.layers[-1](x)
+
+
+def is_no_last_part(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers[0:], start=1):
+        x = layer(x)
+        if i < len(self.layers):
+            x = F.relu(x)
+    return x
+
+
+def loops_so_often(self: Any, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x.sin() + self.layers[0](x)
+    return x
+
+
+def loops_as_often_as_a_number_says(self: Any, x: Tensor) -> Tensor:
+    for i in range(1, self.count + 1):
+        x = self.w2(self.w1(x)) * i
+    return x
+
+
+def takes_each_part_by_its_number(self: Any, x: Tensor) -> Tensor:
+    for i in range(len(self.layers)):
+        x = self.norms[i](self.layers[i](x))
+    for i in range(len(self.layers) - 1):
+        x = x.sin() * i
+    return x
+
+
+ARITHMETIC = [
+    *(loops_over_parts, loops_over_two_lists, counts_parts, loops_and_calls_methods, loops_over_some_parts),
+    *(is_no_last_part, loops_so_often, loops_as_often_as_a_number_says, takes_each_part_by_its_number),
+]
 
 
 @pytest.mark.parametrize("forward", ARITHMETIC)
@@ -52,10 +89,62 @@ def test_a_forward_that_loops_over_parts_is_called_in_turn_and_means_the_loop(fo
     assert_means_the_loop(forward)
 
 
-def loops(self: Any, x: Tensor) -> Tensor:
-    for _ in range(3):
+def loops_as_often_as_it_is_told(self: Any, x: Tensor, depth: int = 3) -> Tensor:
+    for _ in range(depth):
         x = x.sin()
     return x
+
+
+def loops_as_often_as_something_says(self: Any, x: Tensor) -> Tensor:
+    for _ in range(self.eps):
+        x = x.sin()
+    return x
+
+
+def loops_over_so_many_elements(self: Any, x: Tensor) -> Tensor:
+    for i in range(len(x)):
+        x = x + x[i]
+    return x
+
+
+def loops_within_numbers(self: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        for _ in range(3):
+            x = x.sin()
+    return x
+
+
+def loops_over_the_parts_of_one(self: Any, x: Tensor) -> Tensor:
+    for layer in self.norms[1]:
+        x = layer(x)
+    return x
+
+
+def asks_a_part_with_a_number(self: Any, x: Tensor) -> Any:
+    return self.layers[0].split(x)
+
+
+def returns_a_part_with_a_number(self: Any, x: Tensor) -> Any:
+    return self.layers[0], x
+
+
+def keeps_a_part_with_a_number(self: Any, x: Tensor) -> Any:
+    layer = self.layers[0]
+    return layer(x)
+
+
+def takes_a_part_by_what_is_in_a_list(self: Any, x: Tensor) -> Any:
+    return self.in_a_list[0](x)
+
+
+def takes_a_part_by_a_part(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = self.norms[layer](x)
+    return x
+
+
+def measures_a_list(self: Any, x: Tensor) -> Any:
+    return x * len(self.in_a_list)
 
 
 def loops_until(self: Any, x: Tensor) -> Tensor:
@@ -192,7 +281,11 @@ def comprehends_parts(self: Any, x: Tensor) -> Any:
 
 
 MORE = [
-    *(loops, loops_until, comprehends, loops_over_its_input, loops_over_a_list, loops_over_one_part),
+    *(loops_as_often_as_it_is_told, loops_as_often_as_something_says, loops_over_so_many_elements),
+    *(loops_within_numbers, loops_over_the_parts_of_one, asks_a_part_with_a_number),
+    *(returns_a_part_with_a_number, keeps_a_part_with_a_number, takes_a_part_by_what_is_in_a_list),
+    *(takes_a_part_by_a_part, measures_a_list),
+    *(loops_until, comprehends, loops_over_its_input, loops_over_a_list, loops_over_one_part),
     *(loops_over_what_a_method_gives, loops_over_one_of_two, loops_within_a_loop),
     *(loops_within_a_methods_loop, asks_what_it_loops_over, returns_what_it_loops_over),
     *(gives_what_it_loops_over, keeps_what_it_loops_over, loops_over_pairs, counts_what_it_calls),
