@@ -83,6 +83,29 @@ class Layered(nn.Module):
         return x
 
 
+class Asking(nn.Module):
+    """A class of a user's that asks for its kind, a weight's dtype, and its layers by their numbers."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)])
+        self.out, self.kind = nn.Linear(d_model, d_model), "gelu"
+
+    def activate(self, x: Tensor) -> Tensor:
+        if self.kind == "relu":
+            return F.relu(x)
+        if self.kind in ("gelu", "gelu_new"):
+            return F.gelu(x)
+        raise ValueError(f"expected relu or gelu, got {self.kind!r}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(len(self.layers)):
+            x = self.activate(self.layers[i](x))
+        if isinstance(self.out.weight, Tensor) and x.dtype != self.out.weight.dtype != torch.int8:
+            x = x.to(self.out.weight.dtype)
+        return self.out(x)
+
+
 class Recurrent(nn.Module):
     """One operator for each token of a sequence, after the one before."""
 
@@ -117,6 +140,7 @@ SIZES = {
     "large": Size(4, (1024,), 1024, 4096),
     "tiny, own class": Size(32, (8,), 32, 64, repeats=20, make=Gated),
     "tiny, layers": Size(32, (8,), 32, 64, repeats=20, make=Layered),
+    "tiny, asking": Size(32, (8,), 32, 64, repeats=20, make=Asking),
     "tiny, cells": Size(32, (8,), 32, 32, repeats=20, make=nn.GRUCell),
     "transformer": Size(8, (8, 64), 128, 512, make=transformer),
     "recurrent": Size(8, (8, 64), 256, 256, make=Recurrent),

@@ -16,7 +16,8 @@ So a map is made as the loop that it means, if each of its calls is small, large
    draw for a dropout have random numbers of their own, as on threads;
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
    classes;
-3. no group of the module's makes its calls (`grouping`).
+3. it changes nothing in place, but what a part before has made (`_changes_its_own`);
+4. no group of the module's makes its calls (`grouping`).
 
 What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
 torch's own classes are computed without it: of tiny experts a loop spends an eighth of its forward there. Where
@@ -64,6 +65,10 @@ ONLY_COMPUTE: Mapping[type, int] = {
     **dict.fromkeys([nn.LeakyReLU, nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU], 0),
     **dict.fromkeys([nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh, nn.Dropout], 0),
 }
+
+# Those which may return what they are given, or a view of it.
+_PASS_ON = frozenset([nn.Dropout, nn.Flatten, nn.Identity, nn.Unflatten])
+_HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential])
 
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_forward_hooks,
@@ -246,7 +251,8 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
     """
     num_parameters = num_in_buffers = num_read = 0
     num_times = 1
-    draws = reshapes = False
+    draws = reshapes = takes_single_parts = False
+    in_place: list[Any] = []
     parts = [module]
     for part in parts:  # which grows
         kind = type(part)
@@ -261,6 +267,7 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
                     return None
                 draws, reshapes = draws or reading.draws, reshapes or reading.reshapes
                 num_read += 1
+                takes_single_parts = takes_single_parts or bool(reading.looped or reading.listed)
                 if reading.has_loops:
                     num_rounds, num_uses = reading.rounds(part)
                     num_read += num_rounds
@@ -272,8 +279,10 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
         elif kind is nn.Dropout:
             draws = draws or part.training
         own = part.__dict__
-        if "forward" in own or "_call_impl" in own or own.get("inplace") or "_modules" not in own:
+        if "forward" in own or "_call_impl" in own or "_modules" not in own:
             return None
+        if own.get("inplace"):
+            in_place.append(part)
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
             return None
         if own["_backward_hooks"] or own["_backward_pre_hooks"]:
@@ -291,9 +300,33 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
             parts += children.values()
             if len(parts) > MOST_PARTS:
                 return None
+    if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
+        return None
     least = size.fewest_rows * max(num_parameters, size.width)
     most = size.num_rows * max(num_parameters, size.width)
     if num_read:
         widest = max(size.num_elements, size.width**2 if reshapes else 0)
         most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read) * num_times
     return _Work(least, most, draws)
+
+
+def _changes_its_own(parts: Sequence[Any], in_place: Sequence[Any]) -> bool:
+    """Whether parts that change what they are given, such as `nn.ReLU(inplace=True)`, change what only the call has.
+
+    That is what a part before made, one after the other in a `Sequential`: what is changed there is nobody else's.
+    """
+    changing = set(map(id, in_place))
+    if id(parts[0]) in changing:
+        return False
+    for parent in parts:
+        is_its_own = False
+        for part in parent._modules.values():
+            kind = type(part)
+            if id(part) in changing:
+                if type(parent) is not nn.Sequential or not is_its_own:
+                    return False
+            elif kind not in ONLY_COMPUTE or kind in _HOLD_OTHERS:
+                is_its_own = False
+            elif kind not in _PASS_ON:
+                is_its_own = True
+    return True

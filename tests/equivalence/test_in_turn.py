@@ -187,6 +187,78 @@ def test_what_may_do_more_than_compute_gets_a_thread(make: Callable[[], Any]) ->
     assert not is_made_in_turn(make())
 
 
+class InLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+
+
+class TakesThePartByItself(InLists):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.layers[1](x)
+
+
+class LoopsOverThem(InLists):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer(x)
+        return x
+
+
+class CallsThem(InLists):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.layers(x)
+
+
+def in_two_places() -> nn.Module:
+    activation = nn.ReLU(inplace=True)
+    return nn.Sequential(nn.Linear(4, 4), activation, nn.Sequential(activation))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ELU(inplace=True)),
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.5), nn.Flatten(), nn.SiLU(inplace=True)),
+        lambda: nn.Sequential(nn.Identity(), nn.Sequential(nn.GELU(), nn.Dropout(0.5, inplace=True))),
+        CallsThem,
+    ],
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_what_a_call_itself_has_made_it_may_change_in_place(
+    make: Callable[[], nn.Module], is_training: bool
+) -> None:
+    modules = [make().train(is_training) for _ in range(NUM_CALLS)]
+
+    def program(apply: Any) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        torch.manual_seed(1)
+        ys = apply(modules, [(x,)] * NUM_CALLS)
+        wanted = [x, *nn.ModuleList(modules).parameters()]
+        return [*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), wanted), x.detach()]
+
+    assert all(is_made_in_turn(module) for module in modules)
+    on_threads = program(lambda modules, args: parallel_apply([m.__call__ for m in modules], args))
+    for mine, same in zip(program(parallel_apply), on_threads, strict=True):
+        torch.testing.assert_close(mine, same)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.0), nn.Flatten(), nn.ReLU(inplace=True)),
+        lambda: nn.Sequential(nn.Sequential(), nn.ReLU(inplace=True)),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True))),
+        in_two_places,
+        TakesThePartByItself,
+        LoopsOverThem,
+    ],
+)
+def test_what_may_change_its_input_in_place_gets_a_thread(make: Callable[[], nn.Module]) -> None:
+    assert not is_made_in_turn(make())
+
+
 def test_hooks_on_all_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_made_in_turn(expert())
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
