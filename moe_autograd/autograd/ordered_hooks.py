@@ -14,7 +14,8 @@ Rule 3. The hook sees a tensor later than natively. If it was changed in place m
         raises, as it does where there are no hooks; where nobody asks for it, nothing is wrong.
 Rule 4. A tensor that is asked for before its turn (by a backward inside a forward) meets the hooks at once, except
         those of `torch.utils.checkpoint`, which count: these see it in its turn, and it comes back as it is.
-Rule 5. A result that was saved leads back to the node that holds its box, and nobody would find the two. So a box whose
+Rule 5. What a hook draws for a call's tensors comes from the call's own stream, whichever thread packs them.
+Rule 6. A result that was saved leads back to the node that holds its box, and nobody would find the two. So a box whose
         turn never comes, as a call has failed or a hook has had enough (checkpoint's early stop), cuts it off.
 
 Threads: `of` is used by the thread that runs the call; hooks never run at the same time as each other.
@@ -30,6 +31,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_autograd._random import running
 
 
 class Box:
@@ -62,7 +65,7 @@ class Box:
             )
 
     def cut_off(self) -> None:
-        """Keep the tensor without its history, since its turn will never come (Rule 5)."""
+        """Keep the tensor without its history, since its turn will never come (Rule 6)."""
         if not self._is_packed:
             self._packed = self._packed.detach()
 
@@ -98,7 +101,7 @@ class OrderedHooks:
         self._boxes: list[list[weakref.ref[Box]]] = [[] for _ in range(num_calls)]
         self.is_counting = counts(pack)
         self._lock = threading.RLock()  # a recomputation packs while it unpacks
-        self._has_ended = [False] * num_calls
+        self._streams: list[int | None] = [None] * num_calls  # of those that have ended
         self._num_packed = 0  # calls, from the first on
         self._has_failed = False
 
@@ -118,8 +121,8 @@ class OrderedHooks:
             self._end(index)
         except BaseException:
             self._has_failed = True
-            for i, has_ended in enumerate(self._has_ended):
-                if has_ended or i == index:
+            for i, stream in enumerate(self._streams):
+                if stream is not None or i == index:
                     self._cut_off(i)
             raise
         if self._has_failed:
@@ -127,16 +130,27 @@ class OrderedHooks:
 
     def _end(self, index: int) -> None:
         """Note that a call has ended; pack what calls have saved before which all have ended (Rule 1)."""
+        own = running.index
         with self._lock:
-            self._has_ended[index] = True
-            while self._num_packed < len(self._boxes) and self._has_ended[self._num_packed]:
-                turn, self._num_packed = self._num_packed, self._num_packed + 1
-                boxes = self._waiting[turn]
-                for box in boxes:
-                    box.pack()
-                # A call that ended early has the list of references. The other goes with each node, as `put` does.
-                self._boxes[turn] += [weakref.ref(box) for box in boxes]
-                boxes.clear()
+            self._streams[index] = own
+            try:
+                while self._num_packed < len(self._boxes):
+                    turn = self._num_packed
+                    stream = self._streams[turn]
+                    if stream is None:
+                        break
+                    running.index, self._num_packed = stream, turn + 1
+                    self._pack_those_of(turn)
+            finally:
+                running.index = own
+
+    def _pack_those_of(self, index: int) -> None:
+        boxes = self._waiting[index]
+        for box in boxes:
+            box.pack()
+        # A call that ended early has the list of references. The other goes with each node, as `put` does.
+        self._boxes[index] += [weakref.ref(box) for box in boxes]
+        boxes.clear()
 
     def _cut_off(self, index: int) -> None:
         boxes = self._waiting[index]

@@ -368,3 +368,39 @@ def test_random_numbers_like_a_nested_tensor(draw: Any, dtype: torch.dtype | Non
     assert first.values().unique().numel() > 500
     assert not first.values().equal(second.values())
     assert first.values().equal(again[0].values())
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_a_saved_tensor_hook_draws_for_each_call_from_that_calls_stream(first_to_end: int) -> None:
+    """Though the thread of the call that ends last packs what the others have saved."""
+    has_ended = threading.Event()
+
+    def call(x: Tensor, index: int) -> Tensor:
+        y = x.sin() * torch.rand(2)
+        if index != first_to_end:
+            assert has_ended.wait(PATIENCE_S)
+        return y
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor, index: int) -> Tensor:
+            return call(x, index)
+
+    def end(module: nn.Module, args: Any, y: Any) -> None:
+        if args[1] == first_to_end:
+            has_ended.set()
+
+    def rounded(x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    modules, x = [Calls(), Calls()], torch.ones(2, requires_grad=True)
+    modules[first_to_end].register_forward_hook(end)
+
+    def draw(args: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(rounded, lambda packed: packed):
+            ys = parallel_apply(modules, args)
+        return [*ys, *[torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in ys], torch.rand(2)]
+
+    in_order = draw([(x, first_to_end), (x, first_to_end)])  # neither waits
+    has_ended.clear()
+    assert all(map(torch.equal, draw([(x, 0), (x, 1)]), in_order))
