@@ -13,6 +13,7 @@ of it is of one moment: between updates, never during one.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         for place_of_grad, grad in enumerate(entry.grads):
             if grad is not None:
                 tensors[f"gathered.{client}.{place_of_grad}"] = grad
-    (groups, schedule), (built_groups, built_schedule) = trainer.training.settings(), trainer.built_with
+    groups, schedule = trainer.training.settings()
+    built_groups, built_schedule = trainer.training.built_with
     return tensors, {
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,
@@ -149,25 +151,30 @@ def _schedule_class(trainer: Trainer) -> str | None:
 
 def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     optimizer, schedule, plain = trainer.training.optimizer, trainer.training.schedule, snapshot.plain
-    state: dict[int, dict[str, Any]] = {}
-    for name, tensor in _group(snapshot.tensors, "optimizer").items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = tensor
-    for name, value in plain["optimizer_scalars"].items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    groups, schedule_state = copy.deepcopy(trainer.training.built_with)
+    if plain["schedule_class"] == _schedule_class(trainer):  # otherwise rates begin as configured now
+        schedule_state |= plain["schedule"]
+        for group, changed in zip(groups, plain["groups"], strict=True):
+            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
+    for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
+        group["params"] = own["params"]
+    optimizer.load_state_dict({"state": _state_of_optimizer(snapshot), "param_groups": groups})
     _add_state_of_new_settings(optimizer)
     for parameter, own in optimizer.state.items():  # saved contiguous
         own.update({k: laid_out_like(parameter, v) for k, v in own.items() if _is_of_shape(v, parameter)})
-    if plain["schedule_class"] == _schedule_class(trainer):  # otherwise rates begin as configured now
-        if schedule is not None:
-            schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
-        for group, changed in zip(optimizer.param_groups, plain["groups"], strict=True):
-            for key, value in changed.items():
-                group[key] = tuple(value) if isinstance(value, list) else value
+    if schedule is not None:
+        schedule.load_state_dict(schedule_state)
     trainer.num_updates = int(plain["num_updates"])
     _restore_gathered(trainer, snapshot)
+
+
+def _state_of_optimizer(snapshot: Snapshot) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    saved = _group(snapshot.tensors, "optimizer") | snapshot.plain["optimizer_scalars"]
+    for name, value in saved.items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    return state
 
 
 def _is_of_shape(value: Any, parameter: Tensor) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,10 +40,14 @@ from moe_autograd.wire.status import told
 
 logger = logging.getLogger(__name__)
 
+Settings = tuple[list[dict[str, Any]], dict[str, Any]]  # of the optimizer's groups, and of the schedule
+
 
 @dataclass(frozen=True)
 class Training:
     """How an expert is trained.
+
+    Made with the optimizer, and used by every server that hosts the expert after: `built_with` is what was set then.
 
     Args:
         optimizer: made of the expert's parameters.
@@ -60,8 +64,12 @@ class Training:
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
     clip_grad_value: float | None = None
     clip_grad_norm: float | None = None
+    built_with: Settings = field(init=False, repr=False, compare=False)
 
-    def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "built_with", self.settings())
+
+    def settings(self) -> Settings:
         """Return a copy of what is set in the optimizer's groups, and of the schedule's state (empty without one)."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -97,7 +105,6 @@ class Trainer:
         self.name = name
         self.parameters = parameters
         self.training = training
-        self.built_with = training.settings()
         self.gathered = GatheredGradients(budget, max_age_s)
         self.num_updates = 0
         self._after_update = after_update
