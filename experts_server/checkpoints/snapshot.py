@@ -121,6 +121,7 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
             for client, entry in gathered.items()
         },
         "schedule_class": _schedule_class(trainer),
+        "schedule_has_ended": trainer.schedule_end is not None,
         "schedule": _changed(f"{place}.schedule", schedule, built_schedule),
         "groups": [
             _changed(f"{place}, group", group, built)
@@ -152,7 +153,8 @@ def _schedule_class(trainer: Trainer) -> str | None:
 def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     optimizer, schedule, plain = trainer.training.optimizer, trainer.training.schedule, snapshot.plain
     groups, schedule_state = copy.deepcopy(trainer.training.built_with)
-    if plain["schedule_class"] == _schedule_class(trainer):  # otherwise rates begin as configured now
+    goes_on = plain["schedule_class"] == _schedule_class(trainer)  # otherwise rates begin as configured now
+    if goes_on:
         schedule_state |= plain["schedule"]
         for group, changed in zip(groups, plain["groups"], strict=True):
             group |= {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
@@ -164,6 +166,8 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
         own.update({k: laid_out_like(parameter, v) for k, v in own.items() if _is_of_shape(v, parameter)})
     if schedule is not None:
         schedule.load_state_dict(schedule_state)
+    if goes_on and plain.get("schedule_has_ended"):  # as far as it was configured then
+        trainer.step_schedule()
     trainer.num_updates = int(plain["num_updates"])
     _restore_gathered(trainer, snapshot)
 

@@ -108,7 +108,7 @@ class Trainer:
         self.gathered = GatheredGradients(budget, max_age_s)
         self.num_updates = 0
         self._after_update = after_update
-        self._schedule_end: str | None = None  # what the schedule raised
+        self.schedule_end: str | None = None  # what the schedule raised
 
     def __repr__(self) -> str:
         gathering = f"{len(self.gathered)} gathering"
@@ -180,10 +180,10 @@ class Trainer:
         """Apply one update; a parameter without a gradient is skipped, as in torch."""
         if all(grad is None for grad in grads):
             return
-        if self._schedule_end is not None:
+        if self.schedule_end is not None:
             raise ExpertFailedError(
                 f"expert {self.name!r}: expected a schedule that goes on, got one that ended with update "
-                f"{self.num_updates} ({self._schedule_end}). Nothing was changed. Configure a longer one."
+                f"{self.num_updates} ({self.schedule_end}). Nothing was changed. Configure a longer one."
             )
         if self.training.clip_grad_value is not None:
             grads = clipped_to_value(grads, self.training.clip_grad_value)
@@ -204,14 +204,17 @@ class Trainer:
             torch.autograd.graph.increment_version(self.parameters)  # fused steps leave it
             self._after_update()
         self.num_updates += 1
-        self._step_schedule()
+        self.step_schedule()
 
-    def _step_schedule(self) -> None:
+    def step_schedule(self) -> None:
         """Go on to the next rate. Where there is none, this update has counted all the same; the next is refused."""
-        if self.training.schedule is None:
+        schedule = self.training.schedule
+        if schedule is None:
             return
+        place = schedule.last_epoch
         try:
-            self.training.schedule.step()
+            schedule.step()
         except Exception as error:  # `OneCycleLR` raises after `total_steps`
-            self._schedule_end = told(error)
+            schedule.last_epoch = place  # this step is to come yet: after a restart a longer one may make it
+            self.schedule_end = told(error)
             logger.error("expert %r: its schedule has ended: %s", self.name, error)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from experts_server.checkpoints.snapshot import take
 from experts_server.configuration.config import OptimizerConfig
 from experts_server.hosting.training import Training
-from moe_autograd.errors import CheckpointError, GradientsLostError
+from moe_autograd.errors import CheckpointError, ExpertFailedError, GradientsLostError
 from tests.server.test_training import Client, D, hosted, restarted, sgd
 from tests.support.servers import tokens
 
@@ -130,6 +130,47 @@ def test_a_schedule_of_another_class_begins_with_what_is_configured(tmp_path: Pa
     client.backward(tokens(4, D), tokens(4, D, seed=9))
     client.update("step")
     assert group["lr"] == 0.05
+
+
+def test_a_schedule_that_has_ended_is_over_after_a_restart_too_unless_it_is_longer_then(
+    tmp_path: Path,
+) -> None:
+    """Each restart let one more update through."""
+
+    def config(total_steps: int) -> OptimizerConfig:
+        return sgd(schedule={"name": "OneCycleLR", "args": {"max_lr": 0.3, "total_steps": total_steps}})
+
+    client = Client(hosted(config(3)))
+
+    def train() -> float:
+        client.update("zero_grad")
+        client.backward(tokens(4, D), tokens(4, D, seed=9))
+        client.update("step")
+        assert client.expert.training is not None
+        return float(client.expert.training.optimizer.param_groups[0]["lr"])
+
+    for _ in range(4):
+        train()
+    ended = {key: weight.clone() for key, weight in client.expert.module.state_dict().items()}
+    for _ in range(3):
+        client.expert = restarted(client.expert, config(3), tmp_path)
+        with pytest.raises(
+            ExpertFailedError, match=r"ended with update 4 .ValueError: .* Nothing was changed"
+        ):
+            train()
+    torch.testing.assert_close(client.expert.module.state_dict(), ended, rtol=0, atol=0)
+    client.expert = restarted(client.expert, config(20), tmp_path)
+    undisturbed = Client(hosted(config(20)))
+    assert undisturbed.expert.training is not None
+    schedule = undisturbed.expert.training.schedule
+    assert schedule is not None
+    rates = []
+    for _ in range(9):
+        undisturbed.expert.training.optimizer.step()
+        schedule.step()
+        rates += schedule.get_last_lr()
+    assert [train() for _ in range(5)] == rates[4:]
+    assert client.expert.num_updates == 9
 
 
 @pytest.mark.parametrize("has_stepped", [True, False])
