@@ -160,10 +160,10 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
             group |= {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
     for group, own in zip(groups, optimizer.state_dict()["param_groups"], strict=True):
         group["params"] = own["params"]
-    optimizer.load_state_dict({"state": _state_of_optimizer(snapshot), "param_groups": groups})
+    state = _state_of_optimizer(snapshot)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _undo_casts(optimizer, state)
     _add_state_of_new_settings(optimizer)
-    for parameter, own in optimizer.state.items():  # saved contiguous
-        own.update({k: laid_out_like(parameter, v) for k, v in own.items() if _is_of_shape(v, parameter)})
     if schedule is not None:
         schedule.load_state_dict(schedule_state)
     if goes_on and plain.get("schedule_has_ended"):  # as far as it was configured then
@@ -181,8 +181,20 @@ def _state_of_optimizer(snapshot: Snapshot) -> dict[int, dict[str, Any]]:
     return state
 
 
-def _is_of_shape(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
+def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Have values as they were saved: `load_state_dict` gives tensors the dtype of the weights, and texts another text.
+
+    It leaves the count of steps alone, which fused steps want as it makes it. Tensors were saved contiguous.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, saved in state.items():
+        parameter, own = parameters[index], optimizer.state[parameters[index]]
+        for key in saved.keys() & own.keys() - {"step"}:
+            value = saved[key]
+            if isinstance(value, Tensor):
+                value = value.to(own[key].device)
+                value = laid_out_like(parameter, value) if value.shape == parameter.shape else value
+            own[key] = value
 
 
 def _add_state_of_new_settings(optimizer: torch.optim.Optimizer) -> None:

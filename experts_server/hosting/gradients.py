@@ -65,7 +65,7 @@ def laid_out_like(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
     """
     if grad is None or grad.stride() == parameter.stride():
         return grad
-    return torch.empty_like(parameter).copy_(grad)
+    return torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
 def added(old: Gradients, new: Gradients) -> Gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from experts_server.checkpoints.snapshot import take
 from experts_server.configuration.config import OptimizerConfig
+from experts_server.hosting.building import build_training
 from experts_server.hosting.training import Training
 from moe_autograd.errors import CheckpointError, ExpertFailedError, GradientsLostError
 from tests.server.test_training import Client, D, hosted, restarted, sgd
@@ -25,21 +27,75 @@ OPTIMIZERS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_of_torch_goes_on_bit_by_bit_after_a_restart(name: str, tmp_path: Path) -> None:
-    config = OptimizerConfig(name=name, lr=0.01)
+class MasterWeights(torch.optim.Optimizer):
+    """Steps copies of the weights that are rounded less, and keeps what is no number beside them."""
 
-    def weights(restarts: bool) -> dict[str, Tensor]:
-        client = Client(expert := hosted(config))
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.001})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                master = parameter.detach().clone(memory_format=torch.preserve_format).float()
+                state |= {
+                    "master": master,
+                    "signs": torch.zeros_like(parameter, dtype=torch.int8),
+                    "note": "x",
+                }
+            state["signs"] += parameter.grad.sign().to(torch.int8)
+            state["master"] -= 0.001 * parameter.grad.float() + 0.0001 * state["signs"]
+            state["note"] += "x"
+            parameter.copy_(state["master"])
+
+
+def of_dtype(name: str, dtype: torch.dtype) -> Callable[[nn.Module], Training]:
+    """Return what trains an expert whose weights have a dtype, and of master weights a layout of their own."""
+
+    def make(module: nn.Module) -> Training:
+        module.to(dtype)
+        if name == "MasterWeights":
+            weight = module.get_parameter("up.weight")
+            weight.data = weight.data.t().contiguous().t()
+            return Training(MasterWeights(module.parameters()))
+        args = {"t0": 2, "lambd": 0.5} if name == "ASGD" else {}
+        training = build_training("e", module, OptimizerConfig(name=name, lr=0.01, args=args), "on_step")
+        assert training is not None
+        return training
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "MasterWeights"])
+def test_every_optimizer_goes_on_bit_by_bit_after_a_restart(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """State of another dtype than the weights', such as NAdam's `mu_product`, was rounded to theirs."""
+
+    def trained(restarts: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        client = Client(expert := hosted(of_dtype(name, dtype)))
         for step in range(6):
             if restarts and step == 3:
-                client.expert = restarted(expert, config, tmp_path)
+                client.expert = restarted(expert, of_dtype(name, dtype), tmp_path)
             client.update("zero_grad")
-            client.backward(tokens(4, D, seed=step), tokens(4, D, seed=9))
+            client.backward(tokens(4, D, seed=step).to(dtype), tokens(4, D, seed=9).to(dtype))
             client.update("step")
-        return client.expert.module.state_dict()
+        assert client.expert.training is not None
+        return client.expert.module.state_dict(), client.expert.training.optimizer.state_dict()
 
-    torch.testing.assert_close(weights(restarts=True), weights(restarts=False), rtol=0, atol=0)
+    (weights, optimizer), (expected, as_expected) = trained(restarts=True), trained(restarts=False)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    for index, state in as_expected["state"].items():
+        assert state.keys() == optimizer["state"][index].keys()
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(
+                    optimizer["state"][index][key], value, rtol=0, atol=0, check_stride=True
+                )
+            else:
+                assert optimizer["state"][index][key] == value
 
 
 @pytest.mark.parametrize(
