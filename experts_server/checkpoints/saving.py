@@ -6,12 +6,20 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
 
 from experts_server.checkpoints.checkpoint import CheckpointFolder
-from experts_server.checkpoints.snapshot import Snapshot, check_fits, restore, take
+from experts_server.checkpoints.snapshot import (
+    Snapshot,
+    check_fits,
+    differing_keys,
+    entries_in,
+    entries_of,
+    restore,
+    take,
+)
 from experts_server.configuration.config import ServingConfig
 from experts_server.queues.registry import Registry
 from moe_autograd.errors import CheckpointError
@@ -44,6 +52,7 @@ class Saver:
         self._registry = registry
         self._config = config
         self._folder: CheckpointFolder | None = None
+        self._entries: dict[str, dict[str, str]] = {}  # of each expert's module, when it was built
         self._is_saving = asyncio.Lock()
         self._taking: asyncio.Future[list[Any]] | None = None
         self._is_ending = False
@@ -59,16 +68,17 @@ class Saver:
     def open(self) -> None:
         """Take the folder, once, and load its newest whole generation; if there is none, write the first.
 
-        So each expert has a state that was saved before, and what cannot be saved is known at once.
+        So each expert has a state that was saved before, and what cannot be saved, or loaded again, is known at once.
 
         Raises:
             CheckpointError: the folder cannot be used, no generation is whole, it does not fit what is hosted, or
-                what is hosted cannot be saved.
+                what is hosted cannot be saved, or not be loaded again.
         """
         if self._config.checkpoint_dir is None or self._folder is not None:
             return
         self._folder = CheckpointFolder(self._config.checkpoint_dir, self._config.keep_checkpoints)
         self._folder.remove_leftovers()
+        self._entries = {name: entries_of(queue.hosted) for name, queue in self._registry.items()}
         newest = self._folder.read_newest()
         if newest is None:
             logger.info("began with %s", self._folder.write(self._first_snapshots()))
@@ -91,7 +101,11 @@ class Saver:
     def _first_snapshots(self) -> Iterator[Snapshot]:
         for queue in self._registry.values():
             with queue.hosted.in_memory(for_update=True):
-                yield take(queue.hosted)
+                snapshot = take(queue.hosted)
+                restore(
+                    queue.hosted, snapshot
+                )  # it is that already: else the next start would be the first to know
+                yield snapshot
 
     async def start(self) -> None:
         """Start its thread."""
@@ -171,10 +185,23 @@ class Saver:
                     taken[expert] = await self.in_thread(_saved_before, folder, expert, timeout_s, goes_on)
                 elif isinstance(result, BaseException):
                     raise CheckpointError(f"server: expected a copy of each expert, got {result}") from result
+            self._tell_of_new_entries(taken)
             name = await self._written(folder, list(taken.values()))
             self._saved_at = self._clock()
             logger.info("saved %s", name)
             return name
+
+    def _tell_of_new_entries(self, taken: Mapping[str, Snapshot]) -> None:
+        """Tell of modules that have come to entries of `state_dict` that they do not have when they are built."""
+        for expert, snapshot in taken.items():
+            differing = differing_keys(self._entries[expert], entries_in(snapshot))
+            if differing:
+                logger.error(
+                    "expert %r: its state_dict is not the one that it was built with (differing: %s), so no server "
+                    "starts from this checkpoint. Have its class make all entries when it is built.",
+                    expert,
+                    _some(differing),
+                )
 
     async def _written(self, folder: CheckpointFolder, snapshots: list[Snapshot]) -> str:
         """Write a generation; tell of a disk that is slow, or hangs, as nothing else would: a stop waits for it."""

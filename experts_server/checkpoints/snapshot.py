@@ -27,6 +27,7 @@ from experts_server.hosting.gradients import laid_out_like
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.training import Trainer
 from moe_autograd.errors import CheckpointError
+from moe_autograd.wire.status import told
 
 FORMAT = 3
 
@@ -75,12 +76,21 @@ def take(hosted: HostedExpert) -> Snapshot:
 
 
 def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
-    """Become what `take` saw, if it fits (`check_fits`); for a server that is not serving yet."""
-    weights = _group(snapshot.tensors, "weights")
-    with torch.no_grad():
-        hosted.module.load_state_dict(weights)
-    if hosted.trainer is not None:
-        _restore_training(hosted.trainer, snapshot)
+    """Become what `take` saw, if it fits (`check_fits`); for a server that is not serving yet.
+
+    Raises:
+        CheckpointError: the module or its optimizer does not load what it has saved.
+    """
+    try:
+        with torch.no_grad():
+            hosted.module.load_state_dict(_group(snapshot.tensors, "weights"))
+        if hosted.trainer is not None:
+            _restore_training(hosted.trainer, snapshot)
+    except Exception as error:  # whatever a user's module or optimizer raises
+        raise CheckpointError(
+            f"checkpoint of expert {hosted.name!r}: expected a module and an optimizer that load what they have saved, "
+            f"got {' '.join(told(error).split())}. Host it without checkpoint_dir."
+        ) from error
     if "random" in snapshot.tensors:
         hosted.caller.random.set_state(snapshot.tensors["random"])
     hosted.ledger.load_plain(snapshot.plain["ledger"])
@@ -242,15 +252,29 @@ def check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
             f"{len(there)} (differing: {', '.join(differing)}). Configure what was saved, or use another "
             "checkpoint_dir."
         )
-    configured = _shapes(hosted.module.state_dict())
-    found = _shapes(_group(snapshot.tensors, "weights"))
+    configured, found = entries_of(hosted), entries_in(snapshot)
     if configured != found:
-        differing = sorted(k for k in configured.keys() | found.keys() if configured.get(k) != found.get(k))
-        mine, saved = ({key: shapes.get(key) for key in differing[:4]} for shapes in (configured, found))
+        differing = differing_keys(configured, found)[:4]
+        mine, saved = ({key: entries.get(key) for key in differing} for entries in (configured, found))
         raise CheckpointError(
             f"checkpoint of expert {hosted.name!r}: expected weights {mine} as configured, got {saved}. "
-            "Configure what was saved, or use another checkpoint_dir."
+            "Configure what was saved, have its class make all entries when it is built, or use another checkpoint_dir."
         )
+
+
+def entries_of(hosted: HostedExpert) -> dict[str, str]:
+    """Return shape and dtype of each tensor that a checkpoint has to have of the module, by key."""
+    return _shapes(hosted.module.state_dict())
+
+
+def entries_in(snapshot: Snapshot) -> dict[str, str]:
+    """Return shape and dtype of each tensor that a snapshot has of the module, by key."""
+    return _shapes(_group(snapshot.tensors, "weights"))
+
+
+def differing_keys(some: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Return the keys of entries that are not the same on both sides."""
+    return sorted(key for key in some.keys() | others.keys() if some.get(key) != others.get(key))
 
 
 def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
