@@ -25,9 +25,9 @@ from torch import Tensor
 from experts_server.hosting.gathered import Gathered
 from experts_server.hosting.gradients import laid_out_like
 from experts_server.hosting.hosted import HostedExpert
+from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
 from moe_autograd.errors import CheckpointError
-from moe_autograd.wire.status import told
 
 FORMAT = 3
 
@@ -89,7 +89,7 @@ def restore(hosted: HostedExpert, snapshot: Snapshot) -> None:
     except Exception as error:  # whatever a user's module or optimizer raises
         raise CheckpointError(
             f"checkpoint of expert {hosted.name!r}: expected a module and an optimizer that load what they have saved, "
-            f"got {' '.join(told(error).split())}. Host it without checkpoint_dir."
+            f"got {in_one_line(error)}. Host it without checkpoint_dir."
         ) from error
     if "random" in snapshot.tensors:
         hosted.caller.random.set_state(snapshot.tensors["random"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from experts_server.hosting.hosted import HostedExpert
-from moe_autograd.errors import ConfigError, InvalidCallError
+from moe_autograd.errors import ConfigError, ExpertFailedError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.layouts import layout_of, mismatch, num_bytes
 from moe_autograd.wire.status import told
@@ -63,11 +64,34 @@ def check_state(name: str, layout: pb.StateLayout, state: Mapping[str, Tensor]) 
 
 
 def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.StateUpdate) -> int:
-    """Set the weights, once for each (client, sequence); kept graphs go, since they are of other weights."""
+    """Set all weights or none, once for each (client, sequence); kept graphs go, since they are of other weights.
+
+    Raises:
+        ExpertFailedError: the module does not take them.
+    """
     if hosted.ledger.find(update.client_id, update.sequence, update.settled_below) is None:
-        with torch.no_grad():
-            # all keys are there (`check_state`), but for what is no tensor: that has not travelled, and stays
-            hosted.module.load_state_dict(dict(state), strict=False)
-        hosted.kept.remove_graphs()
+        before = copy_state(hosted)
+        try:
+            _load(hosted, state)
+        except Exception as error:  # torch raises when it has set what it could
+            with contextlib.suppress(Exception):
+                _load(hosted, before)
+            raise ExpertFailedError(
+                f"state of expert {hosted.name!r}: expected a module that takes other weights, got "
+                f"{in_one_line(error)}. It has those from before."
+            ) from error
+        finally:
+            hosted.kept.remove_graphs()
         hosted.ledger.record(update.client_id, update.sequence, hosted.num_updates)
     return hosted.num_updates
+
+
+def _load(hosted: HostedExpert, state: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        # all keys are there (`check_state`), but for what is no tensor: that has not travelled, and stays
+        hosted.module.load_state_dict(dict(state), strict=False)
+
+
+def in_one_line(error: Exception) -> str:
+    """Return what `load_state_dict` raised, of which torch makes a list, as a part of a sentence."""
+    return " ".join(told(error).split()).rstrip(".")
