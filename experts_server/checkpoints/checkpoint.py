@@ -50,6 +50,7 @@ _DAMAGES = (OSError, ValueError, KeyError, TypeError, RecursionError, Safetensor
 # the other errors of a system (permissions, descriptors, a network) say nothing of what is on the disk
 _OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _GENERATION = re.compile(r"generation-(\d{8,})")
+_LEFTOVER = re.compile(r"(?:writing|removing)-(\d{8,})")
 
 
 class _Damaged(Exception):
@@ -123,9 +124,16 @@ class CheckpointFolder:
         return name
 
     def remove_leftovers(self) -> None:
-        """Remove what an interrupted save or removal has left."""
-        for pattern in ("writing-[0-9]*", "removing-[0-9]*"):
-            for path in self.folder.glob(pattern):
+        """Remove what an interrupted save or removal has left; what others have named alike is not ours.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        next_one = max(self.generations(), default=0) + 1
+        for found in self._found(_LEFTOVER):
+            if int(found[1]) <= next_one:
+                path = self.folder / found[0]
+                logger.info("removing %s, which an interrupted save or removal has left", path)
                 shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):  # it was a folder, and is gone
                     path.unlink()
@@ -145,14 +153,17 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the folder cannot be read.
         """
+        return sorted(int(found[1]) for found in self._found(_GENERATION))
+
+    def _found(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
         try:
-            found = [_GENERATION.fullmatch(path.name) for path in self.folder.iterdir()]
+            names = [path.name for path in self.folder.iterdir()]
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint_dir {str(self.folder)!r}: expected the folder that was opened, got {error.strerror!r}. "
                 "Put it back and save again."
             ) from error
-        return sorted(int(match[1]) for match in found if match)
+        return [*filter(None, map(pattern.fullmatch, names))]
 
     def read_newest_of(self, expert: str) -> tuple[str, Snapshot] | None:
         """Return the newest whole state of one expert, and the generation that holds it; `None` if there is none.

@@ -332,12 +332,14 @@ def test_a_server_whose_folder_was_removed_does_not_save_into_that_of_another_on
 def test_a_folder_that_cannot_be_looked_through_is_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(folder: Path, pattern: str) -> None:
+    def fail(folder: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
 
     with served(tmp_path) as server, WireClient(server.address) as client:
-        monkeypatch.setattr(Path, "glob", fail)
-        with pytest.raises(grpc.RpcError, match=r"expected a folder that takes .*, got 'Input/output error'"):
+        monkeypatch.setattr(Path, "iterdir", fail)
+        with pytest.raises(
+            grpc.RpcError, match=r"expected the folder that was opened, got 'Input/output error'"
+        ):
             client.save()
         monkeypatch.undo()
         assert client.save() == "generation-00000002"
@@ -353,7 +355,7 @@ def test_saving_without_a_folder_is_refused() -> None:
 def test_leftovers_of_an_interrupted_save_are_removed_at_the_start(tmp_path: Path) -> None:
     with served(tmp_path):
         pass
-    for name in ("writing-00000009", "removing-00000001"):
+    for name in ("writing-00000003", "removing-00000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("torn")
     with served(tmp_path):
