@@ -104,6 +104,8 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if not 0 <= options.seed < 1 << 62:  # as of a server
+        parser.error(f"argument --seed: expected 0 to {(1 << 62) - 1}, got {options.seed}")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)  # what is computed here is small: leave the cores to the servers
