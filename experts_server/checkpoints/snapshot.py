@@ -145,6 +145,8 @@ def _take_optimizer(place: str, optimizer: torch.optim.Optimizer) -> tuple[dict[
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for index, entries in optimizer.state_dict()["state"].items():
+        if not isinstance(index, int):
+            raise _cannot_hold(f"{place}, state {index!r}", entries, "state of parameters alone")
         for key, value in entries.items():
             if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):  # made of others
                 tensors[f"optimizer.{index}.{key}"] = value

@@ -62,6 +62,25 @@ def test_an_expert_that_does_not_load_what_it_saves_is_refused_at_the_first_star
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
+class WithStateOfItsOwn(torch.optim.SGD):
+    """Keeps what it counts beside the state of the parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["own"] = {"num_steps": 1}
+
+
+def test_state_that_is_of_no_parameter_is_refused_by_name_when_it_is_saved(tmp_path: Path) -> None:
+    """It was written, and the next start could not read it."""
+    server = served(tmp_path, {"e": nn.Linear(D, D)}, lambda p: WithStateOfItsOwn(p, lr=0.1)).start()
+    with WireClient(server.address) as client:
+        client.forward("e", tokens(2, D))
+        client.backward("e", torch.ones(2, D))
+        client.step()
+    with pytest.raises(CheckpointError, match="state 'own': expected state of parameters alone, got dict"):
+        server.stop()
+
+
 class Filled(nn.Linear):
     """Has one more entry after its first forward."""
 
