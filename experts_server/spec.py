@@ -1,20 +1,21 @@
 """What an expert takes: the check that every call passes before it can meet another's.
 
 What is certain about an expert (the built-in ones, a `torch.nn.Linear`, a `Sequential` that starts with one, a
-module with an `input_spec`) refuses a call up front. What is only likely (the first layer is a Linear, or one with a
-forward of its own) refuses nothing: it explains afterwards why the module raised, and keeps the call from being joined
-with others.
+module with an `input_spec`) refuses a call up front. What is only likely (the first layer is a Linear, but a forward of
+somebody's own or a hook comes before it) refuses nothing: it explains afterwards why the module raised, and keeps the
+call from being joined with others.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from moe_autograd.autograd.in_turn import is_watched
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.wire.specs import TensorSpec
@@ -27,7 +28,7 @@ class InputSpec:
     Args:
         dtype: the only one it takes; `None`: any.
         width: the size of the last dimension; `None`: any.
-        rank: the number of dimensions; `None`: two or more.
+        rank: the number of dimensions; `None`: one or more.
         is_certain: whether a call that does not fit is refused without asking the module.
     """
 
@@ -39,7 +40,7 @@ class InputSpec:
     @functools.cached_property
     def tensor(self) -> TensorSpec:
         """What clients are told, so that they can check their calls before anything travels."""
-        leading = (None,) * ((self.rank or 2) - 1)
+        leading = (None,) * ((self.rank or 1) - 1)
         return TensorSpec((*leading, self.width), self.dtype, may_have_more=self.rank is None)
 
     def mismatch(self, expert: str, inputs: Sequence[Tensor]) -> InvalidCallError | None:
@@ -53,25 +54,33 @@ def infer_spec(module: nn.Module) -> InputSpec:
     declared = getattr(module, "input_spec", None)
     if isinstance(declared, InputSpec):
         return declared
-    first, rank = module, None
-    if isinstance(module, FeedForwardExpert):
-        first, rank = module.up, 2
-    elif isinstance(module, SwiGLUExpert):
-        first, rank = module.gate, 2
-    while isinstance(first, nn.Sequential) and len(first) > 0:
-        first = first[0]
-    if isinstance(first, nn.Linear):
-        return _spec_of(first, rank)
+    return _certain_spec(module) or _likely_spec(module)
+
+
+def _certain_spec(module: nn.Module, rank: int | None = None) -> InputSpec | None:
+    """Return what a module takes whose input reaches a linear layer through no code but torch's and ours."""
+    forward = type(module).forward
+    if is_watched(module):
+        return None
+    if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
+        return InputSpec(_dtype_of(module), module.in_features, rank, is_certain=True)
+    if isinstance(module, FeedForwardExpert) and forward is FeedForwardExpert.forward:
+        return _certain_spec(module.up, 2)
+    if isinstance(module, SwiGLUExpert) and forward is SwiGLUExpert.forward:
+        return _certain_spec(module.gate, 2)
+    if forward is nn.Sequential.forward and (first := next(module.children(), None)) is not None:
+        return _certain_spec(first, rank)
+    return None
+
+
+def _likely_spec(module: nn.Module) -> InputSpec:
+    """Return what the first layer takes if it is linear; with a forward of its own, which may quantize, any dtype."""
     leaf = next((m for m in module.modules() if next(m.children(), None) is None), None)
-    if isinstance(leaf, nn.Linear):
-        return replace(_spec_of(leaf), is_certain=False)
-    return InputSpec()
+    if not isinstance(leaf, nn.Linear):
+        return InputSpec()
+    return InputSpec(_dtype_of(leaf) if type(leaf).forward is nn.Linear.forward else None, leaf.in_features)
 
 
-def _spec_of(layer: nn.Linear, rank: int | None = None) -> InputSpec:
-    """Return what a linear layer takes: with a forward of its own, which may quantize, of any dtype."""
-    if type(layer).forward is not nn.Linear.forward:
-        return InputSpec(None, layer.in_features, rank)
+def _dtype_of(layer: nn.Linear) -> torch.dtype | None:
     # Not `layer.weight`: where that is computed, a look at it goes on with the power iteration of a spectral norm.
-    dtypes = (p.dtype for p in layer.parameters() if p.is_floating_point() or p.is_complex())
-    return InputSpec(next(dtypes, None), layer.in_features, rank, is_certain=True)
+    return next((p.dtype for p in layer.parameters() if p.is_floating_point() or p.is_complex()), None)

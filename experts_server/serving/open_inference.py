@@ -311,7 +311,9 @@ def _datatype_of(hosted: HostedExpert) -> str:
 
 
 def _input_shape_of(hosted: HostedExpert) -> list[int]:
-    return list(hosted.spec.tensor.message().shape)
+    """Return the shape of its input; where that may have any number of dimensions, those of a batch of rows."""
+    spec = hosted.spec.tensor.message()
+    return [-1] * spec.may_have_more + list(spec.shape)
 
 
 def _output_shape_of(hosted: HostedExpert) -> list[int]:

@@ -79,4 +79,5 @@ class TensorSpec:
         num_more = len(self.shape) - len(_NAMES)
         names = ["any"] * num_more + [*_NAMES[max(0, -num_more) :]]
         sizes = [name if size is None else str(size) for name, size in zip(names, self.shape, strict=True)]
-        return f"({', '.join(['...'] * self.may_have_more + sizes)}{',' if len(sizes) == 1 else ''})"
+        shown = ["..."] * self.may_have_more + sizes
+        return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"

@@ -221,10 +221,10 @@ class TestInputsOfAnotherShape:
             (
                 "linear",
                 torch.ones(1, 5),
-                "expected shape (..., num_tokens, 4), got (1, 5) (dtype=torch.float32)",
+                "expected shape (..., 4), got (1, 5) (dtype=torch.float32)",
             ),
-            ("linear", torch.ones(4), "expected shape (..., num_tokens, 4), got (4,)"),
-            ("linear", torch.ones(()), "expected shape (..., num_tokens, 4), got ()"),
+            ("linear", torch.ones(3), "expected shape (..., 4), got (3,)"),
+            ("linear", torch.ones(()), "expected shape (..., 4), got ()"),
             ("ffn", torch.ones(2, 3, 4), "expected shape (num_tokens, 4), got (2, 3, 4)"),
             (
                 "ffn",

@@ -136,9 +136,9 @@ def test_what_it_takes_no_more_names_the_expert_and_what_it_took_before(place: P
         y = experts["e"](x)
         place.host(nn.Linear(6, 6))
         message = (
-            r"expert 'e' at .*: expected shape \(\.\.\., num_tokens, 6\), got \(2, 4\) .* Its server was started anew "
-            r"with another configuration \(inputs: \(\.\.\., num_tokens, 4\) float32, now "
-            r"\(\.\.\., num_tokens, 6\) float32; num_parameters: 20, now 42\)\."
+            r"expert 'e' at .*: expected shape \(\.\.\., 6\), got \(2, 4\) .* Its server was started anew "
+            r"with another configuration \(inputs: \(\.\.\., 4\) float32, now "
+            r"\(\.\.\., 6\) float32; num_parameters: 20, now 42\)\."
         )
         with pytest.raises(InvalidCallError, match=message):
             y.sum().backward()

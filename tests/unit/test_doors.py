@@ -80,7 +80,12 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "experts_server.budget": ("moe_autograd.errors",),
     "experts_server.locks": ("moe_autograd.autograd", "moe_autograd.errors"),
-    "experts_server.spec": ("moe_autograd.errors", "moe_autograd.moe.experts", "moe_autograd.wire"),
+    "experts_server.spec": (
+        "moe_autograd.autograd",
+        "moe_autograd.errors",
+        "moe_autograd.moe.experts",
+        "moe_autograd.wire",
+    ),
     "experts_server.configuration": ("moe_autograd._toml", "moe_autograd.errors", "moe_autograd.wire"),
     "experts_server.hosting": (
         "experts_server.budget",
