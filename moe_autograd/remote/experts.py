@@ -26,7 +26,7 @@ from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.retry import RetryPolicy
 from moe_autograd.remote.security import TLS, Certificates, Token
 from moe_autograd.remote.servers import Servers
-from moe_autograd.remote.state import split_by_expert
+from moe_autograd.remote.state import check_apart, split_by_expert
 from moe_autograd.wire.tensors import TensorLimits
 
 
@@ -204,8 +204,10 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
             Tensors on the CPU, by `<expert>.<key>`.
 
         Raises:
+            ValueError: `<expert>.<key>` could be of either of two experts.
             PermissionDeniedError: the token does not allow it.
         """
+        check_apart(self._connection.hosted)
         states = self._connection.fetch_states(list(self))
         return {f"{name}.{key}": tensor for name in self for key, tensor in states[name].items()}
 
@@ -220,9 +222,11 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
         Raises:
             TypeError: it is no mapping of tensors.
             KeyError: a key belongs to no expert.
+            ValueError: or could belong to either of two.
             InvalidCallError: an expert has other keys, shapes or dtypes.
             PermissionDeniedError: the token does not allow it.
         """
+        check_apart(self._connection.hosted)
         self._connection.send_states(split_by_expert(state_dict, self))
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,6 +21,9 @@ from moe_autograd.wire.framing import seal
 from moe_autograd.wire.layouts import mismatch
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
 from moe_autograd.wire.tensors import check_can_travel
+
+if TYPE_CHECKING:
+    from moe_autograd.remote.placement import HostedExpert
 
 State = dict[str, Tensor]
 
@@ -153,6 +157,25 @@ def places_of(keys: Iterable[str]) -> SimpleNamespace:
         name, _, rest = key.partition(".")
         inner.setdefault(name, []).extend([rest] if rest else [])
     return SimpleNamespace(**{name: places_of(rest) for name, rest in inner.items()})
+
+
+def check_apart(hosted: Mapping[str, HostedExpert]) -> None:
+    """Refuse experts of which one has keys that begin with another one's name: nobody could say whose these are.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for inner in hosted:
+        outer = inner
+        while outer := outer.rpartition(".")[0]:
+            if outer not in hosted:
+                continue
+            keys = [f"{outer}.{entry.key}" for entry in hosted[outer].layout.entries]
+            if (shared := next((key for key in keys if key.startswith(f"{inner}.")), None)) is not None:
+                raise ValueError(
+                    f"experts {outer!r} and {inner!r}: expected no key of the first to begin with the name of the "
+                    f"second, got {shared!r}. Use the state_dict() and load_state_dict() of each of the two."
+                )
 
 
 def split_by_expert(state_dict: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, State]:

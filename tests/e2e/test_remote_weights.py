@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -96,6 +97,27 @@ def test_weights_that_do_not_fit_change_nothing(experts, modules, bad, error):
     with pytest.raises(error, match=r"expected"):
         experts.load_state_dict({"ffn.10.weight": torch.ones(4, 4), "ffn.10.bias": torch.ones(4), **bad})
     torch.testing.assert_close(flat(modules), before, rtol=0, atol=0)
+
+
+def test_states_that_could_be_of_either_of_two_experts_are_refused_and_each_ones_own_is_not():
+    modules = {"a": nn.Sequential(), "a.b": nn.Linear(2, 2)}
+    modules["a"].add_module("b", nn.Linear(2, 2))
+    with ExpertsServer(modules) as server, connect(server.address) as experts:
+        load = functools.partial(experts.load_state_dict, {"a.b.weight": torch.ones(2, 2)})
+        for refused in (experts.state_dict, load):
+            with pytest.raises(ValueError, match=r"experts 'a' and 'a\.b': .* got 'a\.b\.weight'"):
+                refused()
+        experts["a"].load_state_dict({key: tensor + 1 for key, tensor in modules["a"].state_dict().items()})
+        for name in modules:
+            torch.testing.assert_close(experts[name].state_dict(), dict(modules[name].state_dict()))
+
+
+def test_names_within_names_are_no_harm_where_keys_tell_them_apart():
+    modules = {"a": nn.Linear(2, 2), "a.b": nn.Linear(2, 2), "a.b.c": nn.Linear(2, 2)}
+    with ExpertsServer(modules) as server, connect(server.address) as experts:
+        state = {key: tensor + 1 for key, tensor in experts.state_dict().items()}
+        experts.load_state_dict(state)
+    torch.testing.assert_close(flat(modules), state, rtol=0, atol=0)
 
 
 def test_a_state_that_is_no_mapping_is_refused(experts):
