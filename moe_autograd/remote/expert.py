@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -128,14 +127,3 @@ class RemoteExpert(nn.Module):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Let `torch.distributed.checkpoint.state_dict` find what it has keys of: it looks for attributes."""
         return dict.fromkeys(vars(self._hosted_places), "_hosted_places")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExpert:
-        """Return another module for the same hosted expert: the connection is shared."""
-        twin = RemoteExpert(self.name, self._connection)
-        twin.train(self.training)
-        twin._freeze.is_on = self._freeze.is_on
-        memo[id(self)] = twin
-        return twin
-
-    def __copy__(self) -> RemoteExpert:
-        return copy.deepcopy(self)
