@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from moe_autograd.errors import ServerBusyError
+from moe_autograd.errors import InvalidCallError, ServerBusyError
 
 
 class Budget:
@@ -44,12 +44,23 @@ class Budget:
             self.in_use += amount
             return True
 
-    def take(self, amount: int) -> None:
+    def take(self, amount: int, total: int | None = None) -> None:
         """Take `amount`.
 
+        Args:
+            amount: to take now.
+            total: what its holder then has; by default it had nothing before.
+
         Raises:
-            ServerBusyError: there is no room for it now.
+            InvalidCallError: there will never be room for so much, however long its holder waits.
+            ServerBusyError: there is none for it now.
         """
+        needed = amount if total is None else total
+        if needed > self.limit:
+            raise InvalidCallError(
+                f"{self.what}: expected at most {self.limit}, got {needed}. Ask for less at once, or raise the "
+                "server's limit."
+            )
         if not self.has_taken(amount):
             raise ServerBusyError(
                 f"{self.what}: expected at most {self.limit}, got {amount} more than the {self.in_use} in use. "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from experts_server.budget import Budget
 from experts_server.hosting.calls import Expected
 from experts_server.hosting.gradients import Gradients, num_bytes
-from moe_autograd.errors import ServerBusyError
+from moe_autograd.errors import InvalidCallError, ServerBusyError
 from moe_autograd.wire.gathered import MAX_UNSURE, digest_of, is_digest_of
 
 CROWDED_AGE_S = 60.0
@@ -91,17 +91,18 @@ class GatheredGradients:
         """Replace what a client has gathered.
 
         Raises:
-            ServerBusyError: there is no room; what was there stays.
+            InvalidCallError: there will never be room; what was there stays.
+            ServerBusyError: or there is none now.
         """
-        before = self.get(client_id)
-        self._budget.take(num_bytes(gathered.grads) - num_bytes(before.grads if before else ()))
+        before, total = self.get(client_id), num_bytes(gathered.grads)
+        self._budget.take(total - num_bytes(before.grads if before else ()), total)
         self._waiting[client_id] = _Waiting(gathered, self._clock())
 
     def put_back(self, client_id: bytes, gathered: Gathered) -> None:
         """Put what a checkpoint held; where there is less room than there was, it is let go, and its client told."""
         try:
             self.put(client_id, gathered)
-        except ServerBusyError:
+        except (InvalidCallError, ServerBusyError):
             self.note_lost(client_id)
 
     def forget(self, client_id: bytes) -> None:

@@ -124,7 +124,8 @@ class Trainer:
             sequence: the client's number for it.
 
         Raises:
-            InvalidCallError: they, or their sum with those before, are not finite. Nothing was changed.
+            InvalidCallError: they, or their sum with those before, are not finite, or there will never be room for
+                them. Nothing was changed.
             ServerBusyError: there is no room for more of them. Nothing was changed.
         """
         if self.training.update == "on_backward":

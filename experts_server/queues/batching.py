@@ -52,7 +52,8 @@ class QueueLimits:
         """Take room for these calls.
 
         Raises:
-            ServerBusyError: there is none for all of them.
+            InvalidCallError: there will never be any for all of them.
+            ServerBusyError: there is none now.
         """
         num_calls = sum([call.takes_room for call in calls])
         self.calls.take(num_calls)

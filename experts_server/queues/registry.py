@@ -13,7 +13,7 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.batching import Computed, ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool, take
 from moe_autograd._natural_order import natural_order
-from moe_autograd.errors import ExpertNotFoundError, RemoteError, ServerBusyError
+from moe_autograd.errors import ExpertNotFoundError, InvalidCallError, RemoteError, ServerBusyError
 
 MAX_NAMES_IN_ERROR = 8
 AT_ONCE_S = 0.002  # how long other messages may have to wait for small calls
@@ -105,7 +105,7 @@ class Registry(Mapping[str, ExpertQueue]):
         """Take room for all of them at once, if there is."""
         try:
             self._limits.take(calls)
-        except ServerBusyError:
+        except (InvalidCallError, ServerBusyError):  # what is said of all together means none of them
             return False
         return True
 

@@ -224,7 +224,8 @@ class Service:
         while (message := await rpc.read()) is not EOF:
             for parcel in reader.feed(message):
                 if parcel.error is not None:
-                    raise parcel.error
+                    # it would come in the same way again: no reason to try
+                    raise InvalidCallError(str(parcel.error)) from parcel.error
                 if head is None and isinstance(parcel.head, pb.StateUpdate):
                     head = parcel.head
                     continue

@@ -18,6 +18,7 @@ Threads: everything runs on the event loop, except `take_result`, which workers 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -78,13 +79,13 @@ class PassStream:
         self._settings = settings
         self._kind = kind
         self._rpc = rpc
-        self._reader = ParcelReader(settings.limits)
+        most = min(settings.limits.max_unfinished_bytes, settings.received.limit)
+        self._reader = ParcelReader(dataclasses.replace(settings.limits, max_unfinished_bytes=most))
         self._writer = ParcelWriter()
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         self._outstanding: dict[int, Call] = {}
         rpc.at_work = self._outstanding
         self._num_calls = 0
-        self._num_come = 0  # bytes of what is not whole yet
         self._num_held = 0
         self._has_all = False
         self._is_over = False
@@ -164,13 +165,11 @@ class PassStream:
                 self._wake.set()
 
     async def _take_message(self, message: bytes) -> None:
-        self._num_come += len(message)
-        self._hold_what_is_not_whole()
         feed, takes_long = self._reader.feed, self._reader.num_encoded > 0
         parcels = await asyncio.to_thread(feed, message) if takes_long else feed(message)
         are_finite = len(parcels) > 1 and self._reader.are_finite()
+        self._hold(self._reader.num_unfinished_bytes)  # memory is taken for all that is announced
         calls = []
-        num_bytes = 0
         shared = Message(len(message))
         for parcel in parcels:
             named = self._accept(parcel)
@@ -180,10 +179,7 @@ class PassStream:
                 # a larger one came in parts, each copied into memory of the call's own
                 if call.num_bytes <= shared.num_bytes:
                     call.message = shared
-                num_bytes += call.num_bytes
                 calls.append(named)
-        self._num_come = max(0, self._num_come - num_bytes)
-        self._hold_what_is_not_whole()
         if not calls:
             return
         if self._settings.latency_s > 0:
@@ -200,14 +196,10 @@ class PassStream:
         elif gathers:  # small ones, computed already
             self._is_look_due = False
 
-    def _hold_what_is_not_whole(self) -> None:
-        """Count parcels that are not whole yet as what they will be: memory is taken for all of it."""
-        self._hold(max(self._num_come, self._reader.num_unfinished_bytes))
-
     def _hold(self, num_bytes: int) -> None:
         """Hold so much of what all streams together may."""
         if num_bytes > self._num_held:
-            self._settings.received.take(num_bytes - self._num_held)
+            self._settings.received.take(num_bytes - self._num_held, num_bytes)
         else:
             self._settings.received.give_back(self._num_held - num_bytes)
         self._num_held = num_bytes

@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
-from moe_autograd.errors import InvalidCallError
+from moe_autograd.errors import InvalidCallError, ServerBusyError
 from moe_autograd.wire import experts_pb2 as pb
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -103,10 +103,11 @@ class Parcel(NamedTuple):
         head: which of the messages it is; tell by `isinstance`. None only where `error` is set.
         tensors: its tensors, writable and nobody else's, on the CPU; None where the sender had None. Empty
             where `error` is set.
-        error: why this parcel is refused (it lies about a size, or asks for too much). The stream goes on.
+        error: why this parcel is refused (it lies about a size, or asks for too much, or for too much now). The stream
+            goes on.
     """
 
     number: int
     head: Head | None
     tensors: Tensors = ()
-    error: InvalidCallError | None = None
+    error: InvalidCallError | ServerBusyError | None = None

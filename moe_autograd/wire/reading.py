@@ -10,7 +10,7 @@ from itertools import count
 import torch
 from google.protobuf.message import DecodeError
 
-from moe_autograd.errors import CorruptDataError, InvalidCallError
+from moe_autograd.errors import CorruptDataError, InvalidCallError, ServerBusyError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import runs
 from moe_autograd.wire.framing import ALIGNMENT, take_packet_apart
@@ -133,7 +133,7 @@ class ParcelReader:
                 done.append(Parcel(number, head, arrived.tensors_of(forms)))
             else:
                 self._begin(_Incoming(number, head, forms))
-        except InvalidCallError as error:
+        except (InvalidCallError, ServerBusyError) as error:
             self._note_refused(number)
             done.append(Parcel(number, head, error=error))
 
@@ -174,19 +174,25 @@ class ParcelReader:
 
     def _begin(self, incoming: _Incoming) -> None:
         """Let a parcel wait for its parts."""
-        limits, number = self._limits, incoming.number
+        limits, number, num_bytes = self._limits, incoming.number, incoming.num_bytes
+        most = limits.max_unfinished_bytes
         if len(self._incoming) >= limits.max_unfinished_parcels:
             raise InvalidCallError(
                 f"parcel {number}: expected at most {limits.max_unfinished_parcels} unfinished parcels in a "
                 "stream, got more. Finish some before you begin others."
             )
-        if self._unfinished_bytes + incoming.num_bytes > limits.max_unfinished_bytes:
+        if num_bytes > most:
             raise InvalidCallError(
-                f"parcel {number}: expected at most {limits.max_unfinished_bytes} unfinished bytes in a stream, "
-                f"got {self._unfinished_bytes} and {incoming.num_bytes} more. Send it in a stream of its own."
+                f"parcel {number}: expected at most {most} unfinished bytes in a stream, got {num_bytes}. "
+                "Send fewer rows at once, or raise the receiver's limit."
+            )
+        if self._incoming and self.num_unfinished_bytes + PARCEL_BYTES + num_bytes > most:
+            raise ServerBusyError(
+                f"parcel {number}: expected at most {most} unfinished bytes in a stream, got {num_bytes} more than the "
+                f"{self._unfinished_bytes} of others. Send it once these are whole."
             )
         self._incoming[number] = incoming
-        self._unfinished_bytes += incoming.num_bytes
+        self._unfinished_bytes += num_bytes
         self.num_encoded += incoming.is_encoded
 
     def _take_parts(self, arrived: _Arrived, done: list[Parcel]) -> None:

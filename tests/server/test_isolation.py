@@ -153,7 +153,7 @@ def test_a_full_queue_answers_busy_at_once_with_a_hint_and_serves_again_after(
         calls = [client.forward_call("e", tokens(3, D), call_id=n) for n in range(2, 6)]
         waiting = Waiting(lambda: client.stream("Forward", calls))
         wait_until_queued(server, 1)
-        busy = client.stream("Forward", [client.forward_call("e", tokens(9, D), call_id=9)])[0]
+        busy = client.stream("Forward", [client.forward_call("e", tokens(6, D), call_id=9)])[0]
         assert (busy.code, text in busy.text) == ("BUSY", True), busy.text
         assert busy.result.status.retry_after_s > 0
         gated.let_go()

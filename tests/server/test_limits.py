@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -314,14 +315,27 @@ def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
     limits = LimitsConfig(received_bytes=3 << 20)
     with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
         writer = ParcelWriter()
-        writer.add(*client.forward_call("e", torch.zeros(1 << 18, D)))
+        writer.add(*client.forward_call("e", torch.zeros(2 << 20 >> 2).reshape(-1, D)))
+        first, *rest = messages_of(writer)
+        assert server._server is not None
+        received, goes_on = server._server.service.received, Event()
+
+        def slowly() -> Iterator[bytes]:
+            yield first
+            goes_on.wait(START_S)
+            yield from rest
+
+        begin = client.channel.stream_stream(methods.path("Forward"))
+        slow = begin(slowly(), timeout=START_S)
+        wait_until(lambda: received.in_use >= 2 << 20)
         with pytest.raises(grpc.RpcError) as busy:
-            list(client.stream_messages("Forward", messages_of(writer)))
+            list(client.stream_messages("Forward", [first, *rest]))
+        goes_on.set()
         assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "bytes of unfinished calls: expected at most 3145728" in busy.value.details()
+        assert len(list(slow)) > 1
         assert client.forward("e", tokens(3, D)).code == "OK"
-        assert server._server is not None
-        assert server._server.service.received.in_use == 0
+        assert received.in_use == 0
 
 
 def test_what_is_announced_counts_as_if_it_had_come() -> None:
@@ -336,11 +350,14 @@ def test_what_is_announced_counts_as_if_it_had_come() -> None:
     )
     limits = LimitsConfig(received_bytes=3 << 20)
     with serving({"e": nn.Identity()}, limits=limits) as server, WireClient(server.address) as client:
-        with pytest.raises(
-            grpc.RpcError, match="bytes of unfinished calls: expected at most 3145728"
-        ) as busy:
-            list(client.stream_messages("Forward", [message]))
-        assert busy.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        answers = client.stream_messages("Forward", [message])
+        refused = dict(next(answers) for _ in range(2))
+        assert [(number, answer.code) for number, answer in refused.items()] == [(2, "BUSY"), (3, "BUSY")]
+        assert (
+            "expected at most 3145728 unfinished bytes in a stream, got 1048576 more than" in refused[2].text
+        )
+        with pytest.raises(grpc.RpcError, match="expected the rest of 2 parcels"):
+            next(answers)
         assert client.forward("e", tokens(3, D)).code == "OK"
         assert server._server is not None
         assert server._server.service.received.in_use == 0
