@@ -3,7 +3,8 @@
 =================  ===========================================================================
 `experts.proto`    the RPCs and their messages; read it first
 `methods`          the RPCs' names and kinds, for both sides
-`parcels`          many calls in one stream (start here): `writing` and `reading` them, without I/O
+`parcels`          many calls in one stream (start here): `writing` and `reading` them, without I/O; `incoming`:
+                   those that have not come whole
 `heads`, `runs`    what a parcel is made of, and how small ones that are alike travel together
 `tensors`          tensor <-> announcement and raw bytes; checks everything, never pickles
 `framing`          messages with a checksum at their end, written without copying tensors

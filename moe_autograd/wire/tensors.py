@@ -199,12 +199,9 @@ def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
         )
     if len(shape) > MAX_RANK:
         raise InvalidCallError(f"tensor: expected at most {MAX_RANK} dimensions, got {len(shape)}.")
+    if bytes_if_filled(shape, dtype) > max_tensor_bytes:
+        raise too_large(shape, dtype, max_tensor_bytes)
     numel = math.prod(shape)
-    if (num_filled := bytes_if_filled(shape, dtype)) > max_tensor_bytes:
-        raise InvalidCallError(
-            f"tensor: expected at most {max_tensor_bytes} bytes, got shape {shape} of {dtype} ({num_filled} bytes"
-            f"{'' if numel else ', were 0 a 1'}). Send fewer rows at once, or raise the receiver's max_tensor_bytes."
-        )
     if encoding != pb.RAW and not compression.is_applicable(dtype, encoding):
         raise InvalidCallError(
             f"tensor: expected an encoding that {dtype} can have, got number {encoding}. Send it raw."
@@ -216,6 +213,15 @@ def _checked_form(serialized: bytes, max_tensor_bytes: int) -> TensorForm:
             f"(encoding={pb.Encoding.Name(encoding)}). The sender's header contradicts itself."
         )
     return TensorForm(dtype, shape, encoding, num_bytes)
+
+
+def too_large(shape: Sequence[int], dtype: torch.dtype, max_tensor_bytes: int) -> InvalidCallError:
+    """Return what refuses a tensor of more bytes than its receiver takes."""
+    return InvalidCallError(
+        f"tensor: expected at most {max_tensor_bytes} bytes, got shape {tuple(shape)} of {dtype} "
+        f"({bytes_if_filled(shape, dtype)} bytes{'' if all(shape) else ', were 0 a 1'}). Send fewer rows at once, or "
+        "raise the receiver's max_tensor_bytes."
+    )
 
 
 def bytes_if_filled(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -15,6 +15,7 @@ from moe_autograd.errors import CorruptDataError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import frame_packet, take_packet_apart
 from moe_autograd.wire.heads import BackwardHead, ForwardHead, Head, ResultHead
+from moe_autograd.wire.options import PART_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.runs import MAX_IN_RUN
 from moe_autograd.wire.tensors import DTYPES, TensorLimits
@@ -278,7 +279,7 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("message", "text"),
         [
-            (lie(run_of(), shape=(3, 1 << 40), num_bytes=3 << 42), "expected at most 1024 bytes"),
+            (lie(run_of(), shape=(3, 1 << 40), num_bytes=3 << 42), f"expected at most {PART_BYTES} bytes"),
             (lie(run_of(), num_bytes=47), "expected 48 bytes"),
             (lie(run_of(), shape=(3, *[1] * 64)), "at most 64 dimensions"),
         ],
@@ -290,6 +291,16 @@ class TestRefusal:
         assert [(parcel.number, parcel.head.expert) for parcel in received] == [(4, "ffn.0"), (5, "ffn.1")]
         assert all(text in str(parcel.error) for parcel in received)
         assert all(parcel.error is None for parcel in ParcelReader().feed(good[0]))
+
+    @pytest.mark.parametrize("num_bytes", [47, 48, 95, 96])
+    def test_a_limit_is_of_each_tensor_and_not_of_a_run(self, num_bytes):
+        messages = sent(*((forward(), [torch.ones(rows, 4)]) for rows in (3, 6, 3)))
+        received = read(messages, TensorLimits(max_tensor_bytes=num_bytes))
+        taken = [rows * 16 <= num_bytes for rows in (3, 6, 3)]
+        assert [len(parcel.tensors) == 1 and parcel.error is None for parcel in received] == taken
+        for parcel, rows, is_taken in zip(received, (3, 6, 3), taken, strict=True):
+            text = f"expected at most {num_bytes} bytes, got shape ({rows}, 4) of torch.float32 ({16 * rows} bytes)"
+            assert is_taken or text in str(parcel.error)
 
     def test_bools_that_are_none_are_refused(self):
         header = pb.TensorHeader(dtype=pb.BOOL, shape=[3, 4], num_bytes=12).SerializeToString()
