@@ -14,19 +14,6 @@ from moe_autograd.wire.tensors import plain, travelling_form
 
 
 @dataclass(slots=True)
-class Message:
-    """Memory that the tensors of several calls share: the message that brought them, alive while one of them is.
-
-    Args:
-        num_bytes: its length.
-        num_kept: how many kept forwards have their inputs in it; counted by `KeptForwards`.
-    """
-
-    num_bytes: int
-    num_kept: int = 0
-
-
-@dataclass(slots=True)
 class Call:
     """One thing asked of one expert.
 
@@ -39,7 +26,6 @@ class Call:
         tag: the asker's own.
         num_tokens: rows of its inputs, or of the gradients of its outputs.
         num_bytes: of its tensors.
-        message: where its tensors are; `None`: in memory of their own.
         is_finite: whether all their values are known to be.
         reply_encoding: how the tensors of the answer will travel.
 
@@ -59,7 +45,6 @@ class Call:
     tag: Any = None
     num_tokens: int = 0
     num_bytes: int = 0
-    message: Message | None = None
     is_finite: bool = False
     reply_encoding: pb.Encoding = pb.RAW
 

@@ -257,10 +257,7 @@ class HostedExpert:
     def _keep(self, call: ForwardCall, kept: KeptForward) -> None:
         if call.is_cancelled:  # meanwhile; of one that is given up later its client says so
             return
-        if call.message is not None and self.caller.is_on_cpu:
-            kept.message = call.message
-        else:
-            kept.input_bytes = call.num_bytes
+        kept.input_bytes = call.num_bytes
         self.kept.put(call.client_id, call.call_id, kept)
 
     # ---- backward

@@ -8,8 +8,8 @@ What may happen to a kept forward, and what its backward then does:
 3. *All of it goes*, oldest first when the memory budget is full, or after the time limit: the server answers
    INPUTS_NEEDED and the client sends the inputs again; then as in 2.
 
-What is counted is what is held: a message of many calls stays in memory while the inputs of one of them do, and is
-counted once; and small forwards weigh little beside autograd's own records of them (`RECORD_BYTES`, `SAVED_BYTES`).
+What is counted is what is held: the graph, and inputs, which are at least half of the memory that they keep alive.
+Small ones weigh little beside autograd's own records of them (`RECORD_BYTES`, `SAVED_BYTES`).
 
 One store is shared by all experts of a server, and each sees its own part of it. Threads: any; one lock, held for no
 computation.
@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from experts_server.hosting.calls import Message
 
 # Measured beside the elements of tensors, as growth of the process for 20,000 kept forwards of 3 rows: 5.5 kB for a
 # linear layer, whose graph saves two tensors, and 9.4 kB for two layers and a GELU, which save five.
@@ -47,9 +45,8 @@ class KeptForward:
     output_shapes: tuple[torch.Size, ...] | None  # `None`: not known yet
     evaluate: bool
     random_seed: int  # 0: nobody gave it one, and it drew nothing here
-    input_bytes: int = 0  # in memory of their own
+    input_bytes: int = 0
     graph_bytes: int = 0
-    message: Message | None = None  # that holds the inputs
     kept_at: float = 0.0
 
     @property
@@ -60,7 +57,7 @@ class KeptForward:
 
     @property
     def num_bytes(self) -> int:
-        """How much of the budget it takes, beside its message."""
+        """How much of the budget it takes."""
         return RECORD_BYTES + self.input_bytes + (self.graph_bytes if self.outputs is not None else 0)
 
 
@@ -98,18 +95,13 @@ class KeptForwards:
         kept.kept_at = self._clock()
         with self._lock:
             self._remove(key)
-            message_bytes = kept.message.num_bytes if kept.message is not None else 0
-            if kept.num_bytes + message_bytes > self.max_bytes:
+            if kept.num_bytes > self.max_bytes:
                 kept.outputs = None  # its inputs alone may fit
-            if kept.num_bytes + message_bytes > self.max_bytes:
+            if kept.num_bytes > self.max_bytes:
                 self.num_let_go += 1
                 return
             self._kept[key] = kept
             self._num_bytes += kept.num_bytes
-            if kept.message is not None:
-                if not kept.message.num_kept:
-                    self._num_bytes += message_bytes
-                kept.message.num_kept += 1
             while self._num_bytes > self.max_bytes:
                 self._let_go_oldest()
 
@@ -144,13 +136,8 @@ class KeptForwards:
 
     def _remove(self, key: Key) -> None:
         kept = self._kept.pop(key, None)
-        if kept is None:
-            return
-        self._num_bytes -= kept.num_bytes
-        if kept.message is not None:
-            kept.message.num_kept -= 1
-            if not kept.message.num_kept:
-                self._num_bytes -= kept.message.num_bytes
+        if kept is not None:
+            self._num_bytes -= kept.num_bytes
 
 
 class OwnForwards:

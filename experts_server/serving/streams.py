@@ -26,7 +26,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from experts_server.budget import Budget
-from experts_server.hosting.calls import BackwardCall, Call, Message, Outputs, encoded
+from experts_server.hosting.calls import BackwardCall, Call, Outputs, encoded
 from experts_server.queues.registry import Registry
 from experts_server.serving.arriving import backward_call, forward_call
 from experts_server.serving.doorway import EOF, Passing
@@ -170,15 +170,11 @@ class PassStream:
         are_finite = len(parcels) > 1 and self._reader.are_finite()
         self._hold(self._reader.num_unfinished_bytes)  # memory is taken for all that is announced
         calls = []
-        shared = Message(len(message))
         for parcel in parcels:
             named = self._accept(parcel)
             if named is not None:
                 call = named[1]
                 call.is_finite = are_finite
-                # a larger one came in parts, each copied into memory of the call's own
-                if call.num_bytes <= shared.num_bytes:
-                    call.message = shared
                 calls.append(named)
         if not calls:
             return

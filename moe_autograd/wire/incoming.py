@@ -84,12 +84,18 @@ class Arrived:
         """Return the tensors that `has_all_of` has found."""
         return tuple(
             [
-                tensor_in(self.memory, self.start_in_message + self.take(), form)
-                if form.num_bytes
-                else empty_of(form)
+                self.by_itself(self.view(self.take(), form)) if form.num_bytes else empty_of(form)
                 for form in forms
             ]
         )
+
+    def view(self, start: int, form: TensorForm) -> torch.Tensor:
+        """Return a tensor that is whole in the payload, from `start` on."""
+        return tensor_in(self.memory, self.start_in_message + start, form)
+
+    def by_itself(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what may be kept: of a small part of the message, which it would keep alive, a copy."""
+        return tensor.clone() if 2 * tensor.nbytes < len(self._message) else tensor
 
     def is_finite(self) -> bool:
         """Tell whether a finite sum proves all values in the payload finite; only where they are of one dtype."""
@@ -139,9 +145,7 @@ class Incoming:
             )
         self._received[index] = received + num_bytes
         if num_bytes == form.num_bytes:
-            tensor = tensor_in(arrived.memory, arrived.start_in_message + start, form)
-            # A small part of a message would keep all of it alive, beside the other messages of its parcel.
-            self.tensors[index] = tensor.clone() if 2 * num_bytes < len(arrived.payload) else tensor
+            self.tensors[index] = arrived.by_itself(arrived.view(start, form))
             self.num_missing -= 1
             return
         if offset == 0:

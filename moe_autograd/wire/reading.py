@@ -46,7 +46,7 @@ class ParcelReader:
     def feed(self, message: bytes) -> list[Parcel]:
         """Take in one message; return the parcels that are whole now, and those refused.
 
-        The reader owns `message` from here on: tensors are views of it.
+        The reader owns `message` from here on: a tensor that is most of it is a view of it.
 
         Raises:
             CorruptDataError: the message is damaged, or its parts have gaps, overlap, or belong to nothing.
@@ -140,12 +140,11 @@ class ParcelReader:
                     f"run of parcel {number}: expected its one tensor in this message, got {len(forms)} announced. "
                     "The sender is broken."
                 )
-            (rows,) = arrived.tensors_of(forms)
+            rows = arrived.view(arrived.take(), forms[0])
         except InvalidCallError as error:
             self._note_refused(number)
             done += [Parcel(at, head, error=error) for at, head in enumerate(heads, number)]
             return
-        assert rows is not None, "it has bytes"
         tensors = runs.tensors_of(number, run, rows)
         most_bytes = self._limits.max_tensor_bytes
         most_rows = most_bytes * len(rows) // rows.nbytes

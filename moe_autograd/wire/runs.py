@@ -115,7 +115,7 @@ class Run:
 
 
 def tensors_of(number: int, run: pb.Run, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensor of each parcel of a run.
+    """Return the tensor of each parcel of a run, in memory of its own.
 
     Raises:
         CorruptDataError: the run says something else than its tensor.
@@ -126,8 +126,8 @@ def tensors_of(number: int, run: pb.Run, rows: torch.Tensor) -> tuple[torch.Tens
             f"run of parcel {number}: expected {len(num_rows)} parcels of at least one row, {sum(num_rows)} rows "
             f"together, got a tensor of shape {tuple(rows.shape)}. The sender is broken."
         )
-    # Unlike `split`, these are no views to autograd: to write to one leaves the others' version counters alone.
-    return tuple(torch.unsafe_split_with_sizes(rows, num_rows))
+    split: Any = torch.split_with_sizes_copy  # its stub has no result
+    return tuple(split(rows, num_rows))  # copies: each may outlive the others, and be resized
 
 
 def heads_of(number: int, run: pb.Run) -> list[PlainHead]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import LimitsConfig, MemoryConfig, ServingConfig
+from moe_autograd import parallel_apply
 from moe_autograd.errors import ExpertFailedError
 from moe_autograd.remote import RemoteOptimizer, connect
 from tests.support.hosting import LR, sgd
@@ -106,3 +107,17 @@ def test_a_change_of_what_the_backward_needs_raises_as_in_torch() -> None:
             y = experts["e"](torch.ones(3, 4, requires_grad=True))
             with pytest.raises(ExpertFailedError, match="modified by an inplace operation"):
                 y.sum().backward()
+
+
+def test_results_that_came_together_have_memory_of_their_own():
+    modules = {f"e.{index}": nn.Linear(4, 4) for index in range(8)}
+    with ExpertsServer(modules) as server, connect(server.address) as experts:
+        with torch.no_grad():
+            outputs = parallel_apply(list(experts.values()), [(torch.ones(3, 4),)] * 8)
+        inputs = [torch.ones(3, 4, requires_grad=True) for _ in range(8)]
+        sum(y.sum() for y in parallel_apply(list(experts.values()), [(x,) for x in inputs])).backward()
+    for results in (outputs, [x.grad for x in inputs]):
+        others = [result.clone() for result in results[1:]]
+        assert [result.untyped_storage().nbytes() for result in results] == [48] * 8
+        results[0].resize_(8, 4)[3:].zero_()
+        torch.testing.assert_close(results[1:], others, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,24 @@ class TestMemory:
         assert one._version == 0
         assert one.is_leaf
         assert not one._is_view()
+
+    def test_each_tensor_has_memory_of_its_own_and_the_message_goes(self):
+        (message,) = sent(*((forward(), [torch.ones(2, 4)]) for _ in range(20)))
+        num_references = sys.getrefcount(message)
+        one, *others = (parcel.tensors[0] for parcel in read([message]))
+        assert sys.getrefcount(message) == num_references
+        assert {tensor.untyped_storage().nbytes() for tensor in (one, *others)} == {32}
+        one.resize_(4, 4).zero_()
+        assert all(torch.equal(other, torch.ones(2, 4)) for other in others)
+
+    def test_nor_does_a_small_tensor_keep_the_message_of_a_large_one(self):
+        (message,) = sent((forward(), [torch.ones(2, 4), torch.ones(1000)]))
+        num_references = sys.getrefcount(message)
+        small, large = read([message])[0].tensors
+        assert sys.getrefcount(message) == num_references + 1, "the large one is a view of it"
+        del large
+        assert sys.getrefcount(message) == num_references
+        assert torch.equal(small, torch.ones(2, 4))
 
     def test_they_are_finite_together(self):
         reader = ParcelReader()
