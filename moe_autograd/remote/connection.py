@@ -47,7 +47,7 @@ from moe_autograd.remote.parts import BackwardPart, Call
 from moe_autograd.remote.placement import HostedExpert
 from moe_autograd.remote.requests import backward_request, forward_request
 from moe_autograd.remote.servers import Servers
-from moe_autograd.remote.state import State, fetch_states, send_states
+from moe_autograd.remote.state import State, as_hosted, fetch_states, send_states
 from moe_autograd.remote.updates import Updates, check_updates
 from moe_autograd.wire import experts_pb2 as pb
 
@@ -324,6 +324,7 @@ class Connection:
     @unwinding
     def send_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set the `state_dict` of these experts on every server that hosts them; for each server all or none."""
+        states = {name: as_hosted(state, self.hosted[name].layout) for name, state in states.items()}
         wait_until_made(x for state in states.values() for x in state.values())
         names_at: dict[str, list[str]] = {}
         for name in states:

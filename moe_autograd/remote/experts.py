@@ -214,7 +214,8 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set the weights of all experts that `state_dict` has keys of, on every server that hosts them.
 
-        A server checks all of them before it changes the first. Optimizer state stays as it is.
+        A server checks all of them before it changes the first. Optimizer state stays as it is. Tensors of other dtypes
+        are converted, as in torch.
 
         Args:
             state_dict: what `state_dict` returned, or a part of it that is complete for each of its experts.
@@ -223,7 +224,7 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
             TypeError: it is no mapping of tensors.
             KeyError: a key belongs to no expert.
             ValueError: or could belong to either of two.
-            InvalidCallError: an expert has other keys, shapes or dtypes.
+            InvalidCallError: an expert has other keys or shapes.
             PermissionDeniedError: the token does not allow it.
         """
         check_apart(self._connection.hosted)

@@ -20,7 +20,7 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.layouts import mismatch
 from moe_autograd.wire.parcels import Parcel, ParcelReader, ParcelWriter
-from moe_autograd.wire.tensors import check_can_travel
+from moe_autograd.wire.tensors import TORCH_DTYPES, check_can_travel
 
 if TYPE_CHECKING:
     from moe_autograd.remote.placement import HostedExpert
@@ -108,6 +108,17 @@ class _Arrivals:
                     f"expert {name!r}, {wrong}. Has its server another configuration now? Connect anew."
                 )
         return self._states
+
+
+def as_hosted(state: Mapping[str, Tensor], layout: pb.StateLayout) -> State:
+    """Return a state with its tensors in the dtypes of the expert's, as `load_state_dict` of torch converts them."""
+    dtypes = {entry.key: TORCH_DTYPES.get(entry.dtype) for entry in layout.entries}
+
+    def converted(key: str, tensor: Tensor) -> Tensor:
+        dtype = dtypes.get(key)
+        return tensor.detach().to(dtype) if dtype is not None and isinstance(tensor, Tensor) else tensor
+
+    return {key: converted(key, tensor) for key, tensor in state.items()}
 
 
 def send_states(
