@@ -26,7 +26,8 @@ from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.errors import InvalidCallError, UnsupportedTransformError
-from moe_autograd.remote import RemoteExperts, connect
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
+from tests.support.hosting import sgd
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs/limits.md").read_text(encoding="utf-8").split())
 
@@ -341,6 +342,23 @@ def test_remote_inputs(experts: RemoteExperts) -> None:
         experts["e"](input=torch.ones(1, 2))
     x = torch.ones(1, 2).as_subclass(Named)
     assert [type(nn.Linear(2, 2)(x)), type(experts["e"](x))] == [Named, Tensor]
+
+
+@of("**An output without history** on its server (`return y, y.detach()`) requires grad here")
+def test_remote_outputs_without_history() -> None:
+    class Detaches(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.detach(), y.argmax(-1)
+
+    with ExpertsServer({"e": Detaches(2, 2)}, optimizer=sgd) as server, connect(server.address) as experts:
+        x = torch.ones(3, 2, requires_grad=True)
+        _, detached, chosen = experts["e"](x)
+        assert (detached.requires_grad, chosen.requires_grad) == (True, False)
+        detached.sum().backward()
+        assert x.grad is None
+        RemoteOptimizer(experts).step()
+        assert server.num_updates == {"e": 0}
 
 
 @of("**A second derivative** raises")
