@@ -1,15 +1,9 @@
-"""Checkpoints of offloaded experts: what comes back, what is refused, what a kill leaves behind."""
+"""Checkpoints of offloaded experts: what comes back, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 import os
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +12,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from moe_autograd.autograd.offload import OffloadedExperts, checkpoints
+from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.errors import CheckpointError
-from tests.support.subprocesses import run_python
+from tests.support.offload_checkpoints import adam, assert_equal, build, states, train
 
 ROOT = Path(__file__).parents[2]
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-def build(folder: Path, num: int = 4, width: int = 8) -> OffloadedExperts:
-    torch.manual_seed(0)
-    experts = (nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(num))
-    return OffloadedExperts(experts, adam, max_resident_bytes=2000, store=folder)
-
-
-def train(experts: OffloadedExperts, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        for expert in experts:
-            expert(x).square().sum().backward()
-        experts.step()
-        experts.zero_grad()
-
-
-def states(experts: OffloadedExperts) -> list[dict[str, torch.Tensor]]:
-    return [experts.state_dict(i) for i in range(len(experts))]
-
-
-def assert_equal(got: list[dict[str, torch.Tensor]], want: list[dict[str, torch.Tensor]]) -> None:
-    for one, other in zip(got, want, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert torch.equal(one[name], other[name]), name
 
 
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -371,155 +335,3 @@ def test_state_of_an_earlier_training_is_saved_before_the_first_step(tmp_path: P
         train_plain(1)
         train_plain(2)
         assert_equal(states(experts), [module.state_dict() for module in plain])
-
-
-def test_every_file_is_flushed_before_the_rename_and_the_folder_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
-
-    def watched_fsync(fd: int) -> None:
-        events.append(f"flush {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
-        fsync(fd)
-
-    def watched_rename(source: Path, target: Path) -> None:
-        events.append("rename")
-        rename(source, target)
-
-    monkeypatch.setattr(checkpoints.os, "fsync", watched_fsync)
-    monkeypatch.setattr(checkpoints.os, "rename", watched_rename)
-    with build(tmp_path) as experts:
-        path = experts.checkpoint()
-    at = events.index("rename")
-    assert {f"flush {p.name}" for p in path.iterdir()} < set(events[:at])
-    assert events[at - 1] == f"flush {path.name}.new"
-    assert events[at + 1] == f"flush {tmp_path.name}"
-
-
-PROGRAM = textwrap.dedent(
-    """
-    import sys
-    sys.path.insert(0, {tests!r})
-    from pathlib import Path
-    from test_offload_checkpoints import build, train
-    experts = build(Path({folder!r}))
-    step = experts.restore()["step"] if {resume} else 0
-    print("ready", step, flush=True)
-    while True:
-        train(experts, range(step, step + 1))
-        step += 1
-        if step % 2 == 0:
-            experts.checkpoint({{"step": step}})
-            print(step, flush=True)
-    """
-)
-
-
-@pytest.mark.stress
-def test_kill_9_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
-    """Checkpoint every second step, as fast as it goes; killed after a random number of printed bytes and spins."""
-    choice = random.Random(0)
-    folder, resume, acknowledged = tmp_path / "experts", False, 0
-    for _ in range(2):
-        program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder), resume=resume)
-        with subprocess.Popen(
-            [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        ) as running:
-            assert running.stdout is not None
-            assert running.stdout.readline().split() == ["ready", str(acknowledged)]
-            for _ in range(choice.randint(1, 6)):
-                acknowledged = int(running.stdout.readline())
-            for _ in range(
-                choice.randint(0, 200_000)
-            ):  # some microseconds to milliseconds into what comes next
-                pass
-            running.send_signal(signal.SIGKILL)
-            rest = [int(line) for line in running.stdout.read().split()]
-        at_least = max([acknowledged, *rest])
-        with build(folder) as experts:
-            step = experts.restore()["step"]
-            assert step in (at_least, at_least + 2), "the last acknowledged checkpoint, or one just completed"
-            got = states(experts)
-        with build(tmp_path / "straight") as straight:
-            train(straight, range(step))
-            assert_equal(got, states(straight))
-        shutil.rmtree(tmp_path / "straight")
-        resume, acknowledged = True, step
-
-
-KILL_AT_EVERY_CALL = """
-    import os, signal, sys
-    import torch
-    from pathlib import Path
-    sys.path.insert(0, {tests!r})
-    from test_offload_checkpoints import build, states, train
-
-    torch.set_num_threads(1)
-    CALLS = ("link", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "write", "open")
-    straight = build(Path({folder!r}) / "straight")
-    want = [states(straight)]
-    for step in range(2):
-        train(straight, range(step, step + 1))
-        want.append(states(straight))
-    straight.close()
-
-    def in_a_child(body):
-        pid = os.fork()
-        if pid == 0:
-            body()
-            os._exit(0)
-        return os.waitpid(pid, 0)[1]
-
-    def run(folder, kill_at):
-        experts = build(folder)
-        experts.checkpoint(0)
-        train(experts, range(1))
-        experts.checkpoint(1)
-        train(experts, range(1, 2))
-        experts.residency.flush()  # so that every run makes the same calls
-        count = 0
-        def counting(call):
-            def counted(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*args, **kwargs)
-            return counted
-        for name in CALLS:
-            setattr(os, name, counting(getattr(os, name)))
-        experts.checkpoint(2)
-
-    def check(folder):
-        experts = build(folder)
-        note = experts.restore()
-        assert note in (1, 2), note
-        for got, wanted in zip(states(experts), want[note], strict=True):
-            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-        experts.checkpoint(3)
-        left = sorted(path.name for path in folder.iterdir())
-        assert len(left) == 3 and left[1:] == ["resident-store", "resident-store.lock"], left
-        print(note, flush=True)
-
-    kill_at, killed = 0, True
-    while killed:
-        kill_at += 1
-        folder = Path({folder!r}) / str(kill_at)
-        killed = os.WIFSIGNALED(in_a_child(lambda: run(folder, kill_at)))
-        assert in_a_child(lambda: check(folder)) == 0, kill_at
-    print("calls", kill_at)
-"""
-
-
-@pytest.mark.stress
-def test_killed_before_each_file_operation_of_a_checkpoint_the_old_or_the_new_one_is_whole(
-    tmp_path: Path,
-) -> None:
-    ended = run_python(KILL_AT_EVERY_CALL.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
-    assert ended.returncode == 0, ended.stderr
-    *notes, (_, count) = [line.split() for line in ended.stdout.splitlines()]
-    assert int(count) == len(notes) > 30
-    assert sorted(notes) == notes, "once the new one is there it stays"
-    assert notes[0] == ["1"]
-    assert notes[-1] == ["2"]
