@@ -17,6 +17,7 @@ torch's, and an instruction of a Python that is not known.
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import itertools
 import math
@@ -149,7 +150,12 @@ def _may_change(constant: object) -> bool:
 
 
 def is_function(value: object, num_arguments: float, known: Mapping[Any, float] = FUNCTIONS) -> bool:
-    """Whether it is one of those that are known, called with so many arguments."""
+    """Whether it is one of those that are known, called with so many arguments; some may be numbers given before."""
+    if type(value) is functools.partial:
+        given = (*value.args, *value.keywords.values())
+        if not IN_PLACE.isdisjoint(value.keywords) or not all(type(one) in PLAIN for one in given):
+            return False
+        value, num_arguments = value.func, num_arguments + len(given)
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
     return num_arguments <= known.get(value, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -46,6 +47,31 @@ def test_a_class_that_is_called_or_asked_in_another_way_is_not_known(name: str) 
 def test_a_class_may_say_by_itself_that_it_does_more() -> None:
     module: Any = type("Own", (Expert,), {"forward": swiglu, "only_computes": lambda self: False})()
     assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
+
+
+def activates(self: Any, x: Tensor) -> Any:
+    return self.activation(self.w1(x))
+
+
+@pytest.mark.parametrize(
+    ("activation", "is_known"),
+    [
+        (functools.partial(F.gelu, approximate="tanh"), True),  # as in `transformers`
+        (functools.partial(F.elu, alpha=2.0), True),
+        (functools.partial(F.elu, inplace=True), False),
+        (functools.partial(F.celu, alpha=2.0, inplace=True), False),
+        (functools.partial(F.linear, weight=torch.zeros(8, 8)), False),
+        (functools.partial(wait), False),
+        (functools.partial(functools.partial(wait)), False),
+        (functools.partial(torch.add, torch.ones(8)), False),
+    ],
+)
+def test_a_function_may_be_given_numbers_beforehand(activation: Any, is_known: bool) -> None:
+    module = expert_with(activates)
+    module.activation = activation
+    assert only_computes(module) is is_known
+    x = torch.randn(3, 4)
+    assert torch.equal(parallel_apply([module], [x])[0], activates(module, x))
 
 
 def test_methods_that_call_each_other_again_and_again_are_more_than_anybody_counts() -> None:
