@@ -13,6 +13,7 @@ nor be waited for may be called in turn (`in_turn`). So a class is read, once, a
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from moe_autograd.autograd.function_reading import LISTS, PLAIN, FunctionReading, is_function, read_function
-from moe_autograd.autograd.known_arithmetic import is_torchs_own
+from moe_autograd.autograd.known_arithmetic import IN_PLACE, RESHAPING, is_torchs_own
 
 # Of parts and methods. Ten methods of which each calls the next one twice are a thousand calls.
 MOST_CALLS = 1 << 6
@@ -85,7 +86,7 @@ class Reading(NamedTuple):
             return False
         parts, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
         for name, num_arguments in self.called.items():
-            if not (is_function(own[name], num_arguments) if name in own else name in parts):
+            if not (_computes(own[name], num_arguments) if name in own else name in parts):
                 return False
         for name in self.taken:
             if name in own:
@@ -223,6 +224,18 @@ def _in_class(kind: type, name: str) -> tuple[type | None, Any]:
     return None, NotImplemented
 
 
+def _computes(function: Any, num_arguments: float) -> bool:
+    """Whether what an instance has to call is known, numbers that it was given beforehand among its arguments."""
+    if type(function) is functools.partial:
+        names, given = function.keywords, (*function.args, *function.keywords.values())
+        if not all(type(one) in PLAIN for one in given) or not all(type(name) is str for name in names):
+            return False
+        if not IN_PLACE.isdisjoint(names):
+            return False
+        function, num_arguments = function.func, num_arguments + len(given)
+    return is_function(function, num_arguments) and function.__name__ not in RESHAPING
+
+
 def _has_plain(part: nn.Module | None, name: str) -> bool:
     """Whether a part has a parameter or a number of its own under that name."""
     if part is None or hasattr(type(part), name):
@@ -232,7 +245,14 @@ def _has_plain(part: nn.Module | None, name: str) -> bool:
 
 
 def _is_called_as_usual(kind: type[nn.Module]) -> bool:
-    names = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+    names = (
+        "__call__",
+        "_call_impl",
+        "_wrapped_call_impl",
+        "__getattr__",
+        "__getattribute__",
+        "_compiled_call_impl",
+    )
     return is_torchs_own(nn.Module.__getattr__) and all(
         getattr(kind, name) is getattr(nn.Module, name) for name in names
     )

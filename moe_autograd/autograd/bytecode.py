@@ -17,6 +17,7 @@ _LOADS = (
     "LOAD_FAST_CHECK",  # from 3.12 on: of a variable that may not be there yet
 )
 _STORES = ("STORE_FAST", "STORE_FAST_STORE_FAST")
+_LIST_TO_TUPLE = 6  # the number of a function within the interpreter, from 3.12 on
 _FORWARD = ("JUMP_FORWARD", "POP_JUMP_FORWARD_IF_", "POP_JUMP_IF_")
 
 
@@ -73,6 +74,8 @@ def _told_alike(one: dis.Instruction) -> list[tuple[str, Any, int]]:
             return [("PUSH_NULL", None, 0)]
         case "CALL":
             return [("CALL", (arg, arg), -arg)]
+        case "CALL_INTRINSIC_1" if arg == _LIST_TO_TUPLE:
+            return [("LIST_TO_TUPLE", None, 0)]
         case "CALL_KW":  # the names lie on the stack, too
             return [("CALL", (arg, arg + 1), -arg - 1)]
     effect = dis.stack_effect(one.opcode, one.arg)

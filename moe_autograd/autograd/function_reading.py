@@ -17,7 +17,6 @@ torch's, and an instruction of a Python that is not known.
 from __future__ import annotations
 
 import builtins
-import functools
 import inspect
 import itertools
 import math
@@ -49,7 +48,15 @@ LISTS = frozenset([nn.ModuleList, nn.Sequential])  # whose parts may be looped o
 _HARMLESS = frozenset(
     [
         *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_MAP"),
-        *("BUILD_SLICE", "BUILD_STRING", "BUILD_TUPLE", "CALL", "COMPARE_OP", "CONTAINS_OP"),
+        *(
+            "BUILD_SLICE",
+            "BUILD_STRING",
+            "BUILD_TUPLE",
+            "CALL",
+            "CALL_FUNCTION_EX",
+            "COMPARE_OP",
+            "CONTAINS_OP",
+        ),
         *("CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE", "FORMAT_VALUE", "FORMAT_WITH_SPEC"),
         *("FORWARD", "IS_OP", "KW_NAMES", "LIST_APPEND", "LIST_EXTEND", "LIST_TO_TUPLE"),
         *("LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER"),
@@ -129,7 +136,7 @@ def _is_still(reading: FunctionReading, function: object) -> bool:
 def read_function(function: types.FunctionType, *, is_method: bool = True) -> FunctionReading | None:
     """Return what a method names, or a function; `None` if it may do more than arithmetic."""
     code = function.__code__
-    if code.co_argcount < is_method or code.co_flags & _TAKES_ANY:
+    if code.co_argcount < is_method or code.co_flags & _TAKES_ANY or type(function.__globals__) is not dict:
         return None
     if any(map(_may_change, code.co_consts)) or not takes_no_functions(function):
         return None
@@ -150,12 +157,7 @@ def _may_change(constant: object) -> bool:
 
 
 def is_function(value: object, num_arguments: float, known: Mapping[Any, float] = FUNCTIONS) -> bool:
-    """Whether it is one of those that are known, called with so many arguments; some may be numbers given before."""
-    if type(value) is functools.partial:
-        given = (*value.args, *value.keywords.values())
-        if not IN_PLACE.isdisjoint(value.keywords) or not all(type(one) in PLAIN for one in given):
-            return False
-        value, num_arguments = value.func, num_arguments + len(given)
+    """Whether it is one of those that are known, called with so many arguments."""
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
     return num_arguments <= known.get(value, -1)
@@ -224,8 +226,8 @@ class _Reader:
                 return step.value in METHODS and self._is_torchs_own(step.value)
             case "JUMP_BACKWARD":
                 return any(step.value == loop.next.offset for loop in self._loops)
-            case "CALL_FUNCTION_EX":
-                return not step.value  # else with arguments by name
+            case "CALL_FUNCTION_EX" if step.value:  # with arguments by name
+                return False
         operator = step.value if step.name in ("BINARY_OP", "COMPARE_OP") else step.name
         return step.name in _HARMLESS and all(map(self._is_torchs_own, OPERATORS.get(operator, ())))
 
@@ -319,7 +321,7 @@ class _Reader:
             return False
         name = self._steps[place].value
         reading = self._functions.get(name) or read_function(function, is_method=False)
-        if reading is None:
+        if reading is None or reading.has_loops:
             return False
         self._functions[name] = reading
         return True

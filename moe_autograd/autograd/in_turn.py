@@ -15,7 +15,7 @@ So a map is made as the loop that it means, if each of its calls is small, large
    inherited) that returns `True`, or one without, whose `forward` can be read to do no more (`arithmetic`). Calls that
    draw for a dropout have random numbers of their own, as on threads;
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
-   classes;
+   classes. Modes see what is computed, as on threads: both runs of a checkpoint are alike, also if one is under a mode;
 3. it changes nothing in place, but what a part before has made (`_changes_its_own`);
 4. no group of the module's makes its calls (`grouping`).
 
@@ -34,9 +34,11 @@ it may call a part again in each round of a loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +71,8 @@ ONLY_COMPUTE: Mapping[type, int] = {
 # Those which may return what they are given, or a view of it.
 _PASS_ON = frozenset([nn.Dropout, nn.Flatten, nn.Identity, nn.Unflatten])
 _HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential])
+_PLAIN_DICTS = frozenset([dict, OrderedDict])  # others may fetch what is asked for
+_WARN = frozenset([nn.LogSoftmax, nn.Softmax])  # of a missing `dim`, and of the line that called
 
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_forward_hooks,
@@ -131,8 +135,13 @@ def _is_seen_by_others() -> bool:
 
 def _are_called_as_usual() -> bool:
     """Whether nobody has replaced what calls a module, or the parts of a `Sequential`; perhaps before our import."""
-    calls = {kind.__call__ for kind in ONLY_COMPUTE}
-    return len(calls) == 1 and all(map(_is_torchs_own, (*calls, nn.Module._call_impl, nn.Sequential.forward)))
+    of_parts = (nn.Sequential.forward, nn.Sequential.__iter__)
+    kinds = cast(Iterable[type[nn.Module]], ONLY_COMPUTE)
+    calls = {(kind.__call__, kind._call_impl, kind._compiled_call_impl) for kind in kinds}
+    if len(calls) > 1 or not all(map(_is_torchs_own, of_parts)):
+        return False
+    (call, implementation, compiled), *_ = calls
+    return _is_torchs_own(call) and _is_torchs_own(implementation) and compiled is None
 
 
 def _is_torchs_own(function: Any) -> bool:
@@ -147,7 +156,7 @@ def _called(module: Any, x: Tensor) -> Any:
 def _computed(module: Any, x: Tensor) -> Any:
     """Return what `module` returns, of which `_work_of` knows that nobody watches it."""
     kind, own = type(module), module.__dict__
-    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in own:
+    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in own or kind in _WARN:
         return module(x)
     if kind is nn.Sequential:
         for part in module._modules.values():
@@ -249,11 +258,13 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
     Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
     Each class is looked at once for all calls: `readings` keeps what was found.
     """
-    num_parameters = num_in_buffers = num_read = 0
+    num_parameters = num_in_layers = num_in_buffers = num_read = 0
     num_times = 1
     draws = reshapes = takes_single_parts = False
     in_place: list[Any] = []
-    parts = [module]
+    if not isinstance(module, nn.Module):
+        return None
+    parts: list[Any] = [module]
     for part in parts:  # which grows
         kind = type(part)
         count = ONLY_COMPUTE.get(kind)
@@ -272,10 +283,15 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
                     num_rounds, num_uses = reading.rounds(part)
                     num_read += num_rounds
                     num_times *= max(1, num_uses)
-                if buffers := part._buffers:
-                    num_in_buffers += sum([one.numel() for one in buffers.values() if one is not None])
-            elif not says_so(part):
+                for buffer in part._buffers.values():
+                    if type(buffer) is Tensor:
+                        num_in_buffers += buffer.numel()
+                    elif buffer is not None:
+                        return None
+            elif type(says_so) is not FunctionType or not says_so(part):
                 return None
+            else:
+                takes_single_parts = True  # for all that is known
         elif kind is nn.Dropout:
             draws = draws or part.training
         own = part.__dict__
@@ -291,18 +307,25 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
         if count is not None and len(parameters) != count:
             return None
         if parameters:
+            if type(parameters) not in _PLAIN_DICTS:
+                return None
+            before = num_parameters
             for parameter in parameters.values():
                 if type(parameter) is nn.Parameter:
                     num_parameters += parameter.numel()
                 elif parameter is not None:
                     return None
+            if count is not None:
+                num_in_layers += num_parameters - before
         if children := own["_modules"]:
+            if type(children) not in _PLAIN_DICTS:
+                return None
             parts += children.values()
             if len(parts) > MOST_PARTS:
                 return None
     if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
-    least = size.fewest_rows * max(num_parameters, size.width)
+    least = size.fewest_rows * max(num_in_layers, 0 if num_read else size.width)
     most = size.num_rows * max(num_parameters, size.width)
     if num_read:
         widest = max(size.num_elements, size.width**2 if reshapes else 0)

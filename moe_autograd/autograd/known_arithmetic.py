@@ -1,7 +1,8 @@
 """Functions of torch and methods of its tensors that do nothing but arithmetic, or (`DRAWING`) draw numbers for it.
 
 None makes a tensor as large as some number says (`zeros`, `repeat`, `one_hot`), but for `expand`, which takes no memory
-for it: how much work there is then, nobody could tell from the sizes of what a call takes.
+for it: how much work there is then, nobody could tell from the sizes of what a call takes. Nor can they where
+tensors grow with each round of a loop (`cat`), or three meet (`einsum`): such a call may be larger than it seems.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ FUNCTIONS: Mapping[Any, float] = {
     for function in [
         *filter(is_torchs_own, [getattr(torch, name) for name in (*_OF_TORCH, *_MADE_BY_TORCH)]),
         *filter(is_torchs_own, [getattr(F, name) for name in _OF_FUNCTIONAL]),
-        *(math.exp, math.log, math.sqrt),
+        *filter(is_torchs_own, (math.exp, math.log, math.sqrt)),
     ]
 }
 DRAWING: Mapping[Any, float] = {
@@ -107,17 +108,19 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(["<", ">"], ("__lt__", "__gt__")),
     **dict.fromkeys(["<=", ">="], ("__le__", "__ge__")),
     **dict.fromkeys(["==", "!="], ("__eq__", "__ne__")),
-    **dict.fromkeys(["[]", "BINARY_SLICE", "BINARY_SUBSCR"], ("__getitem__",)),
-    "CONTAINS_OP": ("__contains__", "__eq__"),
+    **dict.fromkeys(["[]", "BINARY_SLICE", "BINARY_SUBSCR"], ("__getitem__", "__index__")),
+    "CALL_FUNCTION_EX": ("__iter__", "__len__"),
+    "CONTAINS_OP": ("__bool__", "__contains__", "__eq__"),
     **dict.fromkeys(["FORWARD", "TO_BOOL", "UNARY_NOT"], ("__bool__",)),
-    **dict.fromkeys(["CONVERT_VALUE", "FORMAT_SIMPLE", "FORMAT_VALUE"], ("__format__", "__repr__")),
+    **dict.fromkeys(
+        ["CONVERT_VALUE", "FORMAT_SIMPLE", "FORMAT_VALUE"], ("__format__", "__repr__", "__str__")
+    ),
     "FORMAT_WITH_SPEC": ("__format__",),
     "LIST_EXTEND": ("__iter__",),
     "UNARY_NEGATIVE": ("__neg__",),
     "UNPACK_SEQUENCE": ("__iter__",),
 }
-# What Python itself has for numbers, and to raise, with the methods of tensors that it calls.
-PYTHONS: Mapping[Any, tuple[str, ...]] = {
+_OF_PYTHON: Mapping[Any, tuple[str, ...]] = {
     **dict.fromkeys(
         [AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError], ()
     ),
@@ -127,11 +130,12 @@ PYTHONS: Mapping[Any, tuple[str, ...]] = {
     int: ("__int__", "__index__"),
     isinstance: (),
     len: ("__len__",),
-    list: ("__iter__",),
-    str: (),
-    tuple: ("__iter__",),
-    **dict.fromkeys([max, min], ("__iter__", "__gt__", "__lt__")),
+    str: ("__repr__", "__str__"),
+    **dict.fromkeys([list, tuple], ("__iter__", "__len__")),
+    **dict.fromkeys([max, min], ("__iter__", "__gt__", "__lt__", "__bool__")),
 }
+# What Python itself has for numbers, and to raise, with the methods of tensors that it calls; unless it was replaced.
+PYTHONS = {one: names for one, names in _OF_PYTHON.items() if one.__module__ == "builtins"}
 # By which columns may come into the place of rows, and be multiplied with each other.
 RESHAPING = frozenset(
     [

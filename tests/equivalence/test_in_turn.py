@@ -259,6 +259,18 @@ def test_what_may_change_its_input_in_place_gets_a_thread(make: Callable[[], nn.
     assert not is_made_in_turn(make())
 
 
+@pytest.mark.parametrize("kind", [nn.Softmax, nn.LogSoftmax])
+def test_a_warning_is_of_the_line_that_it_is_of_in_a_loop(kind: Callable[[], nn.Module]) -> None:
+    def place(apply: MapFunction) -> tuple[str, int]:
+        with pytest.warns(UserWarning, match="Implicit dimension choice") as seen:
+            apply([kind()], [(torch.randn(3, 4),)])
+        return seen[0].filename, seen[0].lineno
+
+    with pytest.warns(UserWarning, match="Implicit dimension choice"):
+        assert is_made_in_turn(kind())
+    assert place(parallel_apply) == place(one_after_another)
+
+
 def test_hooks_on_all_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_made_in_turn(expert())
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)

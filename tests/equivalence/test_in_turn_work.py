@@ -175,6 +175,15 @@ def test_rows_of_one_tensor_with_rows_of_another_are_work_too() -> None:
     assert not made_in_turn(row, row.expand(in_turn.most_small() // 64 + 1, 64))
 
 
+class LooksUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[x]
+
+
 @pytest.fixture
 def num_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
@@ -204,5 +213,6 @@ def test_a_large_call_gets_no_thread_where_its_operators_keep_all_cores_busy(
     assert in_turn.call_in_turn([AddsRows()], [(large, large)], [{}]) is not None
     # by how many rows the weights are multiplied is not known then
     assert in_turn.call_in_turn([AddsRows()], [(large, large[:1])], [{}]) is None
+    assert not is_made_in_turn(LooksUp(), large.abs().long() % 64)  # nor how much of a table a forward takes
     num_threads(1)
     assert not is_made_in_turn(module, large)

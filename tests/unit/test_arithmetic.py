@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import threading
@@ -49,6 +50,12 @@ def test_a_class_may_say_by_itself_that_it_does_more() -> None:
     assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
 
 
+class Name(str):
+    """A name that is another one's in no set of names."""
+
+    __hash__ = object.__hash__
+
+
 def activates(self: Any, x: Tensor) -> Any:
     return self.activation(self.w1(x))
 
@@ -64,6 +71,8 @@ def activates(self: Any, x: Tensor) -> Any:
         (functools.partial(wait), False),
         (functools.partial(functools.partial(wait)), False),
         (functools.partial(torch.add, torch.ones(8)), False),
+        (functools.partial(F.elu, **{Name("inplace"): True}), False),
+        (functools.partial(torch.transpose, dim0=0, dim1=1), False),  # how much work follows, nobody knows
     ],
 )
 def test_a_function_may_be_given_numbers_beforehand(activation: Any, is_known: bool) -> None:
@@ -72,6 +81,70 @@ def test_a_function_may_be_given_numbers_beforehand(activation: Any, is_known: b
     assert only_computes(module) is is_known
     x = torch.randn(3, 4)
     assert torch.equal(parallel_apply([module], [x])[0], activates(module, x))
+
+
+GELU = functools.partial(F.gelu, approximate="tanh")
+
+
+def activates_by_a_global(self: Any, x: Tensor) -> Any:
+    return GELU(x)
+
+
+def test_a_global_that_holds_a_function_may_hold_another_later() -> None:
+    assert not only_computes(expert_with(activates_by_a_global))
+
+
+@pytest.mark.parametrize("says_so", [True, 1, property(lambda self: True), classmethod(lambda cls: True)])
+def test_only_what_is_a_method_is_asked_whether_it_only_computes(says_so: Any) -> None:
+    module: Any = type("Own", (Expert,), {"forward": swiglu, "only_computes": says_so})()
+    x = torch.randn(3, 4)
+    assert in_turn.call_in_turn([module], [(x,)], [{}]) is None
+    assert torch.equal(parallel_apply([module], [x])[0], module(x))
+
+
+def test_buffers_that_are_not_made_yet_or_of_other_classes_get_a_thread() -> None:
+    for buffer in (torch.nn.parameter.UninitializedBuffer(), torch.ones(4).as_subclass(Special)):
+        module, x = expert_with(swiglu), torch.randn(3, 4)
+        module.register_buffer("of_nobody", buffer)
+        assert in_turn.call_in_turn([module], [(x,)], [{}]) is None
+        assert torch.equal(parallel_apply([module], [x])[0], module(x))
+
+
+class Special(Tensor):
+    """A tensor whose operators may do anything."""
+
+
+class Fetching(dict[str, Any]):
+    """May fetch what it is asked for."""
+
+
+@pytest.mark.parametrize("name", ["_parameters", "_modules"])
+def test_parts_that_may_be_fetched_get_a_thread(name: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    holder: nn.Module = module if name == "_modules" else module[0]
+    holder.__dict__[name] = collections.OrderedDict(holder.__dict__[name])
+    assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is not None
+    holder.__dict__[name] = Fetching(holder.__dict__[name])
+    assert in_turn.call_in_turn([module], [(torch.randn(3, 4),)], [{}]) is None
+
+
+@pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl", "__call__"])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Sequential, nn.Module])
+def test_a_class_of_torchs_may_be_called_in_another_way(
+    kind: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = kind.__call__
+    modules, x = [nn.Sequential(nn.Linear(4, 4))], torch.randn(3, 4)
+    called: list[Any] = []
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(self)
+        return same(self, *args, **kwargs) if name == "__call__" else self.forward(*args, **kwargs)
+
+    expected = modules[0](x)
+    monkeypatch.setattr(kind, name, call)
+    assert torch.equal(parallel_apply(modules, [x])[0], expected)
+    assert called
 
 
 def test_methods_that_call_each_other_again_and_again_are_more_than_anybody_counts() -> None:

@@ -80,6 +80,16 @@ def takes_any_number(*xs: Tensor) -> Tensor:
     return xs[0]
 
 
+def loops_by_itself(x: Tensor) -> Tensor:
+    for _ in range(5000):
+        x = x.sin()
+    return x
+
+
+def calls_what_loops(self: Any, x: Tensor) -> Tensor:
+    return loops_by_itself(x)
+
+
 def calls_with_any_number(self: Any, x: Tensor) -> Tensor:
     return takes_any_number(x, x)
 
@@ -348,7 +358,7 @@ waits_under_another_name.__func__ = swiglu  # type: ignore[attr-defined]  # whic
 MORE = [
     *(calls_what_calls_another, gives_a_function, gives_a_part, gives_a_part_of_a_loop, returns_a_function),
     *(gives_itself_to_a_function, calls_what_defaults_to_a_function, calls_what_changes_in_place),
-    calls_with_any_number,
+    *(calls_with_any_number, calls_what_loops),
     *(waits, calls_what_waits, calls_what_is_in_a_list, calls_its_argument, calls_a_method_that_waits),
     *(calls_a_method_that_calls_one, calls_a_method_that_calls_itself, calls_itself),
     *(calls_a_static_method_that_waits, calls_a_class_method, calls_what_the_class_has),
