@@ -258,12 +258,10 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
     Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
     Each class is looked at once for all calls: `readings` keeps what was found.
     """
-    num_parameters = num_in_layers = num_in_buffers = num_read = 0
+    num_parameters = num_elsewhere = num_in_buffers = num_read = 0
     num_times = 1
     draws = reshapes = takes_single_parts = False
     in_place: list[Any] = []
-    if not isinstance(module, nn.Module):
-        return None
     parts: list[Any] = [module]
     for part in parts:  # which grows
         kind = type(part)
@@ -288,7 +286,7 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
                         num_in_buffers += buffer.numel()
                     elif buffer is not None:
                         return None
-            elif type(says_so) is not FunctionType or not says_so(part):
+            elif type(says_so) is not FunctionType or not isinstance(part, nn.Module) or not says_so(part):
                 return None
             else:
                 takes_single_parts = True  # for all that is known
@@ -309,14 +307,15 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
         if parameters:
             if type(parameters) not in _PLAIN_DICTS:
                 return None
-            before = num_parameters
+            if count is None:
+                num_elsewhere -= num_parameters
             for parameter in parameters.values():
                 if type(parameter) is nn.Parameter:
                     num_parameters += parameter.numel()
                 elif parameter is not None:
                     return None
-            if count is not None:
-                num_in_layers += num_parameters - before
+            if count is None:
+                num_elsewhere += num_parameters
         if children := own["_modules"]:
             if type(children) not in _PLAIN_DICTS:
                 return None
@@ -325,7 +324,7 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
                 return None
     if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
-    least = size.fewest_rows * max(num_in_layers, 0 if num_read else size.width)
+    least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if num_read else size.width)
     most = size.num_rows * max(num_parameters, size.width)
     if num_read:
         widest = max(size.num_elements, size.width**2 if reshapes else 0)
