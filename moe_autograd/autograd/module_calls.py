@@ -263,7 +263,8 @@ class ModuleCall(UsedResults):
         starts = self._starts(grad_outputs)
         num_cuts = len(self.cuts)
         ends = [i for i in range(num_cuts) if wanted[i]]
-        with sleeping_hooks([edge.node for edge, _ in starts], self.ends_with_hooks), on_this_thread():
+        nodes = [edge.node for edge, _ in starts]
+        with sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends), on_this_thread():
             found, self._pending = split_backward(
                 [edge for edge, _ in starts],
                 [grad for _, grad in starts],

@@ -13,6 +13,9 @@ also of those that got none, which plain PyTorch would not reach; and a hook is 
 `register_multi_grad_hook` asks the engine how many gradients will come, and the engine counts such leaves: so it is
 called, with `None`. A hook that runs after a gradient was accumulated is not told whether there was one: it sleeps if
 `.grad` is as it was.
+
+A hook that is put on a tensor while an inner backward runs which ends there is not wrapped, and sees a part of the
+gradient. Nobody can keep the engine from it, so such a backward is refused.
 """
 
 from __future__ import annotations
@@ -132,6 +135,9 @@ def sleeping_hooks(
         starts: where it begins.
         ends: what `let_hooks_sleep` said.
         tensors: returns those at which it ends, to be asked when there may be more hooks.
+
+    Raises:
+        RuntimeError: there are hooks that were not there when it began.
     """
     noted: list[int] = []
     me = threading.get_ident()
@@ -145,12 +151,24 @@ def sleeping_hooks(
     _inner.running.append((tensors, noted))
     try:
         yield
+        _refuse_new_hooks(tensors())
     finally:
         _inner.running.pop()
         for handle in handles:
             handle.remove()
         for number in noted:
             _inner.backwards.pop(number, None)
+
+
+def _refuse_new_hooks(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        hooks = tensor._backward_hooks
+        if hooks and any(not isinstance(hook, _Sleeper) for hook in tuple(hooks.values())):
+            raise RuntimeError(
+                "parallel_apply, backward: expected hooks of weights, and of what else calls reach, to be there before "
+                f"the backward, got one put on a tensor of shape {tuple(tensor.shape)} while a call's backward ran. "
+                "It may have seen a part of the gradient. Put it there before, or call in a plain loop."
+            )
 
 
 def let_new_hooks_sleep() -> None:

@@ -205,3 +205,42 @@ def test_hooks_in_nested_maps_run_as_often_as_under_nested_checkpoints(
         program, native_apply=checkpointed_loop, mapped_apply=parallel_apply, tolerance=1e-9
     )
     assert not isinstance(said, Raised)
+
+
+class PutsAHook(torch.autograd.Function):
+    """Puts a hook on a weight in its backward, before that reaches the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor) -> Tensor:
+        ctx.put = weight.register_hook
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.put(lambda grad: grad * 2)
+        return grad, None
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "function"])
+@pytest.mark.parametrize("options", [{}, {"max_concurrency": 1}, {"defer_weight_grads": True}], ids=str)
+def test_a_hook_that_is_put_on_a_weight_while_a_calls_backward_runs_is_refused(
+    by: str, options: dict[str, Any]
+) -> None:
+    """It had seen the gradient of one call, and then the whole one: four times the gradient, in silence."""
+    weight = torch.ones(3, requires_grad=True)
+
+    def with_a_hook(x: Tensor) -> Tensor:
+        weight.register_hook(lambda grad: grad * 2)
+        return (x * weight).exp()
+
+    def call(x: Tensor) -> Tensor:
+        if by == "checkpoint":
+            return checkpoint(with_a_hook, x, use_reentrant=False)  # type: ignore[return-value]
+        return PutsAHook.apply(x * weight, weight)  # type: ignore[return-value]
+
+    x = torch.ones(3, requires_grad=True)
+    results = parallel_apply([call, call], [(x,), (x,)], **options)
+    with pytest.raises(
+        RuntimeError, match=r"got one put on a tensor of shape .* while a call's backward ran"
+    ):
+        torch.stack(results).sum().backward()
