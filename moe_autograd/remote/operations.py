@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote.awaiting import SCOPE
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
@@ -61,6 +62,7 @@ class Operations:
         self._timeout_s = timeout_s
         self._all = Cancellation()  # of what is under way
         self._process = os.getpid()
+        self._is_open = True
 
     @property
     def is_here(self) -> bool:
@@ -72,17 +74,24 @@ class Operations:
 
         Raises:
             RuntimeError: in a forked child.
+            ServerUnavailableError: after `close`.
         """
         if not self.is_here:
             raise RuntimeError(
                 f"connection to {', '.join(self._given)}: expected to be used in the process that made it, "
                 f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
             )
+        if not self._is_open:
+            raise ServerUnavailableError(
+                f"connection to {', '.join(self._given)}: expected an open connection, got a closed one. "
+                "Call experts within the block of `connect`."
+            )
         groups = [group for group in (self._all, SCOPE.get()) if group is not None]
         return UnderWay(Operation(Deadline(self._timeout_s), Cancellation()), groups)
 
     def close(self) -> None:
-        """Cancel what is under way; nothing is waited for any more: what is begun later fails, once."""
+        """Cancel what is under way; nothing is begun any more."""
+        self._is_open = False
         self._all.cancel()
 
     def __repr__(self) -> str:
