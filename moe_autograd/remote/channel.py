@@ -24,7 +24,7 @@ from moe_autograd._interrupts import uninterrupted
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.ends import LeftStreams
+from moe_autograd.remote.ends import LeftStreams, NotBegunError
 from moe_autograd.remote.forking import GATE, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.link import Link, Stubs
@@ -190,6 +190,8 @@ class Channel:
         """
         begin = self._stubs_now().request_stream[rpc].future
         with interrupts_held_back() as held, self.our_errors(rpc, operation.deadline) as passage:
+            if operation.cancellation.wait(0.0):
+                raise NotBegunError
             self._check_thread(rpc)
             call = begin(messages, timeout=operation.deadline.remaining_s, metadata=self.token.metadata)
             passage.carry(call, has_thread=True)

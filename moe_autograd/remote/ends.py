@@ -18,7 +18,10 @@ import weakref
 from collections import deque
 from typing import Any
 
+import grpc
+
 from moe_autograd.remote.interrupts import interrupts_held_back
+from moe_autograd.wire.status import CLOSED_HERE
 
 
 class LeftStreams:
@@ -56,6 +59,22 @@ def end(stream: Any) -> None:
     if hasattr(stream, "_consume_next_event"):
         while stream._state.due:
             stream._consume_next_event()
+
+
+class NotBegunError(grpc.RpcError):
+    """What its operation was cancelled before: it fails as an RPC does that is cancelled under way."""
+
+    def code(self) -> grpc.StatusCode:
+        """Return the code of an RPC that is cancelled."""
+        return grpc.StatusCode.CANCELLED
+
+    def details(self) -> str:
+        """Return what grpc says of one."""
+        return CLOSED_HERE[0]
+
+    def trailing_metadata(self) -> tuple[()]:
+        """Return what no server has sent."""
+        return ()
 
 
 _alive: weakref.WeakSet[LeftStreams] = weakref.WeakSet()

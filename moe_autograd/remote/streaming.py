@@ -11,7 +11,7 @@ import grpc
 from moe_autograd._intraop import end_team
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.ends import end
+from moe_autograd.remote.ends import NotBegunError, end
 from moe_autograd.remote.forking import Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.operations import Operation
@@ -46,6 +46,8 @@ def streaming(
     stream = None
     with interrupts_held_back() as held:
         try:
+            if operation.cancellation.wait(0.0):
+                raise NotBegunError
             stream = channel.stream(rpc, first, rest, operation.deadline, passage)
             held.cancel_with(stream.cancel)
             operation.cancellation.add(stream.cancel)

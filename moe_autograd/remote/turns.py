@@ -59,15 +59,24 @@ class Turns:
         """Wait until an RPC for these experts may go, and keep those that it excludes waiting meanwhile.
 
         Returns:
-            Yields why it may not go: a DeadlineExceededError if others were under way until the operation's deadline,
-            a ServerUnavailableError if it was cancelled meanwhile.
+            Yields why it may not go: a DeadlineExceededError if others were under way until the operation's deadline.
+
+        Raises:
+            ServerUnavailableError: the operation was cancelled before. A `zero_grad` that had its turn meanwhile does
+                not know of what would go now.
         """
         if not names:
             yield None
             return
         own = _Turn(names, is_alone=rpc != "Backward")
         try:
-            yield None if self._has_begun(own) else self._wait(own, rpc, operation)
+            hindrance = None if self._has_begun(own) else self._wait(own, rpc, operation)
+            if operation.cancellation.wait(0.0):
+                raise ServerUnavailableError(
+                    f"{_place(own, rpc, operation)}: expected to be waited for, got cancelled: the connection was "
+                    "closed, or a task. Nothing was changed."
+                )
+            yield hindrance
         finally:
             self._end(own)
 
@@ -90,12 +99,7 @@ class Turns:
             )
         finally:
             operation.cancellation.remove(own.ring)
-        if own in self._under_way:
-            return None
-        return ServerUnavailableError(
-            f"{_place(own, rpc, operation)}: expected to wait for another thread, got cancelled: the connection "
-            "was closed, or a task. Nothing was changed."
-        )
+        return None
 
     def _end(self, own: _Turn) -> None:
         with self._lock:

@@ -61,7 +61,7 @@ _NOT_CONNECTED = re.compile(
     re.DOTALL,
 )
 _BROKEN_OFF = re.compile(r"Stream removed \((.*)\)|(ping timeout)", re.DOTALL)
-_CLOSED_HERE = ("Locally cancelled by application!", "Channel closed!")
+CLOSED_HERE = ("Locally cancelled by application!", "Channel closed!")
 _TLS_FAILURES = (
     (
         r"CERTIFICATE_VERIFY_FAILED: (.*?)(?:: OK)?$",
@@ -163,7 +163,7 @@ def _certificate_trouble(details: str) -> str | None:
 
 def _in_our_words(details: str) -> str:
     """Return what to say of a connection that grpc could not make, or lost; other details are a server's, and ours."""
-    if details in _CLOSED_HERE:
+    if details in CLOSED_HERE:
         return "expected to be waited for, got cancelled here. Was the connection closed meanwhile?"
     if (broken := _BROKEN_OFF.fullmatch(details)) is not None:
         reason = broken[1] or broken[2]
