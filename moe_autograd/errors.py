@@ -13,7 +13,8 @@ tree; each class also derives from the built-in one that existing handlers catch
         ├── InvalidCallError (ValueError)           the call is refused: its shape, dtype, not finite, ...
         ├── PermissionDeniedError (PermissionError) credentials are missing, wrong, or not enough
         ├── ServerUnavailableError (ConnectionError) no connection, or it broke
-        │   └── UntrustedServerError                the server's certificate is not accepted here
+        │   ├── UntrustedServerError                the server's certificate is not accepted here
+        │   └── CallCancelledError                  the connection was closed here, or the task was cancelled
         ├── ServerBusyError                         a queue or a memory budget is full: try again later
         ├── DeadlineExceededError (TimeoutError)    the call's deadline passed
         │   └── StragglerError                      the others had answered, and this call was waited for long enough
@@ -87,6 +88,13 @@ class ServerUnavailableError(RemoteError, ConnectionError):
 
 class UntrustedServerError(ServerUnavailableError):
     """There is somebody at the address, whose certificate is not accepted here, or who has none."""
+
+
+class CallCancelledError(ServerUnavailableError):
+    """Nobody waits for the call any more: its connection was closed here, or its task was cancelled.
+
+    This says nothing of the server, so nobody goes on without it (``on_failure="drop"``).
+    """
 
 
 class ServerBusyError(RemoteError):

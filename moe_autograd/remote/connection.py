@@ -38,7 +38,7 @@ from moe_autograd.remote.inputs import (
     wait_until_made,
 )
 from moe_autograd.remote.interrupts import interrupts_held_back
-from moe_autograd.remote.jobs import Job, note_failures, say_more
+from moe_autograd.remote.jobs import Job, note_failures, raise_if_unwanted, say_more
 from moe_autograd.remote.leaving import LeftForwards
 from moe_autograd.remote.nodes import call_experts
 from moe_autograd.remote.numbering import Numbering
@@ -101,11 +101,11 @@ class Connection:
         """
         with self._delivery.operations.begin() as operation:
             errors = self._finding.look(operation, may_miss=allow_missing)
-        if errors and (not allow_missing or len(errors) == len(self._finding.servers.given)):
-            try:
-                raise errors[0]
-            finally:
-                errors.clear()  # this frame is in the traceback
+            if errors and (not allow_missing or len(errors) == len(self._finding.servers.given)):
+                try:
+                    raise errors[0]
+                finally:
+                    errors.clear()  # this frame is in the traceback
         return self._finding.placement.experts(as_of_now=True)
 
     def check_inputs(self, name: str, inputs: tuple[Any, ...]) -> HostedExpert:
@@ -214,6 +214,7 @@ class Connection:
         try:
             with self._delivery.operations.begin() as operation:
                 self._delivery.deliver("Forward", jobs, operation, failures)
+                raise_if_unwanted(jobs, "forward", operation.cancellation)
             for job in jobs:
                 _check_outputs(job)
             note_failures(jobs, "forward", failures)
@@ -293,6 +294,7 @@ class Connection:
             finally:
                 if hindrance is None:
                     self._updates.note_backwards(itertools.compress(jobs, gives), has_come_back, dropped)
+            raise_if_unwanted(jobs, "backward", operation.cancellation)
         return jobs
 
     # ---- updates

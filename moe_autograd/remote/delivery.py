@@ -256,7 +256,7 @@ class Delivery:
             moved: given an address that is lost, or hosts an expert no longer, and its work, returns where parts of it
                 go now; empty to stay.
             failures: takes those that another attempt may mend, instead of raising them; and a server that is lost is
-                not waited for.
+                not waited for. Not those of an operation that nobody waits for.
             is_patient: tells whether work is worth more than one attempt.
 
         Returns:
@@ -264,7 +264,7 @@ class Delivery:
         """
         errand = _Errand(rpc, once, operation, moved, is_patient, goes_on=failures is not None)
         outcomes = self._fanout.at_each(work, partial(self._until_done, errand), operation.cancellation)
-        if failures is not None:
+        if failures is not None and not operation.cancellation.is_unwanted:
             errors = {address: error for address, error in outcomes.items() if _may_be_mended(error)}
             failures += [cast(RemoteError, error) for error in errors.values()]
             outcomes = {address: own for address, own in outcomes.items() if address not in errors}

@@ -53,12 +53,17 @@ class Cancellation:
         with self._lock:
             self._cancels.discard(cancel)
 
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether it was cancelled without a reason of its own: by `close`, with its task, or by Ctrl-C."""
+        return self._is_cancelled and not self.reason
+
     def cancel(self, reason: str = "") -> None:
-        """Cancel all that is under way, and whatever may be added; `reason` says why, if the user is to know."""
-        self.reason = self.reason or reason
+        """Cancel all that is under way, and whatever may be added; the first `reason` says why, if one is given."""
         with interrupts_held_back():  # a second Ctrl-C would leave the rest, or a lock of grpc's locked
             with self._lock:
                 if not self._is_cancelled:
+                    self.reason = reason
                     self._is_cancelled = True
                     self._bell.release()
                 cancels = tuple(self._cancels)

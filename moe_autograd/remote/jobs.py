@@ -83,6 +83,12 @@ def note_failures(jobs: Sequence[Job], phase: str, failures: Failures | None) ->
         raise
 
 
+def raise_if_unwanted(jobs: Sequence[Job], phase: str, cancellation: Cancellation) -> None:
+    """Raise the first failure of a pass that nobody waits for any more, whoever would go on without servers."""
+    if cancellation.is_unwanted:
+        note_failures(jobs, phase, None)
+
+
 def _forget_outcomes(jobs: Sequence[Job]) -> None:
     """Let jobs whose error is raised forget it: the traceback knows them, and the exception must not hold itself."""
     for job in jobs:

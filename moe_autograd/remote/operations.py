@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
-from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.errors import CallCancelledError, ServerUnavailableError
 from moe_autograd.remote.awaiting import SCOPE
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Cancellation
@@ -28,7 +29,10 @@ class Operation:
 
 
 class UnderWay:
-    """An operation while a block lasts, cancelled with any of some groups."""
+    """An operation while a block lasts, cancelled with any of some groups.
+
+    What the block raises since it was cancelled so is a `CallCancelledError`, as no server is the reason.
+    """
 
     __slots__ = ("_groups", "_operation")
 
@@ -44,9 +48,17 @@ class UnderWay:
             raise
         return self._operation
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        cancellation = self._operation.cancellation
         for group in self._groups:
-            group.remove(self._operation.cancellation.cancel)
+            group.remove(cancellation.cancel)
+        if kind is ServerUnavailableError and cancellation.is_unwanted:
+            raise CallCancelledError(str(error)) from error
 
 
 class Operations:
@@ -74,7 +86,7 @@ class Operations:
 
         Raises:
             RuntimeError: in a forked child.
-            ServerUnavailableError: after `close`.
+            CallCancelledError: after `close`.
         """
         if not self.is_here:
             raise RuntimeError(
@@ -82,7 +94,7 @@ class Operations:
                 f"{self._process}, got {os.getpid()}, its fork. A fork cannot share a connection: connect anew in it."
             )
         if not self._is_open:
-            raise ServerUnavailableError(
+            raise CallCancelledError(
                 f"connection to {', '.join(self._given)}: expected an open connection, got a closed one. "
                 "Call experts within the block of `connect`."
             )

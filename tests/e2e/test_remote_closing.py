@@ -17,7 +17,7 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from moe_autograd.autograd.parallel import parallel_apply
-from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.errors import CallCancelledError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, ends
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.channel import Channel
@@ -235,7 +235,7 @@ def test_calls_beside_close_end_with_our_error(addresses, name):
         experts.close()
         for caller in callers:
             caller.join(120)
-        assert [type(caller.became) for caller in callers] == [ServerUnavailableError] * num_threads
+        assert [type(caller.became) for caller in callers] == [CallCancelledError] * num_threads
 
 
 def test_what_was_told_on_a_connection_that_was_replaced_ends_with_it():
