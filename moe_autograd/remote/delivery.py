@@ -165,15 +165,19 @@ class Delivery:
         """Return the jobs that may go better the next time; the others are settled."""
         repeated = []
         for job in jobs:
-            error = job.outcome.error
-            if error is None:
+            if job.outcome.error is None:
                 continue
+            names = [job.request.expert]
+            if self._is_looked_for(job.outcome.error, names, attempts):
+                repeated.append(job)
+                continue
+            error = job.outcome.error = self.finding.as_lost(job.outcome.error, names)
             is_gone = isinstance(error, ServerUnavailableError) and (
                 job.address in lost or attempts.num_retries
             )
             if is_gone and not job.is_needed():
                 error.add_note("Not waited for: every token has enough other experts.")
-            elif self._is_looked_for(error, [job.request.expert], attempts) or self._is_worth_retrying(
+            elif self._is_worth_retrying(
                 error, job.address, operation, was_answered=job.outcome.was_answered
             ):
                 repeated.append(job)
@@ -288,17 +292,17 @@ class Delivery:
                     raise error_of_lost(place, lost[address])
                 return [errand.once(self._channel(address), own, operation)]
             except RemoteError as error:
-                is_lost = isinstance(error, ServerUnavailableError)
-                if is_lost and not operation.cancellation.wait(0.0):
+                if isinstance(error, ServerUnavailableError) and not operation.cancellation.wait(0.0):
                     # else the next operation would not look for it
                     self.finding.placement.note_failure(address)
+                is_looked_for = self._is_looked_for(error, own, attempts)
+                error = error if is_looked_for else self.finding.as_lost(error, own)
+                is_lost = isinstance(error, ServerUnavailableError)
                 is_gone = is_lost and (address in lost or attempts.num_retries > 0)
                 is_given_up = not errand.is_patient(own) or (is_gone and errand.goes_on)
-                is_looked_for = self._is_looked_for(error, own, attempts)
-                if not (is_looked_for or (self._may_pass(error, address, operation) and not is_given_up)):
-                    raise
-                if not _has_paused(attempts, [error], operation):
-                    raise
+                may_pass = is_looked_for or (self._may_pass(error, address, operation) and not is_given_up)
+                if not (may_pass and _has_paused(attempts, [error], operation)):
+                    raise error
                 may_have_moved = is_lost or is_looked_for
 
     def _may_pass(self, error: RemoteError, address: str, operation: Operation) -> bool:

@@ -18,7 +18,12 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError
+from moe_autograd.errors import (
+    DeadlineExceededError,
+    ExpertNotFoundError,
+    RemoteError,
+    ServerUnavailableError,
+)
 from moe_autograd.remote.asking import ask
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.fanout import Fanout
@@ -113,6 +118,14 @@ class Finding:
         """Tell whether to look for experts that a server does not host: not all the time if nobody did just now."""
         is_news = all(self.placement.hosts_of(name) for name in names)
         return is_news or time.monotonic() - self._looked_at >= _LOOK_AGAIN_S
+
+    def as_lost(self, error: RemoteError, names: Iterable[str]) -> RemoteError:
+        """Return the error of a server that is lost, where experts are not found since theirs is away."""
+        if not isinstance(error, ExpertNotFoundError) or not any(map(self.placement.is_away, names)):
+            return error
+        lost = ServerUnavailableError(f"{error} Servers are away, and its own may be one of them.")
+        lost.__cause__ = error
+        return lost
 
     def close(self) -> None:
         """Let the threads go when they are done."""

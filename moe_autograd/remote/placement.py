@@ -91,6 +91,7 @@ class Placement:
         self._replies: dict[str, dict[str, pb.ExpertInfo]] = {}
         self._layouts: dict[str, Sequence[pb.StateLayout]] = {}  # by address
         self._answered: frozenset[str] = frozenset()  # when servers were asked last
+        self._most_answered = 0  # at once, ever
         # by address and expert: its replicas, itself included
         self._beside: dict[str, dict[str, frozenset[str]]] = {}
         self._rests: dict[str, tuple[float, float]] = {}  # address: (until when, for how long)
@@ -116,6 +117,7 @@ class Placement:
                 self._marks[address] = mark_of(reply.server_id)
                 self._rests.pop(address, None)
             self._answered = frozenset(replies)
+            self._most_answered = max(self._most_answered, len(replies))
             self._strangers -= self._answered
             self._found = {}
             self._note_replicas()
@@ -175,6 +177,15 @@ class Placement:
     def is_lost(self, address: str) -> bool:
         """Tell whether a server has failed and not answered since."""
         return address in self._rests
+
+    def is_away(self, name: str) -> bool:
+        """Tell whether no server that answers hosts an expert, and one is away that may: fewer answer than once did.
+
+        Its own may have lost its address to another one, and come back elsewhere.
+        """
+        with self._lock:
+            is_hosted = any(self._hosts(address, name) for address in self._answered)
+            return not is_hosted and len(self._answered) < self._most_answered
 
     def has_left(self, name: str, address: str) -> bool:
         """Tell whether a server is lost, or hosts an expert no longer."""

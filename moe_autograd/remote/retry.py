@@ -7,7 +7,8 @@
    a connection share a budget: when many calls fail, retries don't multiply the load. An update that has had no
    answer yet waits in a queue, or is long: it is asked for again until the deadline.
 4. What the server has looked at and refused is not repeated: it would be refused again. An expert that it
-   does not host is looked for once, by each operation, and where nobody hosts it, seldom (see `finding`).
+   does not host is looked for once, by each operation, and where nobody hosts it, seldom (see `finding`). But where
+   servers are away its own may be one of them, whoever has its address meanwhile: then rule 2 holds.
 5. Pauses grow, and vary at random, so that clients don't come back in step. A server's own hint is honoured.
 """
 

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -123,6 +124,53 @@ class TestBehindAName:
                 for ask in (ASKING["forward"], ASKING["state_dict"], ASKING["load_state_dict"]):
                     with pytest.raises(ServerUnavailableError):
                         ask(experts, torch.ones(1))
+
+
+class TestWhereAnotherServerHasItsAddress:
+    """Both servers were stopped, and the other one is the first to be there again."""
+
+    @contextlib.contextmanager
+    def connected(self, modules, **options) -> Iterator[tuple[RemoteExperts, torch.Tensor, str]]:
+        """Yield experts, a result of theirs, and the address that is free."""
+        with contextlib.ExitStack() as stack:
+            own, other = ExpertsServer(modules, optimizer=sgd).start(), ExpertsServer(OTHER).start()
+            experts = stack.enter_context(connect([own.address, other.address], timeout_s=200.0, **options))
+            y = begin(experts)
+            own.stop()
+            other.stop()
+            stack.enter_context(ExpertsServer(OTHER, listen=own.address))
+            yield experts, y, other.address
+
+    def test_its_own_is_waited_for(self, modules, ask):
+        patient = RetryPolicy(patience_s=100.0)
+        with self.connected(modules, retry=patient) as (experts, y, free), ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, experts, y)
+            wait_until(lambda: not experts.connection._finding.placement.hosts_of("ffn.0"))
+            with ExpertsServer(modules, optimizer=sgd, listen=free):
+                asked.result(60)
+
+    @pytest.mark.parametrize("asking", ["forward", "backward", "state_dict", "load_state_dict"])
+    def test_after_patience_it_says_so(self, modules, asking):
+        with self.connected(modules, retry=HASTY) as (experts, y, _):
+            with pytest.raises(
+                ServerUnavailableError, match=r"'ffn\.0'.* its own may be one of them"
+            ) as raised:
+                ASKING[asking](experts, y)
+            assert "is waited for 0.2 s" in raised.value.__notes__[0]
+
+    def test_its_own_is_waited_for_that_was_seen_elsewhere_and_is_away_again(self, modules):
+        with self.connected(modules, retry=HASTY) as (experts, y, free):
+            with ExpertsServer(modules, optimizer=sgd, listen=free):
+                experts.info()
+            with pytest.raises(ServerUnavailableError, match="its own may be one of them"):
+                y.sum().backward()
+
+    def test_it_is_not_waited_for_by_an_optimizer_that_goes_on(self, modules):
+        patient = RetryPolicy(patience_s=1e6)
+        with self.connected(modules, retry=patient) as (experts, _, _):
+            optimizer = RemoteOptimizer(experts, on_failure="drop")
+            optimizer.step()
+            assert [type(error) for error in optimizer.failures] == [ServerUnavailableError]
 
 
 def test_it_is_found_where_its_server_had_dropped_it(modules, ask):
