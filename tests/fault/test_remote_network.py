@@ -4,6 +4,9 @@ nothing is lost, and no number is silently wrong."""
 from __future__ import annotations
 
 import copy
+import itertools
+import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +25,8 @@ from moe_autograd.remote.channel import Channel
 from tests.support.certificates import make_certificates
 from tests.support.proxy import Proxy
 from tests.support.scale import Scale
+
+X = torch.ones(1, 4)
 
 
 def adam(parameters):
@@ -216,6 +221,22 @@ def test_without_retries_damage_is_an_error_and_never_a_number(is_encrypted, tmp
         proxy.flip_chance = 0.0
         with connect(proxy.address, tls=tls) as fresh:
             assert torch.equal(fresh["echo"](x), x)
+
+
+def test_a_server_that_is_gone_is_tried_several_times_a_second_so_that_its_return_is_seen_soon():
+    """Between two attempts grpc lets every call fail as the last one did, though the server may be back."""
+    with ExpertsServer({"echo": nn.Identity()}) as server:
+        experts = connect(server.address)
+    host, port = server.address.split(":")
+    at = []
+    with experts, socket.create_server((host, int(port))) as refusing, ThreadPoolExecutor(1) as pool:
+        called = pool.submit(experts["echo"], X)
+        for _ in range(12):
+            refusing.accept()[0].close()
+            at.append(time.monotonic())
+        experts.close()
+        assert isinstance(called.exception(60), ServerUnavailableError)
+    assert statistics.median(later - sooner for sooner, later in itertools.pairwise(at[-7:])) < 0.5
 
 
 def test_calls_and_updates_that_come_to_the_wrong_rpc_are_made_again(monkeypatch):
