@@ -41,7 +41,7 @@ def ask(
     Raises:
         RemoteError: one of its subclasses, with the address and how long it took.
     """
-    with channel.our_errors(rpc, operation.deadline) as passage:
+    with channel.our_errors(rpc, operation) as passage:
         began_s = time.perf_counter()
         with streaming(channel, rpc, seal(request), None, passage, operation.part(attempt_s)) as stream:
             reply = next(stream, b"")  # damage can make grpc end well, without one

@@ -27,7 +27,7 @@ import torch
 
 from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError, StragglerError
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.forking import GATE, KeptWaitingError, Passage
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.streaming import streaming
 from moe_autograd.timeline import add_span, is_recording
@@ -148,8 +148,12 @@ class _Line:
         """Make the calls in one stream; what a fork of this process interrupts, in another."""
         for may_interrupt in (True, False):
             if len(outcomes) < len(requests):
-                with GATE.passage(may_interrupt=may_interrupt) as passage:
-                    _Stream(self, requests, outcomes).run(passage)
+                stream = _Stream(self, requests, outcomes)
+                try:
+                    with GATE.passage(self.operation, may_interrupt=may_interrupt) as passage:
+                        stream.run(passage)
+                except KeptWaitingError as error:
+                    stream.fail_the_rest(error.at)
         return [outcomes[index] for index in range(len(requests))]
 
 
@@ -175,7 +179,7 @@ class _Stream:
         channel = self._line.channel
         try:
             self._send_and_take(passage)
-            self._fail_the_rest(
+            self.fail_the_rest(
                 lambda where: RemoteError(f"{where}: expected a result, got none. The server is broken.")
             )
         except grpc.RpcError as error:
@@ -184,11 +188,11 @@ class _Stream:
             broken = error.with_traceback(None)
             channel.note_failure(broken)
             if reason := self._line.operation.cancellation.reason:
-                self._fail_the_rest(lambda where: StragglerError(f"{where}: {reason}"))
-            self._fail_the_rest(lambda where: _caused(channel.error_of_call(broken, where), broken))
+                self.fail_the_rest(lambda where: StragglerError(f"{where}: {reason}"))
+            self.fail_the_rest(lambda where: _caused(channel.error_of_call(broken, where), broken))
         except CorruptDataError as error:
             damaged = error.with_traceback(None)
-            self._fail_the_rest(lambda where: _caused(CorruptDataError(f"{where}: {damaged}"), damaged))
+            self.fail_the_rest(lambda where: _caused(CorruptDataError(f"{where}: {damaged}"), damaged))
 
     def _send_and_take(self, passage: Passage) -> None:
         """Send the calls and take their results; the stream is over when this returns or raises."""
@@ -241,7 +245,8 @@ class _Stream:
         line, name = self._line, self._requests[index].expert
         return f"expert {name!r} at {line.channel.address}, {line.rpc.lower()}, {line.operation.deadline}"
 
-    def _fail_the_rest(self, error_at: Callable[[str], RemoteError]) -> None:
+    def fail_the_rest(self, error_at: Callable[[str], RemoteError]) -> None:
+        """Let calls without an outcome fail, with the error that `error_at` returns for the place of each."""
         for index in range(len(self._requests)):
             if index not in self._outcomes:
                 self._outcomes[index] = Outcome(error=error_at(self._place(index)), was_answered=False)

@@ -25,7 +25,7 @@ from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteE
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.ends import LeftStreams, NotBegunError
-from moe_autograd.remote.forking import GATE, Passage
+from moe_autograd.remote.forking import GATE, KeptWaitingError, Passage
 from moe_autograd.remote.interrupts import interrupts_held_back
 from moe_autograd.remote.link import Link, Stubs
 from moe_autograd.remote.operations import Operation
@@ -166,20 +166,17 @@ class Channel:
                 if_lost()
 
         # Ctrl-C could leave a lock of the channel locked, and every later call would wait for it
-        with interrupts_held_back(), GATE.passage(may_interrupt=True) as passage:
+        with interrupts_held_back():
             try:
-                self._check_thread(rpc)
-                call = (
-                    self._stubs_now()
-                    .unary[rpc]
-                    .future(seal(request), timeout=_TELL_TIMEOUT_S, metadata=self.token.metadata)
-                )
-            except (RemoteError, ValueError):  # it is being closed, or there is no thread
+                with GATE.passage(may_interrupt=True) as passage:
+                    self._check_thread(rpc)
+                    begin, metadata = self._stubs_now().unary[rpc].future, self.token.metadata
+                    call = begin(seal(request), timeout=_TELL_TIMEOUT_S, metadata=metadata)
+                    self._told.add(call)  # grpc cancels a call that nobody holds
+                    call.add_done_callback(end)
+                    passage.carry(call, has_thread=True)
+            except (KeptWaitingError, RemoteError, ValueError):  # it is being closed, or there is no thread
                 if_lost()
-                return
-            self._told.add(call)  # grpc cancels a call that nobody holds
-            call.add_done_callback(end)
-            passage.carry(call, has_thread=True)
 
     def upload(
         self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], operation: Operation
@@ -189,7 +186,7 @@ class Channel:
         grpc's own blocking call would first wait for the message that is on its way, also past the deadline.
         """
         begin = self._stubs_now().request_stream[rpc].future
-        with interrupts_held_back() as held, self.our_errors(rpc, operation.deadline) as passage:
+        with self.our_errors(rpc, operation) as passage, interrupts_held_back() as held:
             if operation.cancellation.wait(0.0):
                 raise NotBegunError
             self._check_thread(rpc)
@@ -266,26 +263,28 @@ class Channel:
         return f"Channel({self.address!r})"
 
     @contextlib.contextmanager
-    def our_errors(self, rpc: str, deadline: Deadline, *, may_interrupt: bool = False) -> Iterator[Passage]:
+    def our_errors(self, rpc: str, operation: Operation, *, may_interrupt: bool = False) -> Iterator[Passage]:
         """Make an RPC in this block; what it raises is raised as one of ours.
 
         Args:
             rpc: its name.
-            deadline: of the operation.
+            operation: that it is a part of.
             may_interrupt: whether a fork of this process may end the block, without an error.
         """
         try:
-            with GATE.passage(may_interrupt=may_interrupt) as passage, _Beginning(self):
+            with GATE.passage(operation, may_interrupt=may_interrupt) as passage, _Beginning(self):
                 yield passage
+        except KeptWaitingError as error:
+            raise error.at(f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}") from None
         except grpc.RpcError as error:
             if passage.is_interrupted:
                 return
             error.with_traceback(None)  # whose frames know it: the exception must not hold itself
             self.note_failure(error)
-            place = f"server at {self.address}, {phase_of(rpc)}, {deadline}"
+            place = f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}"
             raise self.error_of_call(error, place) from error
         except CorruptDataError as error:
-            place = f"server at {self.address}, {phase_of(rpc)}, {deadline}"
+            place = f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}"
             raise CorruptDataError(f"{place}: {error}") from error.__cause__ or error
 
 

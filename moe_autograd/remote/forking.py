@@ -6,7 +6,7 @@ threads that called, 10 to 20 children were aborted by grpc, some before a line 
 parent got no answer before their deadline. Hence::
 
     fork                                   RPCs
-    close the gate                         what would begin waits
+    close the gate                         what would begin waits, no longer than its operation does
     cancel the streams under way    ───▶   they end
     wait until all RPCs have ended, and a little longer
     fork
@@ -30,13 +30,41 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import threading
 import time
 import weakref
 from typing import Any
 
+from moe_autograd._waiting import get
+from moe_autograd.errors import DeadlineExceededError, RemoteError, ServerUnavailableError, StragglerError
+from moe_autograd.remote.operations import Operation
+
 _PATIENCE_S = 10.0
 _SETTLE_S = 0.005
+
+
+class KeptWaitingError(Exception):
+    """An RPC has not begun, since a thread forks.
+
+    Args:
+        operation: that it would have been a part of; None: it does not wait.
+    """
+
+    def __init__(self, operation: Operation | None) -> None:
+        super().__init__()
+        self._cancellation = None if operation is None else operation.cancellation
+
+    def at(self, place: str) -> RemoteError:
+        """Return our error for it; `place` says whose RPC it was."""
+        while_forking = f"{place}: expected to wait until another thread has forked"
+        if self._cancellation is None or not self._cancellation.wait(0.0):
+            return DeadlineExceededError(f"{while_forking}, got no end of that in time. Nothing was sent.")
+        if self._cancellation.reason:
+            return StragglerError(f"{place}: {self._cancellation.reason}")
+        return ServerUnavailableError(
+            f"{while_forking}, got cancelled: the connection was closed, or a task. Nothing was sent."
+        )
 
 
 class Passage:
@@ -44,15 +72,18 @@ class Passage:
 
     Args:
         gate: that it goes through.
+        operation: that it is a part of; None: it does not wait for a fork.
         may_interrupt: whether a fork may cancel it.
 
     Attributes:
         is_interrupted: whether one has, so that what has not come is to be asked for again.
     """
 
-    def __init__(self, gate: Gate, *, may_interrupt: bool) -> None:
+    def __init__(self, gate: Gate, operation: Operation | None, *, may_interrupt: bool) -> None:
         self.is_interrupted = False
+        self.operation = operation
         self._gate = gate
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._may_interrupt = may_interrupt
         self._call: Any = None
         self._has_thread = False
@@ -67,6 +98,18 @@ class Passage:
 
     def _end(self) -> None:
         self._gate.let_out(self)
+
+    def ring(self) -> None:
+        """Have it look again whether it may begin."""
+        self._bell.put(None)
+
+    def hears(self, timeout_s: float) -> bool:
+        """Wait until it is rung; return whether that was in time."""
+        try:
+            get(self._bell, timeout_s)
+        except queue.Empty:
+            return False
+        return True
 
     def carry(self, call: Any, *, has_thread: bool) -> None:
         """Have a call of grpc cancelled when the process is about to fork; at once if it is.
@@ -98,21 +141,24 @@ class Gate:
         self._changed = threading.Condition(self._lock)
         # Ctrl-C may come before one is taken out
         self._under_way: weakref.WeakSet[Passage] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[Passage] = weakref.WeakSet()
         self._num_forks = 0
         self._ended_s = -math.inf  # when the last RPC did
 
-    def passage(self, *, may_interrupt: bool = False) -> Passage:
+    def passage(self, operation: Operation | None = None, *, may_interrupt: bool = False) -> Passage:
         """Return one to make an RPC in.
 
         Args:
+            operation: that it is a part of: it waits as long as that for a fork; None: not at all.
             may_interrupt: whether a fork may cancel it; otherwise forks wait for it.
         """
-        return Passage(self, may_interrupt=may_interrupt)
+        return Passage(self, operation, may_interrupt=may_interrupt)
 
     def let_in(self, passage: Passage) -> None:
         """Let an RPC begin; waits while a thread forks.
 
         Raises:
+            KeptWaitingError: that was so until the operation's deadline, or until it was cancelled.
             RuntimeError: grpc does not work in this process.
         """
         if self._num_torn:
@@ -120,10 +166,26 @@ class Gate:
                 f"process {os.getpid()}: expected to be forked between RPCs, got forked with {self._num_torn} under "
                 f"way that did not end within {_PATIENCE_S} s. grpc does not work in it: fork later, or spawn."
             )
+        if not self._has_let_in(passage):
+            self._wait(passage)
+
+    def _has_let_in(self, passage: Passage) -> bool:
         with self._lock:
-            while self._num_forks:
-                self._changed.wait()
-            self._under_way.add(passage)
+            (self._waiting if self._num_forks else self._under_way).add(passage)
+            return not self._num_forks
+
+    def _wait(self, passage: Passage) -> None:
+        operation = passage.operation
+        if operation is None:
+            raise KeptWaitingError(None)
+        operation.cancellation.add(passage.ring)
+        try:
+            while not self._has_let_in(passage):
+                is_cancelled = operation.cancellation.wait(0.0)
+                if is_cancelled or not passage.hears(operation.deadline.remaining_s):
+                    raise KeptWaitingError(operation)
+        finally:
+            operation.cancellation.remove(passage.ring)
 
     def let_out(self, passage: Passage) -> None:
         """Note that an RPC has ended."""
@@ -151,7 +213,10 @@ class Gate:
         """Go on after a fork."""
         with self._lock:
             self._num_forks -= 1
-            self._changed.notify_all()
+            waiting = tuple(self._waiting)
+            self._waiting.clear()
+        for passage in waiting:
+            passage.ring()
 
     def become_childs(self) -> None:
         """Go on in a forked child, which has none of the threads that passed; and its lock may be held by one."""

@@ -43,7 +43,7 @@ def fetch_states(
     """
     request = seal(pb.GetStateRequest(experts=layouts))
     for may_interrupt in (True, False):
-        with channel.our_errors("GetState", operation.deadline, may_interrupt=may_interrupt) as passage:
+        with channel.our_errors("GetState", operation, may_interrupt=may_interrupt) as passage:
             reader, arrivals = ParcelReader(channel.limits), _Arrivals(layouts)
             with streaming(channel, "GetState", request, None, passage, operation) as stream:
                 for message in stream:

@@ -208,3 +208,80 @@ def test_forks_beside_threads_that_call_lose_no_answer_and_no_child():
     told = [line for line in ended.stderr.splitlines() if not line.endswith("skipping fork() handlers")]
     assert (ended.returncode, ended.stdout, told) == (0, "\n", [])
     assert len(ended.stderr.splitlines()) <= 2
+
+
+BESIDE_A_FORK_THAT_WAITS = """
+    import os, threading, torch
+    from moe_autograd.errors import DeadlineExceededError, ServerUnavailableError
+    from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect, forking
+    from tests.support.servers import wait_until
+
+    forking._PATIENCE_S = 1000.0
+    held = connect({held!r}, timeout_s=1000, retry=RetryPolicy(update_attempt_s=1000.0))["held"]
+    soon, later = connect({other!r}, timeout_s=0.5), connect({other!r}, timeout_s=1000)
+    x, weights = torch.ones(1, 4), later.state_dict()
+    held(x).sum().backward()
+    wait_until(lambda: "(0 RPCs" in repr(forking.GATE))
+    threading.Thread(target=RemoteOptimizer([held]).step, daemon=True).start()
+    wait_until(lambda: "(1 RPCs" in repr(forking.GATE))
+    threading.Thread(target=os.fork, daemon=True).start()
+    wait_until(lambda: "1 forks" in repr(forking.GATE))
+
+    def told(call):
+        try:
+            call()
+        except (DeadlineExceededError, ServerUnavailableError) as error:
+            assert "expected to wait until another thread has forked" in str(error), error
+            print(type(error).__name__, flush=True)
+
+    told(lambda: soon["ffn"](x))
+    told(soon.state_dict)
+    told(lambda: soon.load_state_dict(weights))
+    thread = threading.Thread(target=told, args=(lambda: later["ffn"](x),))
+    thread.start()
+    wait_until(lambda: len(forking.GATE._waiting) > 0)
+    later.close()
+    thread.join()
+    os._exit(0)  # the fork still waits
+"""
+
+
+def test_what_waits_for_a_fork_hears_its_deadline_and_close():
+    held = Held("never")
+
+    class HeldSGD(torch.optim.SGD):
+        def step(self, closure=None):
+            held.hold()
+            return super().step(closure)
+
+    with (
+        ExpertsServer({"held": held}, optimizer=lambda parameters: HeldSGD(parameters, lr=0.1)) as server,
+        ExpertsServer({"ffn": nn.Linear(4, 4)}) as other,
+    ):
+        program = BESIDE_A_FORK_THAT_WAITS.format(held=server.address, other=other.address)
+        try:
+            assert_prints(program, 3 * "DeadlineExceededError " + "ServerUnavailableError", limit_s=60)
+        finally:
+            held.may_go.set()
+
+
+def test_what_nobody_waits_for_does_not_wait_for_a_fork_either():
+    with ExpertsServer({"ffn": nn.Linear(4, 4)}, optimizer=sgd) as server:
+        assert_prints(
+            f"""
+            import torch
+            from moe_autograd.remote import connect, forking
+
+            with connect({server.address!r}) as experts:
+                experts["ffn"](torch.ones(1, 4)).sum()  # whose graph goes
+                left = experts.connection.left_forwards
+                forking.GATE.close()
+                print(len(left))
+                left.tell()
+                print(len(left))
+                forking.GATE.open()
+                experts["ffn"](torch.ones(1, 4)).sum().backward()
+            """,
+            "1 1",
+            limit_s=60,
+        )
