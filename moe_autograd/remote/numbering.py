@@ -1,6 +1,9 @@
 """The client's name and the numbers of its calls, so that a server counts each change once.
 
-A sequence number is *open* from the moment it is given out until its call has an answer or has been given up.
+A sequence number is *open* from the moment it is given out until its call has an answer or has been given up. That of
+a step that raised stays open until its experts gather or forget gradients: repeated before, it has the same number, and
+servers that have made it make no other.
+
 Every call tells the server below which number all are settled; the server need not remember those.
 
 Threads: any; one lock, held for a few operations.
@@ -11,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from moe_autograd._interrupts import unwindable
 
@@ -24,26 +27,49 @@ class Numbering:
         self._call_ids = itertools.count(1)
         self._lock = threading.Lock()
         self._next_sequence = 1
-        self._open: set[int] = set()
+        self._open: set[int] = set()  # of what is under way
+        self._unmade: dict[frozenset[str], range] = {}  # open, too: of steps, by their experts
 
     def next_call_id(self) -> int:
         """Return a name for a forward, never given before."""
         return next(self._call_ids)
 
     @unwindable
-    def sequences(self, count: int) -> Iterator[tuple[range, int]]:
-        """Open `count` numbers for the time of the block; yields them and the `settled_below` to send along."""
-        numbers = range(0)
+    def sequences(self, count: int, step_of: Collection[str] = ()) -> Iterator[tuple[range, int]]:
+        """Open `count` numbers for the time of the block; yields them and the `settled_below` to send along.
+
+        Args:
+            count: how many.
+            step_of: experts, of a step that may be repeated: if the block raises, the next one has the same numbers.
+        """
+        numbers, experts = range(0), frozenset(step_of)
         try:
             with self._lock:
-                numbers = range(self._next_sequence, self._next_sequence + count)
-                self._next_sequence += count
+                numbers = self._unmade.get(experts) or self._new(count)
+                if experts:
+                    self._unmade[experts] = numbers
                 self._open.update(numbers)
-                settled_below = min(self._open, default=self._next_sequence)
+                settled_below = min(self._all_open(), default=self._next_sequence)
             yield numbers, settled_below
+            with self._lock:
+                self._unmade.pop(experts, None)
         finally:
             with self._lock:
                 self._open.difference_update(numbers)
 
+    def _all_open(self) -> set[int]:
+        return self._open.union(*self._unmade.values())
+
+    def _new(self, count: int) -> range:
+        numbers = range(self._next_sequence, self._next_sequence + count)
+        self._next_sequence += count
+        return numbers
+
+    def settle_steps(self, names: Collection[str]) -> None:
+        """Let the next step of any of these experts be another one: it has other gradients."""
+        with self._lock:
+            for experts in [own for own in self._unmade if not own.isdisjoint(names)]:
+                del self._unmade[experts]
+
     def __repr__(self) -> str:
-        return f"Numbering({self.client_id.hex()}, next {self._next_sequence}, {len(self._open)} open)"
+        return f"Numbering({self.client_id.hex()}, next {self._next_sequence}, {len(self._all_open())} open)"

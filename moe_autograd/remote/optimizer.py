@@ -27,7 +27,8 @@ class RemoteOptimizer:
         experts: what `connect` returned, or some of its experts. Those that are not trained are left out, as long as
             they are not.
         on_failure: "raise" raises what goes wrong at a server. "drop" goes on without that server, as
-            `MixtureOfExperts` does with the same option: its experts miss the update, and it is not waited for.
+            `MixtureOfExperts` does with the same option: its experts miss the update, unless only the answer was lost
+            (`num_updates` of `experts.info()` tells), and it is not waited for.
             Gradients that a server could not be told to forget are never applied: its experts wait for the next
             `zero_grad` that gets through. What a server refuses (an invalid call, a missing permission) is raised
             all the same.
@@ -141,7 +142,8 @@ class RemoteOptimizer:
                 its experts were not changed. Call `zero_grad`, repeat forward and backward, and step again: others,
                 which have made this step, make another one.
             InvalidCallError: a server that was started anew does not train one of them any more.
-            RemoteError: a server did not do it; others may have.
+            RemoteError: a server did not do it, or its answer was lost; others may have. Before the next backward or
+                `zero_grad`, `step` repeats it: experts of this connection that have made it make no other.
         """
         loss = None
         if closure is not None:

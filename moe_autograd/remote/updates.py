@@ -5,6 +5,7 @@
     backward of ffn.3 at A  ──  note_backwards  ──▶  gathered["ffn.3"]["A"]: 1 to 1 backwards, with this digest
     step                    ──  send            ──▶  A: Step(ffn.3, of these)             once, under its number
     A is gone, ffn.3 at B   ──  send            ──▶  B: the same number: B knows whether it has them
+    step raised, step       ──  send            ──▶  all: the same number, unless gradients came or went in between
 
 An expert that has moved between two backwards of one step may have the gradients of both: they are counted at one place
 before the step is sent.
@@ -114,6 +115,7 @@ class Updates:
                 assert isinstance(job.request.head, BackwardHead)
                 at.note(job.request.head.sequence, is_certain=has_come_back and job.outcome.error is None)
                 at.is_stale |= dropped.get(name) is not self._dropped.get(name)
+                self._numbering.settle_steps([name])
 
     @unwinding
     def send(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
@@ -125,10 +127,13 @@ class Updates:
             failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
                 could not be forgotten is not stepped before they are.
         """
+        step_of = (
+            names if rpc == "Step" and failures is None else ()
+        )  # else whoever steps goes on, to another one
         with (
             self._delivery.operations.begin() as operation,
             self.turns.turn(rpc, names, operation) as hindrance,
-            self._numbering.sequences(1) as ((sequence,), settled_below),
+            self._numbering.sequences(1, step_of) as ((sequence,), settled_below),
         ):
             hindrance = hindrance or self._delivery.finding.servers.closed(rpc)
             if hindrance is None:
@@ -176,6 +181,7 @@ class Updates:
 
     def _drop(self, names: Sequence[str], *, has_waited: bool) -> None:
         """Let what has not been forgotten not be applied, nor what backwards will gather that nobody waited for."""
+        self._numbering.settle_steps(names)
         with self._lock:
             if not has_waited:
                 self._dropped = {**self._dropped, **dict.fromkeys(names, object())}
