@@ -29,8 +29,8 @@ CHANNEL_OPTIONS: tuple[ChannelOption, ...] = (
     ("grpc.keepalive_timeout_ms", 900),
     ("grpc.http2.ping_timeout_ms", 900),
     # A server that comes back is found within 0.3 s: between two attempts calls fail as the last one did. The default
-    # waits up to two minutes. The shortest backoff is also the limit of one attempt to connect, also to a server that is
-    # frozen or unplugged; grpc's is 20 s.
+    # waits up to two minutes. The shortest backoff is also the limit of one attempt to connect, also to a server that
+    # is frozen or unplugged; grpc's is 20 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 200),
