@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import torch
@@ -51,6 +51,7 @@ class Request:
         random_seed: of the forward; goes with them.
         replica: the same; which made the forward; 0: there is one only.
         on_settled: called with whether it was answered or failed for good, as soon as that is known; from any thread.
+        asked: further addresses that may have got it; shared by the requests of a hedged forward.
     """
 
     expert: str
@@ -62,6 +63,7 @@ class Request:
     random_seed: int = 0
     replica: int = 0
     on_settled: Callable[[bool], None] = lambda is_answered: None
+    asked: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)

@@ -235,7 +235,7 @@ class Delivery:
             else:
                 hosts = placement.moved_to(name, job.address, job.request.replica)
             if hosts:
-                job.address = hosts[0]
+                job.move_to(hosts[0])
         return lost
 
     # ---- everything else

@@ -13,7 +13,8 @@ Rules:
 3. Each takes one retry from the budget that all retries share, which successes give back slowly: when the whole
    fleet is slow, hedging adds a tenth to its load, and not as much again.
 4. What lost is cancelled. It may have left a graph on its server, for a backward that never comes: a backward that
-   wants nothing lets it go, after the forward, since a server takes a client's calls in order.
+   wants nothing lets it go, after the forward, since a server takes a client's calls in order. A server that this
+   does not reach, or that was lost before another one answered, hears of it with the next pass (`leaving`).
 5. A request that lost has taken at least as long as it ran: that counts as its time, else only quick ones would.
 
 Mutable state: the latencies under their own lock; each race under its own.
@@ -195,7 +196,7 @@ class Hedging:
 
 
 def _let_go(channel: Channel, lost: Sequence[tuple[Request, int]]) -> None:
-    """Rule 4. A server that does not hear of it lets go by itself, after its `kept_forward_s`."""
+    """Rule 4."""
     requests = [
         Request(request.expert, _wants_nothing(request.head, num_outputs), [None] * num_outputs)
         for request, num_outputs in lost
@@ -255,6 +256,8 @@ class _Race:
         with self._lock:
             self._legs.append(leg)
             self._num_running += 1
+        for index in leg.indices:
+            self._requests[index].asked.add(leg.address)
 
     def watched(self, leg: _Leg) -> list[Request]:
         """Return the requests as `leg` sends them, so that each answer is seen at once."""

@@ -36,6 +36,11 @@ class Job:
     index: int = 0
     is_needed: Callable[[], bool] = lambda: True
 
+    def move_to(self, address: str) -> None:
+        """Let it go there next."""
+        self.request.asked.add(self.address)
+        self.address = address
+
 
 def attended(
     rpc: str, jobs: Sequence[Job], failures: Failures | None, cancellation: Cancellation

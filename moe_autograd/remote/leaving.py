@@ -5,6 +5,7 @@ A server keeps a forward until its backward comes, or for minutes. But some neve
 
     forward ── a node, which holds a `Node` ── ... ── the graph goes ──▶ left: (address, expert, call)
     forward ── it fails here, or another one of its pass does ─────────▶ left, as its server may have computed it
+    forward ── another server answered it in the end ──────────────────▶ left, at each that was asked before
     next pass of the connection ─────────────────────────────────────▶ "forget these", which nobody waits for
                                      that is lost on its way ─────▶ once more, with the pass after it
 
@@ -55,12 +56,15 @@ class LeftForwards:
         return node
 
     def note_failed(self, jobs: Sequence[Job], *, is_whole: bool) -> None:
-        """Note the forwards of a pass that have failed, and so have no backward; nor has any of a pass that raises."""
+        """Note where forwards of a pass have failed, and so have no backward; nor has any of a pass that raises."""
         for job in jobs:
             head = job.request.head
-            is_lost = not is_whole or job.outcome.error is not None
-            if is_lost and head.keep_graph and job.address:
-                self._left.append((job.address, head.expert, head.call_id))
+            if head.keep_graph:
+                is_lost = not is_whole or job.outcome.error is not None
+                addresses = (
+                    job.request.asked | {job.address} if is_lost else job.request.asked - {job.address}
+                )
+                self._left.extend((address, head.expert, head.call_id) for address in addresses if address)
 
     def tell(self) -> None:
         """Let servers know of the graphs that have gone since the last time."""

@@ -151,6 +151,52 @@ def test_a_forward_that_another_server_answered_first_is_forgotten() -> None:
         wait_until(are_forgotten)
 
 
+class Begins(nn.Linear):
+    """Calls `begin` first."""
+
+    begin = staticmethod(lambda: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begin()
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("hedge", [False, HedgePolicy(first_after_s=0.01)])
+def test_a_forward_whose_answer_was_lost_before_a_replica_answered_is_forgotten(
+    hedge: HedgePolicy | bool,
+) -> None:
+    replicas = [Begins(D, D), Begins(D, D)]
+    with (
+        ExpertsServer({"e": replicas[0]}, optimizer=sgd) as one,
+        ExpertsServer({"e": replicas[1]}, optimizer=sgd) as other,
+        Proxy(one.address) as to_one,
+        Proxy(other.address) as to_other,
+        connect([to_one.address, to_other.address], timeout_s=START_S, hedge=hedge) as experts,
+    ):
+        is_one = experts["e"].hosted.addresses[0] == to_one.address
+        asked_first, proxy = (one, to_one) if is_one else (other, to_other)
+        first, second = replicas if is_one else replicas[::-1]
+        if hedge:
+            has_begun = threading.Event()
+            first.begin = lambda: has_begun.wait(START_S)
+            second.begin = lambda: (has_begun.set(), wait_until(lambda: proxy.num_cut == 1))
+        proxy.cut_after("answers", 100_000)  # in the middle of the answer: it has been computed
+        proxy.is_gone = True
+        y = experts["e"](torch.ones(1 << 14, D))
+        assert proxy.num_cut == 1
+        assert num_kept(asked_first) == 1
+        first.begin = second.begin = lambda: None
+        y.sum().backward()
+        proxy.is_gone = False
+
+        def are_forgotten() -> bool:
+            experts["e"](torch.ones(1, D)).sum().backward()
+            return num_kept(one) + num_kept(other) == 0
+
+        wait_until(are_forgotten)
+
+
 def test_what_answered_in_a_pass_that_failed_is_forgotten(
     server: ExpertsServer, expert: RemoteExpert
 ) -> None:
