@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError, UntrustedServerError
 from moe_autograd.remote.addresses import resolve
-from moe_autograd.remote.channel import Channel, phase_of
+from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.addresses import is_name
@@ -163,15 +163,6 @@ class Servers:
             elif all(address in errors for address in behind):
                 missing.append(errors[named[0]] if named else errors[given])
         return missing
-
-    def closed(self, rpc: str) -> ServerUnavailableError | None:
-        """Return what says that they have been closed: no channel does where an operation has nothing to send."""
-        if self._is_open:
-            return None
-        return ServerUnavailableError(
-            f"connection to {', '.join(self.given)}, {phase_of(rpc)}: expected an open connection, got a closed one. "
-            "Call experts within the block of `connect`."
-        )
 
     def close(self) -> None:
         """Disconnect from all."""

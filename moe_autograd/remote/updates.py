@@ -127,15 +127,12 @@ class Updates:
             failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
                 could not be forgotten is not stepped before they are.
         """
-        step_of = (
-            names if rpc == "Step" and failures is None else ()
-        )  # else whoever steps goes on, to another one
+        is_to_be_repeated = rpc == "Step" and failures is None  # else whoever steps goes on, to another one
         with (
             self._delivery.operations.begin() as operation,
             self.turns.turn(rpc, names, operation) as hindrance,
-            self._numbering.sequences(1, step_of) as ((sequence,), settled_below),
+            self._numbering.sequences(1, names if is_to_be_repeated else ()) as ((sequence,), settled_below),
         ):
-            hindrance = hindrance or self._delivery.finding.servers.closed(rpc)
             if hindrance is None:
                 once = partial(self._send_once, rpc, sequence, settled_below)
                 gathered_at = self._gathered_at(rpc, names)
