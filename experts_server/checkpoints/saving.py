@@ -102,9 +102,8 @@ class Saver:
         for queue in self._registry.values():
             with queue.hosted.in_memory(for_update=True):
                 snapshot = take(queue.hosted)
-                restore(
-                    queue.hosted, snapshot
-                )  # it is that already: else the next start would be the first to know
+                # It is that already. But whether it can be loaded, the next start would be the first to know.
+                restore(queue.hosted, snapshot)
                 yield snapshot
 
     async def start(self) -> None:

@@ -74,7 +74,7 @@ def load_state(hosted: HostedExpert, state: Mapping[str, Tensor], update: pb.Sta
         try:
             _load(hosted, state)
         except Exception as error:  # torch raises when it has set what it could
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the same once more: it sets what it had set
                 _load(hosted, before)
             raise ExpertFailedError(
                 f"state of expert {hosted.name!r}: expected a module that takes other weights, got "

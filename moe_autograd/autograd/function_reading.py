@@ -48,17 +48,9 @@ LISTS = frozenset([nn.ModuleList, nn.Sequential])  # whose parts may be looped o
 _HARMLESS = frozenset(
     [
         *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_MAP"),
-        *(
-            "BUILD_SLICE",
-            "BUILD_STRING",
-            "BUILD_TUPLE",
-            "CALL",
-            "CALL_FUNCTION_EX",
-            "COMPARE_OP",
-            "CONTAINS_OP",
-        ),
-        *("CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE", "FORMAT_VALUE", "FORMAT_WITH_SPEC"),
-        *("FORWARD", "IS_OP", "KW_NAMES", "LIST_APPEND", "LIST_EXTEND", "LIST_TO_TUPLE"),
+        *("BUILD_SLICE", "BUILD_STRING", "BUILD_TUPLE", "CALL", "CALL_FUNCTION_EX", "COMPARE_OP"),
+        *("CONTAINS_OP", "CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE", "FORMAT_VALUE"),
+        *("FORMAT_WITH_SPEC", "FORWARD", "IS_OP", "KW_NAMES", "LIST_APPEND", "LIST_EXTEND", "LIST_TO_TUPLE"),
         *("LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER"),
         *("POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP"),
         *("TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
