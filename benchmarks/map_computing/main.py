@@ -117,6 +117,18 @@ class Recurrent(nn.Module):
         return self.out(self.gru(x)[0])
 
 
+NUM_CLASSES = 10
+
+
+def convolutions(num_channels: int, width: int) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(num_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)),
+        *(nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(width, width, 3, padding=1, bias=False)),
+        *(nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(width, NUM_CLASSES),
+    )
+
+
 @dataclass(frozen=True)
 class Size:
     num_experts: int
@@ -125,10 +137,20 @@ class Size:
     d_ff: int
     repeats: int = 1
     make: Callable[[int, int], nn.Module] = feed_forward
+    image: tuple[int, ...] = ()  # its height and width; then tokens are images, and `d_model` their channels
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.tokens, self.d_model, *self.image)
+
+    @property
+    def shape_of_outputs(self) -> tuple[int, ...]:
+        return (*self.tokens, NUM_CLASSES) if self.image else self.shape
 
     def __str__(self) -> str:
+        what = f"images of {' x '.join(map(str, self.image))}" if self.image else "tokens"
         return (
-            f"{self.num_experts} x ({' x '.join(map(str, self.tokens))} tokens, {self.d_model}, {self.d_ff})"
+            f"{self.num_experts} x ({' x '.join(map(str, self.tokens))} {what}, {self.d_model}, {self.d_ff})"
         )
 
 
@@ -142,6 +164,9 @@ SIZES = {
     "tiny, layers": Size(32, (8,), 32, 64, repeats=20, make=Layered),
     "tiny, asking": Size(32, (8,), 32, 64, repeats=20, make=Asking),
     "tiny, cells": Size(32, (8,), 32, 32, repeats=20, make=nn.GRUCell),
+    "tiny images": Size(16, (2,), 4, 8, repeats=10, make=convolutions, image=(8, 8)),
+    "small images": Size(8, (4,), 8, 16, repeats=10, make=convolutions, image=(16, 16)),
+    "images": Size(8, (8,), 16, 32, repeats=3, make=convolutions, image=(32, 32)),
     "transformer": Size(8, (8, 64), 128, 512, make=transformer),
     "recurrent": Size(8, (8, 64), 256, 256, make=Recurrent),
 }
@@ -158,10 +183,10 @@ def steps(apply: Callable[..., list[Any]], size: Size, way: Way) -> Callable[[],
     """Return what makes steps."""
     torch.manual_seed(0)
     experts = [size.make(size.d_model, size.d_ff) for _ in range(size.num_experts)]
-    xs = [torch.randn(*size.tokens, size.d_model, requires_grad=True) for _ in experts]
+    xs = [torch.randn(size.shape, requires_grad=True) for _ in experts]
     if way.shares:
         experts, xs = experts[:1] * size.num_experts, xs[:1] * size.num_experts
-    ones = [torch.ones_like(x) for x in xs]
+    ones = [torch.ones(size.shape_of_outputs) for _ in xs]
     tensors = [*xs, *(p for expert in experts for p in expert.parameters())]
 
     def run() -> Mapping[str, float]:

@@ -16,7 +16,8 @@ So a map is made as the loop that it means, if each of its calls is small, large
    draw for a dropout have random numbers of their own, as on threads;
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
    classes. Modes see what is computed, as on threads: both runs of a checkpoint are alike, also if one is under a mode;
-3. it changes nothing in place, but what a part before has made (`_changes_its_own`);
+3. it changes nothing in place, but statistics of norms, in the loop's order, and what a part before has made
+   (`_changes_its_own`);
 4. no group of the module's makes its calls (`grouping`).
 
 What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
@@ -28,7 +29,7 @@ A call that raises ends them, as in the loop: hooks for saved tensors and modes 
 
 Work is counted in multiply-adds of the forward; one core makes 2^20 of them in about 50 us, and their backward in 100.
 A forward that is read may also multiply rows with buffers, with rows, as attention does, or columns with columns; and
-it may call a part again in each round of a loop.
+it may call a part again in each round of a loop. Convolutions multiply at each position, not for each row (`spatial`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.arithmetic import Reading, reading_of
 from moe_autograd.autograd.function_reading import PLAIN
 from moe_autograd.autograd.runs import name_of_call
+from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
 
 MOST_SMALL = 1 << 20
 # Where intra-op threads keep the cores busy in a loop as well, a small call may be so much larger: on two idle cores
@@ -57,6 +59,9 @@ TEAM_SHARE = 128
 LEAST_LARGE = 1 << 30  # for each intra-op thread
 MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking through them would not end
 
+DROPOUTS = frozenset(
+    [nn.AlphaDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout]
+)
 # Each with the number of its parameters; where one is missing, something else stands in its place.
 ONLY_COMPUTE: Mapping[type, int] = {
     **dict.fromkeys([nn.Flatten, nn.Identity, nn.ModuleList, nn.Sequential, nn.Unflatten], 0),
@@ -65,11 +70,13 @@ ONLY_COMPUTE: Mapping[type, int] = {
     **dict.fromkeys([nn.GRUCell, nn.LSTMCell, nn.RNNCell], 4),
     **dict.fromkeys([nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh], 0),
     **dict.fromkeys([nn.LeakyReLU, nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU], 0),
-    **dict.fromkeys([nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh, nn.Dropout], 0),
+    **dict.fromkeys([nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh], 0),
+    **dict.fromkeys(DROPOUTS, 0),
+    **SPATIAL,
 }
 
 # Those which may return what they are given, or a view of it.
-_PASS_ON = frozenset([nn.Dropout, nn.Flatten, nn.Identity, nn.Unflatten])
+_PASS_ON = frozenset([*DROPOUTS, nn.Flatten, nn.Identity, nn.Unflatten])
 _HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential])
 _PLAIN_DICTS = frozenset([dict, OrderedDict])  # others may fetch what is asked for
 _WARN = frozenset([nn.LogSoftmax, nn.Softmax])  # of a missing `dim`, and of the line that called
@@ -260,7 +267,7 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
     """
     num_parameters = num_elsewhere = num_in_buffers = num_read = 0
     num_times = 1
-    draws = reshapes = takes_single_parts = False
+    draws = is_spatial = reshapes = takes_single_parts = False
     in_place: list[Any] = []
     parts: list[Any] = [module]
     for part in parts:  # which grows
@@ -282,16 +289,19 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
                     num_read += num_rounds
                     num_times *= max(1, num_uses)
                 for buffer in part._buffers.values():
-                    if type(buffer) is Tensor:
-                        num_in_buffers += buffer.numel()
-                    elif buffer is not None:
+                    if not _is_plain_buffer(buffer):
                         return None
+                    num_in_buffers += 0 if buffer is None else buffer.numel()
             elif type(says_so) is not FunctionType or not isinstance(part, nn.Module) or not says_so(part):
                 return None
             else:
                 takes_single_parts = True  # for all that is known
-        elif kind is nn.Dropout:
+        elif kind in DROPOUTS:
             draws = draws or part.training
+        elif kind in SPATIAL:
+            if not makes_no_more_positions(part) or not all(map(_is_plain_buffer, part._buffers.values())):
+                return None
+            is_spatial = True
         own = part.__dict__
         if "forward" in own or "_call_impl" in own or "_modules" not in own:
             return None
@@ -324,12 +334,22 @@ def _work_of(module: Any, size: _Size, readings: dict[type, Reading | None]) -> 
                 return None
     if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
         return None
+    multiplied = 0
+    if is_spatial:  # how often weights are multiplied is not told by the rows, nor how seldom
+        num_counted, multiplied = work_among(parts, size.num_elements)
+        num_parameters -= num_counted
+        num_elsewhere = num_parameters
     least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if num_read else size.width)
-    most = size.num_rows * max(num_parameters, size.width)
+    most = multiplied + size.num_rows * max(num_parameters, size.width)
     if num_read:
         widest = max(size.num_elements, size.width**2 if reshapes else 0)
-        most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read) * num_times
+        most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read)
+        most = (multiplied + most) * num_times
     return _Work(least, most, draws)
+
+
+def _is_plain_buffer(buffer: Any) -> bool:
+    return buffer is None or type(buffer) is Tensor
 
 
 def _changes_its_own(parts: Sequence[Any], in_place: Sequence[Any]) -> bool:

@@ -30,12 +30,16 @@ _OF_TORCH = (
 )
 _MADE_BY_TORCH = ("full_like", "ones_like", "zeros_like")
 _OF_FUNCTIONAL = (
+    *("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d"),
     *("celu", "cosine_similarity", "elu", "gelu", "glu", "group_norm", "hardshrink", "hardsigmoid"),
     *("hardswish", "hardtanh", "layer_norm", "leaky_relu", "linear", "log_softmax", "logsigmoid", "mish"),
     *("normalize", "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "softmax"),
     *("softmin", "softplus", "softshrink", "softsign", "tanh", "tanhshrink", "threshold"),
 )
-_DRAWING = ("dropout", "scaled_dot_product_attention")  # of `torch.nn.functional`
+_DRAWING = (  # of `torch.nn.functional`
+    *("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
+    "scaled_dot_product_attention",
+)
 
 IN_PLACE = frozenset(["inplace", "out"])  # arguments
 _WRITTEN_IN_C = (

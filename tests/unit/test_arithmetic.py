@@ -219,6 +219,15 @@ def attends_and_drops(self: Any, x: Tensor) -> Tensor:
     return self.w2(self.w1(F.scaled_dot_product_attention(x, x, x, causal, dropout_p=p)))
 
 
+def drops_columns_by_a_function(self: Any, x: Tensor) -> Tensor:
+    x = F.dropout1d(self.w1(x).unsqueeze(-1), 0.5, self.training).squeeze(-1)
+    return self.w2(F.alpha_dropout(x, 0.5, self.training))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
 def without_a_part_that_drops(forward: Any) -> nn.Module:
     module = expert_with(forward)
     del module.dropout
@@ -233,6 +242,17 @@ def without_a_part_that_drops(forward: Any) -> nn.Module:
         lambda: without_a_part_that_drops(drops_by_a_function_of_its_file),
         lambda: without_a_part_that_drops(attends_and_drops),
         lambda: nn.Sequential(*map(without_a_part_that_drops, [drops_by_a_function, swiglu])),
+        lambda: without_a_part_that_drops(drops_columns_by_a_function),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(), nn.FeatureAlphaDropout(), nn.Linear(4, 4)),
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), nn.Unflatten(1, (4, 1)), nn.Dropout1d(), nn.Flatten(), linear()
+        ),
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), nn.Unflatten(1, (4, 1, 1)), nn.Dropout2d(), nn.Flatten(), linear()
+        ),
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), nn.Unflatten(1, (4, 1, 1, 1)), nn.Dropout3d(), nn.Flatten(), linear()
+        ),
     ],
 )
 def test_dropout_in_turn_is_that_on_threads(make: Callable[[], nn.Module]) -> None:
