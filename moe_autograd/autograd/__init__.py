@@ -2,7 +2,7 @@
 
 Begin with `parallel`, which draws the three steps of a map. The first line of each file says what it is for::
 
-    the maps                parallel, alone, in_turn, grouping, units, runs, uncompiled
+    the maps                parallel, alone, in_turn, grouping, units, runs, notes, uncompiled
     what only computes      arithmetic, known_arithmetic, function_reading, bytecode, bytecode_loops, spatial
     a call of a function    emulated, isolated, function_calls
     a call of a module      module_calls, module_results, joined_modules, used_results, uses, upper_cuts, entry, walks

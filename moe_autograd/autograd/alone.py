@@ -16,6 +16,7 @@ from torch.autograd.function import Function
 from torch.autograd.profiler import record_function
 
 from moe_autograd._random import CallSeeds, own_streams, running
+from moe_autograd.autograd.notes import add_note
 
 
 def run_alone(call: Callable[..., Any], args: Sequence[Any], name: str, title: str) -> Any:
@@ -36,7 +37,7 @@ def run_alone(call: Callable[..., Any], args: Sequence[Any], name: str, title: s
             return call(*args)
     except BaseException as error:
         streams.__exit__()
-        error.add_note(f"{title}, forward: raised by {name} of 1.")
+        add_note(error, f"{title}, forward: raised by {name} of 1.")
         raise
 
 
@@ -47,7 +48,7 @@ def apply_alone(func: type[Function], args: Sequence[Any], title: str) -> Any:
         returned = run_alone(func.apply, args, f"call 0 ({func.__name__})", title)
     except TypeError as error:
         if args and all(isinstance(one, tuple | list) for one in args):
-            error.add_note("If these are several calls: map_with_parallel_backward(func, *calls).")
+            add_note(error, "If these are several calls: map_with_parallel_backward(func, *calls).")
         raise
     for result in returned if isinstance(returned, tuple) else (returned,):
         node: Any = result.grad_fn if isinstance(result, Tensor) else None
@@ -67,7 +68,7 @@ def _naming(func: type[Function], kind: Any, title: str) -> type[Any]:
             try:
                 return apply(node, *grad_outputs)
             except BaseException as error:
-                error.add_note(note)
+                add_note(error, note)
                 raise
 
         return run

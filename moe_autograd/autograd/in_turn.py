@@ -49,6 +49,7 @@ from moe_autograd._intraop import num_cores
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.arithmetic import Reading, reading_of
 from moe_autograd.autograd.function_reading import PLAIN
+from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.runs import name_of_call
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
 
@@ -128,7 +129,7 @@ def call_in_turn(
         streams.__exit__(None, None, None)
         index = min(len(returned), len(modules) - 1)  # Ctrl-C may come behind the last call
         name = name_of_call(index, modules[index], names)
-        error.add_note(f"parallel_apply, forward: raised by {name} of {len(modules)}.")
+        add_note(error, f"parallel_apply, forward: raised by {name} of {len(modules)}.")
         raise
     return returned
 

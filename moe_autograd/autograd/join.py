@@ -60,6 +60,7 @@ from moe_autograd.autograd.grad_dtypes import declare
 from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing, split
 from moe_autograd.autograd.left import take_saved
+from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
@@ -111,7 +112,7 @@ def _name_guilty_call(joined: Joined) -> None:
         try:
             _Join.apply(Joined([call], Map(title, [name], 1)), None, *call.inputs)  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError) as error:
-            error.add_note(f"{title}, forward: raised by {name} of {len(joined.calls)}.")
+            add_note(error, f"{title}, forward: raised by {name} of {len(joined.calls)}.")
             raise
 
 

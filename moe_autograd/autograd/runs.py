@@ -20,6 +20,7 @@ from moe_autograd._habits import habit_of
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd._streams import Lanes, lanes_from_here
 from moe_autograd._workers import run_all
+from moe_autograd.autograd.notes import add_note
 from moe_autograd.timeline import add_span, is_recording
 
 
@@ -215,7 +216,7 @@ def name_guilty(error: BaseException, the_map: Map, phase: str, index: int, othe
     names = the_map.names
     place = names[index] if index < len(names) else "no call"
     num_calls = len(names) + the_map.num_left_out
-    error.add_note(f"{the_map.title}, {phase}: raised by {place} of {num_calls}{others}.")
+    add_note(error, f"{the_map.title}, {phase}: raised by {place} of {num_calls}{others}.")
 
 
 def _raise_lowest(failures: dict[int, BaseException], the_map: Map, phase: str) -> None:

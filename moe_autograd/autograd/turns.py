@@ -35,6 +35,7 @@ from moe_autograd._streams import continue_after, queued_here
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
+from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.reaching import Held
 from moe_autograd.autograd.watched import State, Watched
 
@@ -154,7 +155,7 @@ class Turns:
             return
         if error is None:
             raise RuntimeError(message)
-        error.add_note(message)
+        add_note(error, message)
 
     def _find_changed(self) -> str | None:
         buffers, shared, self._buffers, self._shared = self._buffers, self._shared, [], []

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_autograd.autograd.notes import add_note
+
 # A call that begins so soon after the last look, mostly that at the end of the call before it, does not look again.
 AT_ONCE_S = 1e-4
 
@@ -102,7 +104,7 @@ class Watched:
             returned = call(*args, **kwargs)
         except Exception as error:
             if not state.is_as_before():
-                error.add_note(self._complaint())
+                add_note(error, self._complaint())
             raise
         if not state.is_as_before():
             raise RuntimeError(self._complaint())

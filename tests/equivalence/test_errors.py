@@ -14,6 +14,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moe_autograd import map_with_parallel_backward
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.boxed import UnlessCompiled
 from tests.support.functions_context import SavesInput
 from tests.support.functions_waiting import PATIENCE_S, Calls, Crowd
@@ -61,6 +62,17 @@ def raising(error: BaseException) -> Callable[[], None]:
     return action
 
 
+@dataclass(frozen=True, eq=False)
+class Frozen(Exception):
+    """Refuses attributes."""
+
+    code: int
+
+
+class WithNotesOfItsOwn(Exception):
+    __notes__ = ("its own",)  # type: ignore[assignment]  # a list, where there are any
+
+
 @pytest.mark.parametrize("where", PASSES)
 @pytest.mark.parametrize(
     "error",
@@ -80,6 +92,8 @@ def raising(error: BaseException) -> Callable[[], None]:
         Odd("odd"),
         MemoryError(),
         ExceptionGroup("group", [ValueError("inner")]),
+        Frozen(3),
+        WithNotesOfItsOwn(),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -96,6 +110,23 @@ def test_whatever_a_call_raises_comes_out_itself(error: BaseException, where: st
     assert caught.value is error
     assert any("call 2" in note for note in caught.value.__notes__)
     assert_still_works()
+
+
+class AddsNoNotes(Exception):
+    __notes__ = None  # type: ignore[assignment]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def test_an_exception_to_which_nothing_can_be_added_comes_out_itself() -> None:
+    error = AddsNoNotes()
+    with pytest.raises(AddsNoNotes) as caught:
+        run([None, raising(error)], "forward")
+    assert caught.value is error
+    with pytest.raises(AddsNoNotes) as caught:
+        parallel_apply([raising(error)], [()])
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("where", PASSES)

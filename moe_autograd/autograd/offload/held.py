@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from moe_autograd._interrupts import unwindable, unwinding
 from moe_autograd.autograd.hooks import at_end_of_backward
+from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.held_module import HeldModule
@@ -199,9 +200,10 @@ class HeldExpert(HeldModule):
         try:
             self._optimizer.step({name: views[name] for name in self.with_gradient})
         except BaseException as error:
-            error.add_note(
+            add_note(
+                error,
                 f"step: raised by the optimizer of {self.name}, whose weights and state are as that left them. These "
-                "gradients update it no more."
+                "gradients update it no more.",
             )
             raise
         finally:
