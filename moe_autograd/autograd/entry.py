@@ -29,6 +29,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, as_on_lane
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
+from moe_autograd.autograd.in_objects import makes_itself
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.walks import walk
@@ -88,7 +89,12 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
     """
     if not kwargs and all(type(value) is Tensor for value in args):
         return list(args), None
-    return tree_flatten((args, kwargs), is_leaf=stays_as_it_is)
+    return tree_flatten((args, kwargs), is_leaf=is_not_taken_apart)
+
+
+def is_not_taken_apart(value: object) -> bool:
+    """Whether a value is a leaf of what a call takes or returns: it stays, or only its class could make it again."""
+    return stays_as_it_is(value) or makes_itself(value)
 
 
 def stays_as_it_is(value: object) -> bool:

@@ -88,6 +88,13 @@ def attributes_of(value: object) -> list[Place]:
 
 def tensors_in_objects(values: Iterable[object]) -> Iterator[tuple[object, Tensor]]:
     """Yield the tensors that objects among `values` hold, and those nearest to them; each with its holder."""
+    values = [*values]
+    yield from (
+        (value, one)
+        for value in values
+        for one in _out_of_tuples(value)
+        if one is not value and _is(one, Tensor)
+    )
     to_visit = [one for value in values for one in _out_of_tuples(value) if may_hold(one)]
     seen = set(map(id, to_visit))
     for holder in to_visit:  # grows
@@ -123,16 +130,26 @@ class InObjects:
         self.tensors = own(list({id(tensor): tensor for _, tensor in found}.values()))
 
     def exchange(self, values: list[Any]) -> list[Any]:
-        """Let the objects hold other tensors, the last of `values`, instead of theirs; return the other values."""
+        """Let the objects hold other tensors, the last of `values`, instead of theirs; return the other values.
+
+        Tuples, which cannot be changed, are others then.
+        """
         count = len(values) - len(self.tensors)
         both = zip(self.tensors, values[count:], strict=True)
         others = {id(tensor): other for tensor, other in both if other is not tensor}
-        for holder in self._holders:
+        for holder in reversed(
+            self._holders
+        ):  # what is held first: another tuple takes what this one's attributes are
             for put, owner, key, held in _places_in(holder):
                 other = _exchanged(held, others)
                 if other is not held:
                     put(owner, key, other)
-        return values[:count]
+        return [_exchanged(value, others) if _is(value, tuple) else value for value in values[:count]]
+
+
+def makes_itself(value: object) -> bool:
+    """Whether a value is of a class derived from a namedtuple, which may take other arguments, or have attributes."""
+    return _is(value, tuple) and hasattr(type(value), "_fields") and "_fields" not in type(value).__dict__
 
 
 def _places_in(holder: Any) -> list[Place]:
@@ -148,10 +165,11 @@ def _with_more_than_plain(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, A
 
 
 def _out_of_tuples(value: object) -> Sequence[Any]:
-    """Return what is in nested tuples, which cannot be changed; anything else as it is."""
+    """Return what is in nested tuples, which cannot be changed, and those with attributes; anything else as it is."""
     if not _is(value, tuple):
         return (value,)
-    return [one for held in tuple.__iter__(cast(Any, value)) for one in _out_of_tuples(held)]
+    found = [one for held in tuple.__iter__(cast(Any, value)) for one in _out_of_tuples(held)]
+    return found if type(value) is tuple else [*found, value]
 
 
 def _exchanged(held: Any, others: Mapping[int, Tensor]) -> Any:

@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
-from moe_autograd.autograd.entry import is_entry, refuse_strided_nested, stays_as_it_is
+from moe_autograd.autograd.entry import is_entry, is_not_taken_apart, refuse_strided_nested
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
 from moe_autograd.autograd.in_objects import InObjects, may_hold
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
@@ -202,7 +202,7 @@ class CallResults:
         self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
         if self._is_list or isinstance(returned, Tensor):
             return list(returned) if self._is_list else [returned]
-        values, self._spec = tree_flatten(returned, is_leaf=stays_as_it_is)
+        values, self._spec = tree_flatten(returned, is_leaf=is_not_taken_apart)
         return values
 
     def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:

@@ -76,6 +76,71 @@ def test_a_backward_through_some_of_what_objects_hold_runs_no_more() -> None:
     assert_same_modules_program(program, functools.partial(parallel_apply, defer_weight_grads=True))
 
 
+class Both(tuple[Tensor, Tensor]):
+    """A tuple that may have attributes."""
+
+
+class Doubles(collections.namedtuple("Doubles", "first second")):
+    """Takes other arguments than a namedtuple does, and has no attributes."""
+
+    __slots__ = ()
+
+    def __new__(cls, first: Tensor) -> Doubles:
+        return super().__new__(cls, first, 2 * first)
+
+
+class Totals(collections.namedtuple("Totals", "first second")):
+    """A namedtuple with a method, and with attributes."""
+
+    def total(self) -> Tensor:
+        return self.first + self.second  # type: ignore[no-any-return]
+
+
+MAKE_TUPLES: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda first, second: Both((first, second)),
+    lambda first, second: Doubles(first * second),
+    lambda first, second: Totals(first, second),
+]
+
+
+@pytest.mark.parametrize("make", MAKE_TUPLES)
+@pytest.mark.parametrize("give", MAKE_TUPLES)
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}])
+def test_tuples_of_other_classes_are_taken_and_returned(
+    make: Any, give: Any, is_nested: bool, options: dict[str, bool]
+) -> None:
+    if options.get("recompute") and give is MAKE_TUPLES[1]:
+        pytest.skip("torch.utils.checkpoint makes its arguments again by their class")
+
+    def program(apply: MapFunction) -> Any:
+        modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+
+        def call(module: nn.Module, given: Any) -> Any:
+            made = make(module(given[0]), given[1])
+            if hasattr(made, "__dict__"):
+                made.more = [module(given[1]), Both((given[0].sin(), made[0]))]
+                made.more[1].inner = made[0].exp()
+            return [made, {"same": made}] if is_nested else made
+
+        calls = [functools.partial(call, module) for module in modules]
+        outputs = apply(calls, [(give(x.sin(), x.exp()),) for x in xs])
+        if is_nested:
+            outputs = [both["same"] for _, both in outputs]
+        found = [one for output in outputs for one in output]
+        for output in outputs:
+            assert type(output) is type(make(xs[0], xs[0]))
+            if isinstance(output, Totals):
+                found.append(output.total())
+            if hasattr(output, "__dict__"):
+                more, pair = output.more
+                found += [more, *pair, pair.inner]
+        loss_of(found).backward()
+        return [*found, *[x.grad for x in [*xs, *parameters(modules)]]]
+
+    assert_same_modules_program(program, functools.partial(parallel_apply, **options))
+
+
 def test_hooks_and_retained_gradients_are_those_of_a_loop() -> None:
     def program(apply: MapFunction) -> Any:
         xs, seen = leaves(), [Tensor()] * NUM_CALLS
