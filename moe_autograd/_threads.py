@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+
+from torch.autograd.graph import _engine_run_backward
 
 from moe_autograd._interrupts import uninterrupted
 from moe_autograd._intraop import end_team
@@ -96,17 +99,18 @@ def _forget_threads() -> None:
 
 
 def _rest_before_exit() -> None:
-    """Let idle threads leave, and computing ones end, before the interpreter takes itself apart.
+    """Let idle threads leave, and those that are in C++ end, before the interpreter takes itself apart.
 
     A daemon thread that comes back from C++ into a finalised interpreter is ended in the middle of C++ frames, and
-    the process may abort. Calls that wait sit in Python and are safe to leave.
+    the process may abort. Those are threads that compute, and those that wait within a backward of torch's engine.
+    Other calls that wait sit in Python and are safe to leave.
     """
     while _idle:
         worker = _idle.pop()
         worker.give(None)
         worker.thread.join(EXIT_GRACE_S)
     deadline_s = time.perf_counter() + EXIT_GRACE_S
-    while time.perf_counter() < deadline_s and _some_compute():
+    while time.perf_counter() < deadline_s and (_some_compute() or _some_are_within_backwards()):
         pass
 
 
@@ -118,6 +122,18 @@ def _some_compute() -> bool:
         thread.is_alive() and (_cpu_s(thread) > cpu_s or state_of(thread.native_id) in (RUNNING, READING))
         for thread, cpu_s in before_s.items()
     )
+
+
+def _some_are_within_backwards() -> bool:
+    """Whether a thread is beneath torch's engine, such as in the backward of an autograd function."""
+    innermost = sys._current_frames()
+    for thread in tuple(_threads):
+        frame = innermost.get(thread.ident or 0)
+        while frame is not None:
+            if frame.f_code is _engine_run_backward.__code__:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _cpu_s(thread: threading.Thread) -> float:

@@ -315,12 +315,13 @@ def test_ten_thousand_failing_maps_leave_no_thread_file_or_memory(where: str) ->
     )
 
 
-def test_what_computes_within_torch_at_exit_ends_first() -> None:
+@pytest.mark.parametrize("does", ["torch.linalg.svd(matrix)", "threading.Event().wait(0.3)"])
+def test_what_computes_or_waits_within_torch_at_exit_ends_first(does: str) -> None:
     """A thread that came back from torch into an interpreter that had ended was ended there, and aborted the process.
 
     In a Python of its own: warm processes have no such end.
     """
-    program = """
+    program = f"""
         import threading, time, torch
         from moe_autograd import _threads
 
@@ -336,7 +337,7 @@ def test_what_computes_within_torch_at_exit_ends_first() -> None:
             @staticmethod
             def backward(ctx, grad):
                 begun.set()
-                torch.linalg.svd(matrix)
+                {does}
                 return grad
 
         _threads.EXIT_GRACE_S = 60.0
