@@ -14,8 +14,9 @@ So a map is made as the loop that it means, if each of its calls is small, large
    tensors, numbers and tuples of them: one of `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not
    inherited) that returns `True`, or one without, whose `forward` can be read to do no more (`arithmetic`). Calls that
    draw for a dropout have random numbers of their own, as on threads;
-2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, no tensors of other
-   classes. Modes see what is computed, as on threads: both runs of a checkpoint are alike, also if one is under a mode;
+2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, nothing put in the
+   place of what torch's classes compute, no tensors of other classes. Modes see what is computed, as on threads: both
+   runs of a checkpoint are alike, also if one is under a mode;
 3. it changes nothing in place, but statistics of norms, in the loop's order, and what a part before has made
    (`_changes_its_own`);
 4. no group of the module's makes its calls (`grouping`).
@@ -35,6 +36,7 @@ it may call a part again in each round of a loop. Convolutions multiply at each 
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -42,6 +44,7 @@ from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as module_globals
 
@@ -49,6 +52,7 @@ from moe_autograd._intraop import num_cores
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.arithmetic import Reading, reading_of
 from moe_autograd.autograd.function_reading import PLAIN
+from moe_autograd.autograd.known_arithmetic import is_torchs_own
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.runs import name_of_call
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
@@ -82,6 +86,13 @@ _HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential])
 _PLAIN_DICTS = frozenset([dict, OrderedDict])  # others may fetch what is asked for
 _WARN = frozenset([nn.LogSoftmax, nn.Softmax])  # of a missing `dim`, and of the line that called
 
+# What these call in `forward`, to see whether somebody has put something else there.
+_FORWARDS = {kind: cast(type[nn.Module], kind).forward for kind in ONLY_COMPUTE}
+_CALLED = {name for forward in _FORWARDS.values() for name in forward.__code__.co_names}
+_FUNCTIONAL = {name: function for name in _CALLED if callable(function := vars(F).get(name))}
+_WERE_REPLACED = not all(map(is_torchs_own, [*_FORWARDS.values(), *_FUNCTIONAL.values()]))
+_forward_of = operator.attrgetter("forward")
+
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_forward_hooks,
     module_globals._global_forward_pre_hooks,
@@ -101,7 +112,7 @@ def call_in_turn(
 
     An error of a call gets a note with its name.
     """
-    if any(_HOOKS_OF_ALL):
+    if any(_HOOKS_OF_ALL) or not _compute_as_usual():
         return None
     most, readings, draws = most_small(), dict[type, Reading | None](), _is_seen_by_others()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
@@ -141,12 +152,21 @@ def _is_seen_by_others() -> bool:
     return bool(has_modes) or hooks is not None
 
 
+def _compute_as_usual() -> bool:
+    """Whether nobody has replaced what torch's modules do, or the functions by which they do it."""
+    are_own = all(map(operator.is_, map(_forward_of, _FORWARDS), _FORWARDS.values()))
+    return (
+        are_own
+        and all(map(operator.is_, map(vars(F).get, _FUNCTIONAL), _FUNCTIONAL.values()))
+        and not _WERE_REPLACED
+    )
+
+
 def _are_called_as_usual() -> bool:
     """Whether nobody has replaced what calls a module, or the parts of a `Sequential`; perhaps before our import."""
-    of_parts = (nn.Sequential.forward, nn.Sequential.__iter__)
     kinds = cast(Iterable[type[nn.Module]], ONLY_COMPUTE)
     calls = {(kind.__call__, kind._call_impl, kind._compiled_call_impl) for kind in kinds}
-    if len(calls) > 1 or not all(map(_is_torchs_own, of_parts)):
+    if len(calls) > 1 or not _is_torchs_own(nn.Sequential.__iter__):
         return False
     (call, implementation, compiled), *_ = calls
     return _is_torchs_own(call) and _is_torchs_own(implementation) and compiled is None
@@ -175,7 +195,7 @@ def _computed(module: Any, x: Tensor) -> Any:
 
 def is_small(module: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a call, with one intra-op thread, takes less time than a thread costs, and can neither wait nor draw."""
-    size = None if any(_HOOKS_OF_ALL) else _size_of(args)
+    size = None if any(_HOOKS_OF_ALL) or not _compute_as_usual() else _size_of(args)
     work = None if size is None else _work_of(module, size, {})
     return work is not None and work.most <= MOST_SMALL and not work.draws
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -351,8 +353,6 @@ PARTS = [nn.Sequential, nn.Linear, nn.GELU, nn.Linear]
         (nn.Module, "__call__", PARTS),
         (nn.Module, "_call_impl", PARTS),
         (nn.Linear, "__call__", [nn.Linear] * 2),
-        (nn.Linear, "forward", [nn.Linear] * 2),
-        (nn.Sequential, "forward", [nn.Sequential]),
     ],
 )
 def test_whoever_replaces_the_call_of_modules_sees_each(
@@ -368,6 +368,39 @@ def test_whoever_replaces_the_call_of_modules_sees_each(
     monkeypatch.setattr(kind, name, seeing)
     assert is_made_in_turn(expert())
     assert seen == expected
+
+
+@pytest.mark.parametrize(("owner", "name"), [(nn.Linear, "forward"), (F, "linear")])
+def test_what_is_put_in_the_place_of_what_torchs_modules_compute_may_wait(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier, replaced = threading.Barrier(NUM_CALLS), getattr(owner, name)
+
+    def meets(*args: Any) -> Any:
+        barrier.wait(PATIENCE_S)
+        return replaced(*args)
+
+    modules, x = [nn.Linear(4, 4) for _ in range(NUM_CALLS)], torch.randn(3, 4)
+    expected = [module(x) for module in modules]
+    monkeypatch.setattr(owner, name, meets)
+    assert not in_turn.is_small(modules[0], [x])
+    outputs = parallel_apply(modules, [x] * NUM_CALLS)
+    assert all(torch.equal(y, same) for y, same in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("replaced", ["nn.Linear.forward", "nn.functional.linear"])
+def test_so_may_what_was_put_there_before_our_import(replaced: str) -> None:
+    program = f"""
+        import threading
+        from torch import nn, ones
+        barrier, before = threading.Barrier(2), {replaced}
+        {replaced} = lambda *args: (barrier.wait({PATIENCE_S}), before(*args))[1]
+        from moe_autograd import parallel_apply
+        parallel_apply([nn.Linear(4, 4)] * 2, [ones(3, 4)] * 2)
+        print("met")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.check_output(command, cwd=ROOT, text=True).split() == ["met"]
 
 
 def test_whoever_replaced_the_call_of_modules_before_the_import_sees_each() -> None:
