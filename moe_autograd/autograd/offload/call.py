@@ -217,7 +217,7 @@ class OffloadedCall:
             for edge, grad in zip(piece.outputs, grads, strict=True)
             if edge is not None and grad is not None
         ]
-        weights = piece.weights if for_weights else {}
+        weights = self._held.trained(piece.weights) if for_weights else {}
         wanted = [*(edge for edge in piece.inputs if edge), *weights.values()]
         if not roots or not wanted:
             return [None] * len(piece.inputs)

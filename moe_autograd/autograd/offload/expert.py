@@ -42,6 +42,17 @@ class OffloadedExpert(nn.Module):
         self._held.module.train(mode)
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> OffloadedExpert:
+        """Say whether the expert's weights get gradients; see `torch.nn.Module.requires_grad_`.
+
+        A module that holds this one cannot pass it on: its `requires_grad_` knows parameters only.
+
+        Raises:
+            RuntimeError: a weight that was frozen when the expert was taken over would thaw. Nothing has changed.
+        """
+        self._held.require_gradients(requires_grad)
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"offloaded expert {self._held.name!r}: expected to stay where it is, got copied or pickled. "

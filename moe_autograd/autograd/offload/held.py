@@ -131,6 +131,16 @@ class HeldExpert(HeldModule):
         if self._optimizer is not None and self._optimizer.wants_part:
             self._optimizer.move_into_a_part(beside=[self.weights, self.gradients])
 
+    def require_gradients(self, requires_grad: bool) -> None:
+        """Freeze or thaw the weights; `RuntimeError` for those that have no place for a gradient."""
+        if requires_grad:
+            check_trained(self.name, self.parameters, self.gradients.layout.fields)
+        self.module.requires_grad_(requires_grad)
+
+    def trained(self, edges: dict[str, GradientEdge]) -> dict[str, GradientEdge]:
+        """Return those of `weight_edges` whose weights are not frozen since; as in torch, a backward asks as well."""
+        return {name: edge for name, edge in edges.items() if self.parameters[name].requires_grad}
+
     def weight_edges(self) -> dict[str, GradientEdge]:
         """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
         edges = {n: get_gradient_edge(p) for n, p in self.parameters.items() if p.requires_grad}
