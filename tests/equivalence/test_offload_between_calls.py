@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.offload import OffloadedExperts
-from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
+from moe_autograd.autograd.offload.flat import Layout
+from tests.support.offloading import OPTIMIZERS, Make, assert_same_gradients, assert_same_weights, both, ffn
+from tests.support.stores import WatchedStore
 
 sgd = OPTIMIZERS["sgd"]
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -91,3 +94,74 @@ def test_what_was_frozen_when_it_was_taken_over_does_not_thaw() -> None:
     ):
         experts[0].requires_grad_()
     assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+# ---- changes of weights in place
+
+
+@pytest.mark.parametrize("optimizer", [None, sgd])
+def test_a_weight_that_is_changed_in_place_between_calls_stays_so(
+    optimizer: Make | None, store: str | Path
+) -> None:
+    plain = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(5)]
+    modules = copy.deepcopy(plain)
+    with OffloadedExperts(modules, optimizer, max_resident_bytes=1500, store=store) as experts:
+        for round_ in range(2):
+            for i, expert in enumerate(experts):
+                for called in (expert, plain[i]):
+                    called(X)  # it is in memory
+                for module in (modules[i], plain[i]):
+                    with torch.no_grad():
+                        module[0].weight.mul_(0.5 + round_)
+                        torch._foreach_add_([module[0].bias, module[1].running_mean], 1.0)
+            loss_of(experts), loss_of(plain)  # all have left memory since
+            assert_same_weights(experts, plain)
+        assert experts.residency.peak_bytes <= 1500 < experts.residency.known_bytes
+
+
+def test_what_was_changed_in_place_is_in_a_checkpoint_and_goes_when_one_is_restored(tmp_path: Path) -> None:
+    module = nn.Linear(8, 8)
+    with OffloadedExperts([module], sgd, max_resident_bytes=10_000, store=tmp_path) as experts:
+        experts.checkpoint("before")
+        before = experts.state_dict(0)
+        for value in (0.0, 1.0):
+            with torch.no_grad():
+                module.weight.fill_(value)
+            experts.checkpoint(value)
+            with torch.no_grad():
+                module.weight.fill_(7)
+            assert experts.restore() == value
+            assert torch.equal(experts.state_dict(0)["weight"], torch.full((8, 8), value))
+        assert torch.equal(experts.state_dict(0)["bias"], before["bias"])
+
+
+class _ChangedMeanwhile(WatchedStore):
+    """What it has just written is changed, once."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._weights = [weight]
+
+    def write(self, name: str, layout: Layout, flat: Tensor) -> None:
+        super().write(name, layout, flat)
+        while name == "expert-00000.weights" and self._weights:
+            with torch.no_grad():
+                self._weights.pop().fill_(1)
+
+
+def test_a_weight_that_is_changed_while_it_is_written_is_written_again() -> None:
+    modules = [nn.Linear(8, 8) for _ in range(3)]
+    store = _ChangedMeanwhile(modules[0].weight)
+    with OffloadedExperts(modules, max_resident_bytes=600, store=store) as experts:
+        loss_of(experts)
+        assert torch.equal(experts.state_dict(0)["weight"], torch.ones(8, 8))
+
+
+def test_what_nobody_has_changed_is_not_written() -> None:
+    store = WatchedStore()
+    modules = [nn.Linear(8, 8) for _ in range(3)]
+    with OffloadedExperts(modules, max_resident_bytes=600, store=store) as experts:
+        loss_of(experts)
+        store.events.clear()
+        loss_of(experts)
+        assert {event.split()[0] for event in store.events} == {"read"}

@@ -46,7 +46,9 @@ class HeldModule:
         check_values(name, tensors, residency.device)
         self.tensors = dict(tensors)
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
-        self.weights = Part(f"{name}.weights", Layout.of(tensors), self.attach, self._detach)
+        self.weights = Part(
+            f"{name}.weights", Layout.of(tensors), self.attach, self._detach, self._own_versions
+        )
         check_own(name, tensors, residency.places)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -84,8 +86,11 @@ class HeldModule:
         return tensor.layout is not torch.strided or lies_in(tensor, self.weights.buffer)
 
     def _versions(self) -> list[tuple[int, int]]:
-        # one that is made in inference mode has no version; it is another one anyway
-        return [(id(t), -1 if t.is_inference() else t._version) for t in self._tensors().values()]
+        return [(id(tensor), _version_of(tensor)) for tensor in self._tensors().values()]
+
+    def _own_versions(self) -> list[int]:
+        """Return what tells of changes in place, by anybody, of what comes and goes."""
+        return [_version_of(tensor) for tensor in self.tensors.values()]
 
     def _keep_changes(self) -> None:
         """Copy what the module put in the place of a buffer into the part, and say that the part changed.
@@ -141,6 +146,11 @@ def _without_cached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(True)
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return its version; one that is made in inference mode has none, and is another one anyway."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _nothing_of_shape(tensor: Tensor) -> Tensor:

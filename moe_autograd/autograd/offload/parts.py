@@ -26,6 +26,8 @@ class Part:
         layout: which tensors it consists of.
         attach: called with the buffer when it becomes resident.
         detach: called before its buffer is taken away.
+        count_changes: returns something else whenever anybody has changed the tensors since; those who do not say so
+            (`notice`) are found by that.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Part:
         layout: Layout,
         attach: Callable[[torch.Tensor], None] = lambda _: None,
         detach: Callable[[], None] = lambda: None,
+        count_changes: Callable[[], object] = lambda: None,
     ) -> None:
         self.name, self.layout, self.attach, self.detach = name, layout, attach, detach
+        self._count_changes, self._count = count_changes, count_changes()
         self.buffer: torch.Tensor | None = None  # (num_bytes,) of uint8
         self.num_holders = 0
         self.is_reading = False  # nobody has it before its bytes are there
@@ -48,6 +52,20 @@ class Part:
     def is_busy(self) -> bool:
         """Whether its buffer is being read into or written from."""
         return self.is_reading or self.is_writing
+
+    def same_as_stored(self) -> None:
+        """Say that it was read."""
+        self._count = self._count_changes()
+
+    def changed(self) -> None:
+        """Say that it was changed since it was stored."""
+        self.is_changed, self._count = True, self._count_changes()
+
+    def notice(self) -> bool:
+        """Whether it was changed since it was stored, also by those who did not say so, in memory as it is."""
+        if self._count_changes() != self._count:
+            self.changed()
+        return self.is_changed
 
     def __repr__(self) -> str:
         state = "busy" if self.is_busy else "absent" if self.buffer is None else "resident"
@@ -171,7 +189,7 @@ class Resident:
             missing -= part.layout.num_bytes
             if part.is_writing:
                 continue  # makes room later
-            if part.is_changed:
+            if part.notice():
                 to_write.append(part)
             else:
                 self.put_out(part)

@@ -20,7 +20,8 @@ Rules:
    granted only from memory that nobody holds and no earlier wish was granted; who needs a part now goes first.
 4. When not everything fits, a changed part is written as soon as it is let go, so that room is made without
    waiting. Nobody waits for that: a part that is needed again before its turn comes is not written, one that is
-   changed while it is written is written once more.
+   changed while it is written is written once more. Who changes a part says so (`changed`), or is found before it
+   leaves or is flushed (`Part.notice`).
 5. Whenever a sixteenth of the limit has come in, memory that others have freed in the meantime is given back to the
    system: what computes between the moves is not counted, but should not pile up.
 
@@ -157,7 +158,7 @@ class Residency:
     def changed(self, part: Part) -> None:
         """Say that a held part no longer is what the store has."""
         with self._lock:
-            part.is_changed = True
+            part.changed()
 
     def prefetch(self, parts: Sequence[Part]) -> None:
         """Wish for parts, those needed first before the others. Returns at once; where all is closed, in vain."""
@@ -347,7 +348,7 @@ class Residency:
             self._holders.end()
             for part in parts:
                 part.num_holders -= 1
-                if part.is_changed and self._known_bytes > self.limit_bytes:
+                if part.notice() and self._known_bytes > self.limit_bytes:
                     self._transfers.to_write.add(part)  # Rule 4
             self._transfers.start_writing()
             self._transfers.start_reading()

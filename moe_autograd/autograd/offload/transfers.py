@@ -96,6 +96,7 @@ class Transfers:
                 self._store.read(part.name, part.buffer)
             with self._lock:
                 part.attach(part.buffer)
+                part.same_as_stored()
                 part.is_reading = False
                 self._lock.notify_all()
         except BaseException:
@@ -153,7 +154,7 @@ class Transfers:
         """Write every changed part, also those that are held, and wait for that."""
         since = self.num_failures
         for part in self._resident:
-            if part.is_changed:
+            if not part.is_reading and part.notice():
                 self.to_write.add_though_held(part)
         self.start_writing()
         while self.num_failures == since and (self.to_write.has_some_though_held or self.is_any_busy):
