@@ -165,3 +165,58 @@ def test_what_nobody_has_changed_is_not_written() -> None:
         store.events.clear()
         loss_of(experts)
         assert {event.split()[0] for event in store.events} == {"read"}
+
+
+# ---- state that is cleared
+
+
+def cleared(optimizer: torch.optim.Optimizer, how: str) -> None:
+    if how == "all of it":
+        optimizer.state.clear()
+    else:
+        for state in [*optimizer.state.values()][::2]:
+            state.clear()
+
+
+@pytest.mark.parametrize("how", ["all of it", "that of some weights"])
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw fused"])
+def test_state_that_is_cleared_stays_so_where_it_was_absent(
+    optimizer: str, update: str, how: str, store: str | Path
+) -> None:
+    make = OPTIMIZERS[optimizer]
+    experts, plain = both(ffn, optimizer=make, update=update, store=store, max_resident_bytes=9000)
+    optimizers = [make(module.parameters()) for module in plain]
+    with experts:
+        for round_ in range(4):
+            for modules in (experts, plain):
+                loss_of(modules).backward()
+            step(experts, optimizers)
+            assert_same_weights(experts, plain)
+            if round_ != 1:
+                for one in (*experts.optimizers, *optimizers):
+                    cleared(one, how)
+        assert experts.residency.peak_bytes <= 9000 < experts.residency.known_bytes
+
+
+@pytest.mark.parametrize("limit", [9000, 1_000_000])
+@pytest.mark.parametrize("how", ["all of it", "that of some weights"])
+def test_state_that_is_cleared_is_not_in_a_checkpoint(how: str, limit: int, tmp_path: Path) -> None:
+    make = OPTIMIZERS["adam"]
+    experts, plain = both(ffn, optimizer=make, store=tmp_path, max_resident_bytes=limit)
+    optimizers = [make(module.parameters()) for module in plain]
+    with experts:
+        for is_restored in (False, True):
+            for modules in (experts, plain):
+                loss_of(modules).backward()
+            step(experts, optimizers)
+            if not is_restored:
+                for one in (*experts.optimizers, *optimizers):
+                    cleared(one, how)
+                known = experts.residency.known_bytes
+                experts.checkpoint()
+                assert experts.residency.known_bytes < known
+                experts.restore()
+                experts.checkpoint()  # of what was not read since
+                experts.restore()
+            assert_same_weights(experts, plain)

@@ -283,6 +283,11 @@ class HeldExpert(HeldModule):
             views = self.gradients.layout.views(self.gradients.buffer)
             return {n: views[n].cpu().clone() if n in self.with_gradient else None for n in self.parameters}
 
+    def forget_cleared_state(self) -> None:
+        """Let go of what somebody has cleared of the optimizer's state."""
+        if self._optimizer is not None:
+            self._optimizer.forget_cleared()
+
     def options(self) -> dict[str, Any]:
         """Return what a checkpoint says about the optimizer beside its tensors."""
         return {} if self._optimizer is None else self._optimizer.options()

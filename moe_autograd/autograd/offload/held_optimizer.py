@@ -121,6 +121,8 @@ class HeldOptimizer:
         tensors, self._put_aside, self.wants_part = self._put_aside or self._tensors(), {}, False
         try:
             self.forget_part()
+            if not tensors:
+                return
             part = self._new_part(Layout.of(tensors))
             self._residency.check_fits([*beside, part])
             self._residency.fill(part, tensors)
@@ -128,6 +130,15 @@ class HeldOptimizer:
             self.forget_part()
             self._set_state(tensors)
             raise
+
+    def forget_cleared(self) -> None:
+        """Let what somebody has cleared (`optimizer.state.clear()`) leave the store, too."""
+        if self.part is None or self.part.layout.fields.keys() <= self._tensors().keys():
+            return
+        if self._tensors():
+            with self._residency.hold([self.part]):
+                self.keep()
+        self.move_into_a_part(beside=[])
 
     def forget_part(self) -> None:
         """Give the part's place in memory and store away."""
@@ -141,8 +152,9 @@ class HeldOptimizer:
 
     def _attach(self, flat: Tensor) -> None:
         assert self.part is not None
-        with torch.inference_mode(False):
-            self._set_state(self.part.layout.views(flat))
+        views, known = self.part.layout.views(flat), self._tensors()
+        with torch.inference_mode(False):  # what was cleared while it was absent stays so
+            self._set_state({name: view for name, view in views.items() if name in known})
 
     def _set_state(self, views: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
@@ -153,7 +165,7 @@ class HeldOptimizer:
 
     def _detach(self) -> None:
         for parameter in self._parameters.values():
-            state = self.optimizer.state[parameter]
+            state = self.optimizer.state.get(parameter, {})
             for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
                 state[key] = torch.empty(0, dtype=state[key].dtype)
 
@@ -222,6 +234,7 @@ class HeldOptimizer:
             if numbers:
                 self.optimizer.state[self._parameters[name]].update(numbers)
         if layout is not None:
+            self._set_state({name: torch.empty(0, dtype=f.dtype) for name, f in layout.fields.items()})
             self._residency.adopt(
                 self._new_part(layout), functools.partial(store.link, self._file_in(folder))
             )

@@ -67,6 +67,8 @@ class SharedResidency:
         """Save all experts' weights and optimizers; see `OffloadedExperts.checkpoint`."""
         check_note(note)
         folder, store = self._need_folder()
+        for held in self.held:
+            held.forget_cleared_state()
         self.residency.flush()
         names = [part.name for held in self.held for part in (held.weights, held.state) if part]
         manifest = {"note": note, "experts": [held.options() for held in self.held]}
