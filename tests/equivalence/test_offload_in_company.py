@@ -226,6 +226,26 @@ def test_gradients_of_an_input_that_autocast_converts_twice_are_added_up_in_its_
     assert torch.equal(*found)
 
 
+def test_gradients_of_a_weight_that_autocast_converts_twice_are_those_of_a_plain_module_without_a_cache() -> (
+    None
+):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(x).relu())
+
+    experts, plain = both(Tied, num=1)
+    x = torch.randn(40, 8)
+    for modules, caches in ((experts, True), (plain, False)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches):
+            y = modules[0](x)
+        y.float().square().sum().backward()
+    assert torch.equal(experts.gradients(0)["linear.weight"], plain[0].linear.weight.grad)
+
+
 def test_an_expert_that_runs_under_an_autocast_of_its_own_caches_what_it_converts() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
