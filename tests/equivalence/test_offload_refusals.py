@@ -93,6 +93,30 @@ def test_a_weight_that_was_frozen_and_is_trained_later_is_told_before_anything_i
     assert x.grad is not None
 
 
+class _Wrapped:
+    """As wrappers of others are, whose step passes on whatever it gets."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.step(*args, **kwargs)
+
+
+def test_an_optimizer_whose_step_wants_a_closure_is_refused_when_the_experts_are_built() -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(
+        TypeError,
+        match=r"expert-00000: expected an optimizer that .*, got LBFGS, whose step wants closure\. C",
+    ):
+        OffloadedExperts([module], torch.optim.LBFGS, max_resident_bytes=10_000)
+    experts = OffloadedExperts(
+        [module], lambda p: _Wrapped(sgd(p)), max_resident_bytes=10_000
+    )  # it was not taken over
+    experts[0](torch.ones(2, 4)).sum().backward()
+    experts.step()
+
+
 def test_a_hook_that_waits_for_grad_is_refused_though_it_comes_later() -> None:
     module = nn.Linear(4, 4)
     experts = offloaded(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -75,13 +76,33 @@ def _check_store(store: object) -> None:
         )
 
 
-def check_optimizer(name: str, made: object) -> None:
-    """Raise `TypeError` for what is no optimizer: a function may have forgotten to return its own."""
+def check_optimizer(name: str, made: Any) -> None:
+    """Raise `TypeError` for what is no optimizer: a function may have forgotten to return its own.
+
+    And for one whose step wants something: nobody has it here.
+    """
     if not all(hasattr(made, attribute) for attribute in ("param_groups", "state", "step")):
         raise TypeError(
             f"{name}: expected a torch.optim.Optimizer from optimizer(parameters), got {type(made).__name__}. Return "
             "one, or pass optimizer=None for experts that are not trained."
         )
+    wanted = _wanted_by(made.step)
+    if wanted:
+        raise TypeError(
+            f"{name}: expected an optimizer that steps by gradients alone, got {type(made).__name__}, whose step wants "
+            f"{', '.join(wanted)}. Choose another, or train this expert as a plain module."
+        )
+
+
+def _wanted_by(step: Callable[..., Any]) -> list[str]:
+    """Return the names of what cannot be left out of a call."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return []
+    return [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def refuse_late_state(name: str, optimizer: Optimizer) -> None:

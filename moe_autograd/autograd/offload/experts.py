@@ -75,8 +75,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             a weight wait for `.grad`. Options that do not fit together. `store` is another spelling of "ram", or
             begins with "~".
         TypeError: an expert is no module, or has a tensor of a dtype that safetensors has not (complex128);
-            `optimizer` is no function, but an optimizer, for one, or returns none; `store` is none; `beside` is
-            something else.
+            `optimizer` is no function, but an optimizer, for one, or returns none, or one whose step wants a closure
+            (LBFGS); `store` is none; `beside` is something else.
         RuntimeError: other experts use the folder, in this process or another.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
