@@ -93,6 +93,19 @@ def test_a_weight_that_was_frozen_and_is_trained_later_is_told_before_anything_i
     assert x.grad is not None
 
 
+def test_load_state_dict_says_how_weights_of_an_offloaded_expert_are_set() -> None:
+    expert, state = offloaded(nn.Linear(4, 4))[0], nn.Linear(4, 4).state_dict()
+    with pytest.raises(
+        RuntimeError,
+        match=r"expert 'expert-00000': expected no weights, got weight, bias\. Load them into the",
+    ):
+        expert.load_state_dict(state)
+    assert expert.load_state_dict(state, strict=False).unexpected_keys == ["weight", "bias"]
+    model = nn.Sequential(nn.Linear(4, 4), expert)
+    model.load_state_dict(model.state_dict())
+    expert.load_state_dict(expert.state_dict())
+
+
 class _Wrapped:
     """As wrappers of others are, whose step passes on whatever it gets."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,21 @@ class OffloadedExpert(nn.Module):
         """
         self._held.require_gradients(requires_grad)
         return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Say how weights are set, where some are given; see `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: some are, and `strict`.
+        """
+        if strict and state_dict:
+            raise RuntimeError(
+                f"offloaded expert {self._held.name!r}: expected no weights, got {', '.join(state_dict)}. Load them "
+                "into the module before OffloadedExperts takes it over, or restore() a checkpoint."
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
