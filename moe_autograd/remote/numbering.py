@@ -2,7 +2,8 @@
 
 A sequence number is *open* from the moment it is given out until its call has an answer or has been given up. That of
 a step that raised stays open until its experts gather or forget gradients: repeated before, it has the same number, and
-servers that have made it make no other.
+servers that have made it make no other. So does that of a step that was made in an `in_thread`, until its caller has
+heard of it: if a cancelled task does not, it counts as one that raised.
 
 Every call tells the server below which number all are settled; the server need not remember those.
 
@@ -15,8 +16,10 @@ import itertools
 import os
 import threading
 from collections.abc import Collection, Iterator
+from functools import partial
 
 from moe_autograd._interrupts import unwindable
+from moe_autograd.remote.awaiting import SCOPE
 
 
 class Numbering:
@@ -29,6 +32,7 @@ class Numbering:
         self._next_sequence = 1
         self._open: set[int] = set()  # of what is under way
         self._unmade: dict[frozenset[str], range] = {}  # open, too: of steps, by their experts
+        self._unheard: dict[frozenset[str], range] = {}  # likewise, of those made
 
     def next_call_id(self) -> int:
         """Return a name for a forward, never given before."""
@@ -48,17 +52,33 @@ class Numbering:
                 numbers = self._unmade.get(experts) or self._new(count)
                 if experts:
                     self._unmade[experts] = numbers
+                    self._unheard.pop(experts, None)  # it is another one
                 self._open.update(numbers)
                 settled_below = min(self._all_open(), default=self._next_sequence)
             yield numbers, settled_below
-            with self._lock:
-                self._unmade.pop(experts, None)
+            self._note_made(experts, numbers)
         finally:
             with self._lock:
                 self._open.difference_update(numbers)
 
+    def _note_made(self, experts: frozenset[str], numbers: range) -> None:
+        scope = SCOPE.get()
+        with self._lock:
+            if self._unmade.pop(experts, None) is None or scope is None:
+                return
+            self._unheard[experts] = numbers
+        scope.note_step((self, experts), partial(self._hear, experts, numbers))
+
+    def _hear(self, experts: frozenset[str], numbers: range, was_heard: bool) -> None:
+        """Settle the numbers of a step that was made, or let it be repeated; not if gradients came or went since."""
+        with self._lock:
+            if self._unheard.get(experts) == numbers:
+                del self._unheard[experts]
+                if not was_heard:
+                    self._unmade[experts] = numbers
+
     def _all_open(self) -> set[int]:
-        return self._open.union(*self._unmade.values())
+        return self._open.union(*self._unmade.values(), *self._unheard.values())
 
     def _new(self, count: int) -> range:
         numbers = range(self._next_sequence, self._next_sequence + count)
@@ -68,8 +88,9 @@ class Numbering:
     def settle_steps(self, names: Collection[str]) -> None:
         """Let the next step of any of these experts be another one: it has other gradients."""
         with self._lock:
-            for experts in [own for own in self._unmade if not own.isdisjoint(names)]:
-                del self._unmade[experts]
+            for steps in (self._unmade, self._unheard):
+                for experts in [own for own in steps if not own.isdisjoint(names)]:
+                    del steps[experts]
 
     def __repr__(self) -> str:
         return f"Numbering({self.client_id.hex()}, next {self._next_sequence}, {len(self._all_open())} open)"
