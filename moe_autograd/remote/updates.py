@@ -127,11 +127,13 @@ class Updates:
             failures: None: the first that failed raises. A list takes them instead, and an expert whose gradients
                 could not be forgotten is not stepped before they are.
         """
-        is_to_be_repeated = rpc == "Step" and failures is None  # else whoever steps goes on, to another one
         with (
             self._delivery.operations.begin() as operation,
             self.turns.turn(rpc, names, operation) as hindrance,
-            self._numbering.sequences(1, names if is_to_be_repeated else ()) as ((sequence,), settled_below),
+            self._numbering.sequences(1, names if rpc == "Step" and hindrance is None else ()) as (
+                (sequence,),
+                settled_below,
+            ),
         ):
             if hindrance is None:
                 once = partial(self._send_once, rpc, sequence, settled_below)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +14,7 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from moe_autograd.errors import ServerUnavailableError
-from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
 from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
 from tests.support.servers import wait_until
@@ -115,3 +117,29 @@ def test_who_goes_on_without_a_server_makes_another_step(trained: Trained) -> No
     assert len(optimizer.failures) == 1
     optimizer.step()
     wait_until(lambda: trained.num_updates == {"near": 2, "far": 1})
+
+
+def test_who_would_go_on_and_is_cancelled_repeats_the_step(trained: Trained) -> None:
+    is_held, may_go_on = threading.Event(), threading.Event()
+    optimizer = RemoteOptimizer(trained.experts, on_failure="drop")
+    trained.backward()
+
+    def hold() -> None:
+        is_held.set()
+        assert may_go_on.wait(60)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(in_thread(optimizer.step))
+        assert await asyncio.to_thread(is_held.wait, 60)
+        await asyncio.to_thread(wait_until, lambda: trained.num_updates["near"] == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    trained.has_made = hold
+    asyncio.run(main())
+    may_go_on.set()
+    optimizer.step()
+    assert not optimizer.failures
+    assert trained.num_updates == {"near": 1, "far": 1}
+    assert "0 open" in repr(trained.experts.connection.numbering)
