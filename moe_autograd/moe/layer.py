@@ -10,7 +10,6 @@ Shape letters: T tokens, D d_model.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -31,6 +30,7 @@ from moe_autograd.moe.partial import PartialPass
 from moe_autograd.moe.routing import Routing, checked_loads
 
 _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # the mode of `make_fx`
+_LONGEST_S = 1e8  # as for `connect(timeout_s=...)`; a clock of `threading` goes up to 9e9
 _STRICT = Tolerance(min_experts=1, allow_zero_outputs=False, timeout_after_min_s=None)
 
 Experts = Iterable[nn.Module] | Mapping[str, nn.Module] | nn.ModuleDict
@@ -244,10 +244,10 @@ def _check_tolerance(on_failure: str, tolerance: Tolerance) -> None:
             "experts that fail."
         )
     timeout_s = tolerance.timeout_after_min_s
-    if timeout_s is not None and not 0 <= timeout_s < math.inf:
+    if timeout_s is not None and not 0 <= timeout_s <= _LONGEST_S:
         raise ValueError(
-            f"MixtureOfExperts: expected timeout_after_min_s of at least 0 seconds or None, got {timeout_s}. "
-            "None waits for all experts."
+            "MixtureOfExperts: expected timeout_after_min_s of at least 0 seconds "
+            f"(up to {_LONGEST_S:.0e}) or None, got {timeout_s}. None waits for all experts."
         )
     if on_failure == "raise" and tolerance != _STRICT:
         raise ValueError(

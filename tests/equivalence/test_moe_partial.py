@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
+import re
 import weakref
 
 import pytest
@@ -331,7 +333,13 @@ def test_the_repr_names_what_was_chosen():
             )
             for given in (0, 3, 1.5, "two")
         ],
-        ({"timeout_after_min_s": -1.0}, r"timeout_after_min_s of at least 0 seconds or None, got -1\.0"),
+        *[
+            (
+                {"timeout_after_min_s": given},
+                rf"timeout_after_min_s of at least 0 seconds \(up to 1e\+08\) or None, got {re.escape(str(given))}",
+            )
+            for given in (-1.0, math.nan, math.inf, 1e10, 10**400)
+        ],
         ({"on_failure": "raise", "allow_zero_outputs": True}, 'expected on_failure="drop"'),
         ({"on_failure": "raise", "timeout_after_min_s": 1.0}, 'expected on_failure="drop"'),
     ],
