@@ -15,8 +15,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -66,8 +66,9 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             types, may_be_zero = (int, True) if name == "max_retries" else (int | float, name in _MAY_BE_ZERO)
-            is_number = isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and not may_be_zero):
+            is_number = isinstance(value, types) and not isinstance(value, bool)
+            # An int may be more than a float can hold.
+            if not (is_number and 0 <= value <= sys.float_info.max) or (value == 0 and not may_be_zero):
                 raise ValueError(
                     f"RetryPolicy: expected {name} to be a finite {'whole ' * (types is int)}number "
                     f"{'of at least' if may_be_zero else 'above'} 0, got {value!r}. Leave it out for the default."

@@ -154,6 +154,10 @@ ADDRESSES = "addresses = ['127.0.0.1:9']\n"
             "key 'retry.max_retries': RetryPolicy: expected max_retries to be a finite whole number of at least 0",
         ),
         (
+            ADDRESSES + f"[retry]\npatience_s = {'9' * 400}",
+            "key 'retry.patience_s': RetryPolicy: expected patience_s to be a finite number of at least 0, got 999",
+        ),
+        (
             ADDRESSES + "[hedge]\nquantile = 1",
             "key 'hedge.quantile': HedgePolicy: expected 0 < quantile < 1 and a positive first_after_s",
         ),
