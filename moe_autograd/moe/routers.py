@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class TopKRouter(nn.Module):
                 f"TopKRouter: expected a whole top_k from 1 to num_experts, got {top_k!r} (num_experts={num_experts}). "
                 "Choose a smaller top_k or add experts."
             )
-        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        if capacity_factor is not None and not 0 < capacity_factor <= sys.float_info.max:
             raise ValueError(
                 f"TopKRouter: expected a positive capacity_factor or None, got {capacity_factor}. 1.0 lets each expert "
                 "take its even share; None drops no token."
@@ -128,7 +129,7 @@ class TopKRouter(nn.Module):
         if self.capacity_factor is None:
             return Routing(logits_TE, probabilities_TE, expert_index_TK, weights_TK)
         num_choices = expert_index_TK.numel()
-        share = self.capacity_factor * num_choices / self.num_experts * _ROUNDED_DOWN
+        share = float(self.capacity_factor) * num_choices / self.num_experts * _ROUNDED_DOWN
         capacity = math.ceil(min(share, num_choices))
         is_kept_TK = within_capacity(expert_index_TK, weights_TK, capacity)
         weights_TK = weights_TK.where(is_kept_TK, 0.0)
