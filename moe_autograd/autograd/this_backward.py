@@ -43,9 +43,14 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def this_backward() -> int:
+    """Return the number of this backward, never given again; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def kept_by_this_backward(key: object, make: Callable[[], T]) -> T:
     """Return what this backward keeps under `key`, made by its first call; only for a node that the engine runs."""
-    number = torch._C._current_graph_task_id()
+    number = this_backward()
     known = _holds.get(number)
     hold = None if known is None else known()
     if hold is None:

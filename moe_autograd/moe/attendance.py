@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 from moe_autograd.autograd.grouping import CallFailure, CallGroup, LenientCallGroup, group_of
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
-from moe_autograd.autograd.this_backward import kept_by_this_backward
+from moe_autograd.autograd.this_backward import kept_by_this_backward, this_backward
 from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.errors import StragglerError
 from moe_autograd.moe.dispatch import DispatchPlan
 from moe_autograd.moe.failures import ExpertFailure, Rests, Tolerance, may_be_left_out
 from moe_autograd.moe.stragglers import Wait
+
+# The last backward here that has come to a layer: workers that run a part of it have backwards of their own.
+_BACKWARD: ContextVar[int] = ContextVar("moe_autograd.moe.backward", default=-1)
 
 
 class Attendance:
@@ -54,7 +58,8 @@ class Attendance:
         self._failures = failures
         self._rests = rests
         self._tolerance = tolerance
-        self._waits: dict[str, Wait] = {}  # by phase
+        self._waits: dict[str, Wait] = {}  # by phase, the last one
+        self._waits_of: dict[int, Wait] = {}  # by backward: threads may go through one pass side by side
 
     def call(
         self, slices: Sequence[Tensor], *, max_concurrency: int | None, recompute: bool | Recompute
@@ -97,8 +102,10 @@ class Attendance:
     @uncompiled
     def _begin_backward(self, positions: Sequence[int]) -> None:
         wait = self._start_wait("backward", positions)
-        if self._tolerance.timeout_after_min_s is not None:
-            kept_by_this_backward(wait, functools.partial(_EndsWithBackward, wait))
+        number = this_backward()
+        _BACKWARD.set(number)
+        self._waits_of[number] = wait
+        kept_by_this_backward(wait, functools.partial(_EndsWithBackward, wait, self._waits_of, number))
 
     def _start_wait(self, phase: str, positions: Sequence[int]) -> Wait:
         tokens = self._plan.token_index.split(list(self._plan.counts))
@@ -110,7 +117,9 @@ class Attendance:
 
     def wait_in(self, phase: str) -> Wait:
         """Return who knows which calls are still waited for."""
-        return self._waits[phase]
+        own = (self._waits_of.get(number) for number in (this_backward(), _BACKWARD.get()))
+        of_backward = None if phase == "forward" else next((wait for wait in own if wait is not None), None)
+        return self._waits[phase] if of_backward is None else of_backward
 
     def needs(self, wait: Wait, position: int) -> bool:
         """Tell whether a call is waited for whose server is gone: not where zeros will do (Rule 2 of `partial`)."""
@@ -140,10 +149,11 @@ class Attendance:
 class _EndsWithBackward:
     """Ends a wait once the backward that holds this is over, however it ends."""
 
-    def __init__(self, wait: Wait) -> None:
-        self._wait = wait
+    def __init__(self, wait: Wait, waits_of: dict[int, Wait], number: int) -> None:
+        self._wait, self._waits_of, self._number = wait, waits_of, number
 
     def __del__(self) -> None:
+        self._waits_of.pop(self._number, None)
         self._wait.end()
 
 

@@ -202,6 +202,45 @@ def test_a_server_that_falls_silent_is_not_waited_for():
         torch.testing.assert_close(y, here(x))
 
 
+@pytest.mark.parametrize("num_connections", [1, 2])
+def test_backwards_of_two_threads_through_one_pass_wait_each_for_its_own_calls(hosted, num_connections):
+    straggler = hosted.modules[0]
+    straggler.held_in = "backward"
+    straggler.may_go.set()
+    x = hosted.tokens()
+    experts = list(hosted.experts.values())
+    if num_connections == 2:  # several groups: their backwards run on workers
+        experts[1:] = list(hosted.other.values())[1:]
+    layer = MixtureOfExperts(hosted.router, experts, on_failure="drop", timeout_after_min_s=0.05)
+    y, routing = layer(x, return_routing=True)
+    both_began, is_first_over = threading.Barrier(2), threading.Event()
+    grads: dict[str, Tensor] = {}
+
+    def follow(grad: Tensor) -> None:
+        both_began.wait(LONG_S)
+        if threading.current_thread() is second:
+            assert is_first_over.wait(LONG_S)
+            straggler.may_go.clear()
+
+    def go_backward() -> None:
+        (grads[threading.current_thread().name],) = torch.autograd.grad(y.sum(), [x], retain_graph=True)
+
+    y.register_hook(follow)
+    first = threading.Thread(target=go_backward, name="first", daemon=True)
+    second = threading.Thread(target=go_backward, name="second", daemon=True)
+    first.start()
+    second.start()
+    first.join(LONG_S / 2)
+    assert not routing.failures
+    is_first_over.set()
+    second.join(LONG_S / 4)
+    (failure,) = routing.failures
+    assert (failure.expert, failure.phase) == ("ffn.0", "backward")
+    for name, lost in (("first", set()), ("second", {0})):
+        (expected,) = torch.autograd.grad(hosted.expected(x, lost_in_backward=lost).sum(), [x])
+        torch.testing.assert_close(grads[name], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_no_thread_is_left_behind(hosted):
     layer = hosted.layer(timeout_after_min_s=LONG_S)
     layer(hosted.tokens()).sum().backward()
