@@ -48,7 +48,7 @@ class Doorway:
 
     def __init__(self, max_concurrent_rpcs: int, gate: Gate | None = None) -> None:
         self._inside = Budget(max_concurrent_rpcs, "RPCs at once")
-        self._gate = gate or Gate()
+        self.gate = gate or Gate()
         self._is_closed = False
         self._is_empty = asyncio.Event()
         self.passing_now: set[Passing] = set()
@@ -83,7 +83,7 @@ class Doorway:
         """Give an RPC a place, or raise what is to end it."""
         self._take_place()
         context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
-        await self._gate.check(context.invocation_metadata(), permission)
+        await self.gate.check(context.invocation_metadata(), permission)
 
     async def close(self, timeout_s: float) -> bool:
         """Let nobody in any more and wait for those inside; return whether all have left."""
@@ -132,12 +132,13 @@ class Passing:
     """
 
     __slots__ = (
-        *("_context", "_doorway", "_is_ended", "_permission", "_reads_since", "_task", "_watches_writes"),
-        *("_writes_since", "at_work", "patience_s"),
+        *("_context", "_doorway", "_edition", "_is_ended", "_permission", "_reads_since", "_task"),
+        *("_watches_writes", "_writes_since", "at_work", "patience_s"),
     )
 
     def __init__(self, context: Context, permission: Permission, doorway: Doorway) -> None:
         self._context, self._permission, self._doorway = context, permission, doorway
+        self._edition = doorway.gate.edition  # of the tokens, when its own was last asked for
         self._task: asyncio.Task[Any] | None = None
         self._reads_since: float | None = None
         self._writes_since: float | None = None
@@ -146,12 +147,25 @@ class Passing:
         self.patience_s = PATIENCE_S
 
     async def read(self) -> Any:
-        """Return the next message, or `EOF`."""
+        """Return the next message, or `EOF`.
+
+        Raises:
+            PermissionDeniedError: its token has been taken back meanwhile.
+        """
         self._reads_since = time.monotonic()
         try:
-            return await self._context.read()
+            message = await self._context.read()
         finally:
             self._reads_since = None
+        await self.ask_again()
+        return message
+
+    async def ask_again(self) -> None:
+        """Raise what a new RPC would end with, if tokens have changed since it was let in; cheap if not."""
+        edition = await self._doorway.gate.edition_now()
+        if edition != self._edition:
+            await self._doorway.gate.check(self._context.invocation_metadata(), self._permission)
+            self._edition = edition
 
     async def read_all(self, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
         """Return the messages that grpc has decoded."""

@@ -47,10 +47,14 @@ class Gate:
     Raises:
         ConfigError: the file cannot be read or has a line that is none.
 
+    Attributes:
+        edition: of the tokens: another number after each change.
+
     Threads: the event loop's; the file is read on another.
     """
 
     def __init__(self, file: Path | None = None) -> None:
+        self.edition = 0
         self._file = file
         self._read = _stamp(file)
         self._trouble = ""
@@ -85,6 +89,12 @@ class Gate:
                 "server: expected a token with permission 'train' for this call, got one with 'read'."
             )
 
+    async def edition_now(self) -> int:
+        """Return the edition, once the file has been looked at, if a second has passed since the last time."""
+        if self._tokens is not None and time.monotonic() >= self._look_at:
+            await self._look_now()
+        return self.edition
+
     async def _look_now(self) -> None:
         self._look_at = time.monotonic() + _LOOK_INTERVAL_S
         await asyncio.to_thread(self._looks.now)
@@ -102,6 +112,7 @@ class Gate:
             self._trouble = told
         else:
             self._read, self._trouble = stamp, ""
+            self.edition += 1  # after they are there
             logger.info("tokens: %d, read again from %s", len(self._tokens), self._file)
 
     def _find(self, token: str) -> Permission | None:

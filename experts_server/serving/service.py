@@ -198,6 +198,7 @@ class Service:
             for key, tensor in state.items():
                 writer.add(pb.StateEntry(expert=name, key=key), [tensor])
             while (message := writer.next_message()) is not None:
+                await rpc.ask_again()
                 await rpc.write(message)
 
     async def _set_state(self, _: AsyncIterator[bytes], context: Context) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import queue
 import shutil
 import ssl
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from torch import nn
 
 from experts_server import ExpertsServer
@@ -22,12 +24,17 @@ from experts_server.serving import followed
 from experts_server.serving.certificates import _Certificates
 from experts_server.serving.security import Gate
 from moe_autograd.errors import ConfigError, PermissionDeniedError
+from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.certificates import channel_credentials
+from moe_autograd.wire.framing import seal
+from moe_autograd.wire.parcels import ParcelWriter
 from tests.support.certificates import make_certificates
-from tests.support.servers import START_S, WireClient, wait_until, wait_until_inside
+from tests.support.parcels import messages_of
+from tests.support.servers import START_S, ServerProcess, WireClient, wait_until, wait_until_inside
 
 OLD, NEW = "token-of-yesterday", "token-of-tomorrow-which-is-longer"
+ONES = torch.ones(2, 4)
 HALF = 200
 PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
 
@@ -126,6 +133,81 @@ def test_tokens_that_could_not_be_read_are_read_again_and_told_of_once(
     asyncio.run(gate.check([("authorization", f"Bearer {NEW}")], "train"))
     with pytest.raises(PermissionDeniedError):
         asyncio.run(gate.check([("authorization", f"Bearer {OLD}")], "train"))
+
+
+def test_a_token_that_is_taken_back_trains_no_longer_in_a_stream_that_is_open(tmp_path: Path) -> None:
+    """Until it was closed by the client, which may be never."""
+    file, config = tmp_path / "tokens", tmp_path / "server.toml"
+    file.write_text(f"train {OLD}\ntrain {NEW}")
+    config.write_text(
+        f'listen = "127.0.0.1:0"\nupdate = "on_backward"\nsecurity = {{ tokens_file = "{file}" }}\n'
+        '[experts.e]\nclass = "torch.nn:Linear"\nargs = { in_features = 4, out_features = 4 }\n'
+    )
+    with (
+        ServerProcess("--config", str(config)) as server,
+        WireClient(server.address, token=OLD) as client,
+        WireClient(server.address, token=NEW) as other,
+    ):
+        sent: queue.Queue[bytes | None] = queue.Queue()
+        writer = ParcelWriter()
+
+        def send(call_id: int) -> None:
+            writer.add(*client.backward_call("e", ONES, call_id=call_id, inputs=[ONES]))
+            for message in messages_of(writer):
+                sent.put(message)
+
+        answers = client.stream_messages("Backward", iter(sent.get, None))
+        for call_id in (1, 2):
+            send(call_id)
+            assert next(answers)[1].code == "OK"
+        file.write_text(f"train {NEW}")
+        wait_until(lambda: code_of_info(server.address, OLD) == PERMISSION_DENIED)
+        send(3)
+        with pytest.raises(grpc.RpcError, match="expected a token that it knows") as refused:
+            next(answers)
+        assert refused.value.code() == PERMISSION_DENIED
+        assert other.num_updates() == {"e": 2}
+        sent.put(None)
+
+
+def test_a_change_of_other_tokens_ends_no_stream(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"read {OLD}")
+    with (
+        ExpertsServer({"e": nn.Linear(4, 4)}, config=secured(tokens_file=file)) as server,
+        WireClient(server.address, token=OLD) as client,
+    ):
+        sent: queue.Queue[bytes | None] = queue.Queue()
+        writer = ParcelWriter()
+        answers = client.stream_messages("Forward", iter(sent.get, None))
+        for call_id in (1, 2):
+            writer.add(*client.forward_call("e", ONES, call_id=call_id))
+            for message in messages_of(writer):
+                sent.put(message)
+            assert next(answers)[1].code == "OK"
+            file.write_text(f"read {OLD}\nread {NEW}")
+            wait_until(lambda: code_of_info(server.address, NEW) is None)
+        sent.put(None)
+        assert list(answers) == []
+
+
+def test_a_token_that_is_taken_back_gets_no_more_of_the_weights_that_are_on_their_way(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"read {OLD}\nread {NEW}")
+    experts = {"e": nn.Linear(4096, 4096)}  # 64 MiB: more than what is on its way while nobody reads
+    with (
+        ExpertsServer(experts, config=secured(tokens_file=file)) as server,
+        WireClient(server.address) as client,
+    ):
+        method = client.channel.unary_stream(methods.path("GetState"))
+        header = [("authorization", f"Bearer {OLD}")]
+        parts = method(seal(pb.GetStateRequest()), timeout=START_S, metadata=header)
+        next(parts)
+        file.write_text(f"read {NEW}")
+        wait_until(lambda: code_of_info(server.address, OLD) == PERMISSION_DENIED)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(parts)
+        assert refused.value.code() == PERMISSION_DENIED
 
 
 class Hanging:
