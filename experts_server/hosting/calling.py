@@ -5,6 +5,8 @@ Knows nothing of clients, gradients that gather, or what is kept: it makes `Outp
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -62,6 +64,11 @@ class ModuleCaller:
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is something that a call might change."""
+        return bool(self._with_buffers)
+
     def is_in_mode(self, evaluate: bool) -> bool:
         """Whether the module trains or evaluates as a call wants it."""
         return self.module.training is not (evaluate or self.eval_only)
@@ -107,6 +114,28 @@ class ModuleCaller:
         if looks:
             self.changes_buffers[evaluate] = buffers != self._buffers_now()
         return self._outputs_of(result)
+
+    @contextlib.contextmanager
+    def on_copies_of_buffers(self, evaluate: bool) -> Iterator[None]:
+        """Let the module change copies of its buffers inside; afterwards it has those from before, bit for bit.
+
+        Whatever it does to them (in place, also by `.data`, or another one in its place) and also if it raises. As they
+        are not written to, graphs that have saved them stay true. Torch's own modules change none in evaluation, and
+        keep theirs; of others that is not known: they may do so at any call, though they have not before.
+        """
+        self.set_mode(evaluate)
+        parts = [part for part in self._with_buffers if part.training or not _is_torchs(part)]
+        before = [(part._buffers, dict(part._buffers.items())) for part in parts]
+        copies = {b: b.detach().clone() for _, own in before for b in own.values() if b is not None}
+        try:
+            for buffers, own in before:
+                buffers.update({key: copies[b] for key, b in own.items() if b is not None})
+            yield
+        finally:
+            for buffers, own in before:
+                for key in [key for key in buffers if key not in own]:
+                    del buffers[key]
+                buffers.update(own)
 
     def _buffers_now(self) -> dict[Tensor, int]:
         """Return what is another after each change of a buffer. Held, a tensor leaves its place to no other."""
@@ -181,6 +210,10 @@ class ModuleCaller:
 def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:
     """Return what grows with each change in place."""
     return [tensor._version for tensor in tensors]
+
+
+def _is_torchs(part: nn.Module) -> bool:
+    return type(part).__module__.startswith("torch.nn.modules.")
 
 
 def _between(fewest: _Weight, most: _Weight, num_rows: int) -> int:

@@ -59,6 +59,7 @@ class ForwardCall(Call):
     keep_graph: bool = False
     evaluate: bool = False
     random_seed: int = 0  # what its random numbers follow from; 0: from the expert's own stream
+    may_train: bool = True  # else it leaves the expert's buffers as they were
 
 
 @dataclass(slots=True)

@@ -218,10 +218,17 @@ class HostedExpert:
         for call in calls:
             if not call.is_finite:
                 check_finite(self.name, call.inputs, "input")
-        answers = [self._forward_alone(calls[0])] if len(calls) == 1 else self._forward_joined(calls)
+        if calls[0].may_train or not self.caller.has_buffers:
+            answers = self._forwards(calls)
+        else:
+            with self.caller.on_copies_of_buffers(calls[0].evaluate):
+                answers = self._forwards(calls)
         for answer in answers:
             answer.tensors = apart(answer.tensors, self._is_own)
         return answers
+
+    def _forwards(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
+        return [self._forward_alone(calls[0])] if len(calls) == 1 else self._forward_joined(calls)
 
     def _forward_alone(self, call: ForwardCall) -> Outputs:
         if not call.keep_graph:

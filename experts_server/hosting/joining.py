@@ -9,7 +9,8 @@ Rows go after rows through one call of the module. What each call is owed is tol
 - *Random numbers* of a call cannot be told apart, and its backward has to draw the same again. So a module that draws
   some is found out, and from then on computed call by call in training.
 - *Buffers* that a module changes (spectral normalization, moving averages) go on with each call. So a module that has
-  buffers is computed alone the first time, and if it changed them, always.
+  buffers is computed alone the first time, and if it changed them, always. Calls that must not change them are joined
+  with their like, should it change them after all.
 - *Weight gradients* gather by client, while a joined backward gives their sum. They are told apart where `separating`
   knows how; elsewhere such backwards are computed one by one.
 - *A backward that has its graph* is quicker alone. The others compute their forward again, which they may do as one.
@@ -63,7 +64,8 @@ class Joiner:
 
     def forward_key(self, call: ForwardCall) -> object:
         """Return what is equal for forwards that may be computed as one; `None`: by itself."""
-        return None if len(call.inputs) != 1 else self._row_key(call.inputs[0], call.evaluate)
+        rows = None if len(call.inputs) != 1 else self._row_key(call.inputs[0], call.evaluate)
+        return rows and (rows, call.may_train or not self._caller.has_buffers)
 
     def backward_key(self, call: BackwardCall, kept: KeptForward | None) -> object:
         """Return what is equal for backwards that may be computed as one; `None`: by itself."""

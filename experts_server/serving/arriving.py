@@ -15,9 +15,9 @@ from moe_autograd.wire.parcels import Tensors
 
 
 def forward_call(
-    head: pb.ForwardCall | ForwardHead, tensors: Tensors, reply: Callable[[Call, Any], None]
+    head: pb.ForwardCall | ForwardHead, tensors: Tensors, reply: Callable[[Call, Any], None], may_train: bool
 ) -> ForwardCall:
-    """Return the forward that a parcel asks for.
+    """Return the forward that a parcel asks for; of a client that may not train, it has no backward to be kept for.
 
     Raises:
         InvalidCallError: a tensor is missing.
@@ -28,9 +28,10 @@ def forward_call(
                 "forward: expected tensors as inputs, got None among them. Send tensors only."
             )
     inputs = cast("tuple[Tensor, ...]", tensors)
-    keep_graph, evaluate, seed = head.keep_graph, head.evaluate, head.random_seed
+    keep_graph, evaluate, seed = head.keep_graph and may_train, head.evaluate, head.random_seed
     requires_grad = tuple(head.input_requires_grad)
     call = ForwardCall(head.client_id, reply, head.call_id, inputs, requires_grad, keep_graph, evaluate, seed)
+    call.may_train = may_train
     call.reply_encoding = head.reply_encoding
     call.num_tokens = _num_rows(inputs[0]) if inputs else 1
     return call

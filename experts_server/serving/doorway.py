@@ -79,11 +79,11 @@ class Doorway:
         for one in [one for one in self.passing_now if one.has_waited_too_long(self._looked_at_s)]:
             one.end_silent()
 
-    async def let_in(self, context: Context, permission: Permission) -> None:
-        """Give an RPC a place, or raise what is to end it."""
+    async def let_in(self, context: Context, permission: Permission) -> Permission:
+        """Give an RPC a place and return what it may do, or raise what is to end it."""
         self._take_place()
         context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
-        await self.gate.check(context.invocation_metadata(), permission)
+        return await self.gate.check(context.invocation_metadata(), permission)
 
     async def close(self, timeout_s: float) -> bool:
         """Let nobody in any more and wait for those inside; return whether all have left."""
@@ -128,12 +128,13 @@ class Passing:
 
     Attributes:
         at_work: what it has asked for and is not computed yet; while there is some, it may send more or not.
+        may_train: whether it may do more than read, whatever it needs.
         patience_s: how long its client may keep it waiting.
     """
 
     __slots__ = (
         *("_context", "_doorway", "_edition", "_is_ended", "_permission", "_reads_since", "_task"),
-        *("_watches_writes", "_writes_since", "at_work", "patience_s"),
+        *("_watches_writes", "_writes_since", "at_work", "may_train", "patience_s"),
     )
 
     def __init__(self, context: Context, permission: Permission, doorway: Doorway) -> None:
@@ -142,7 +143,7 @@ class Passing:
         self._task: asyncio.Task[Any] | None = None
         self._reads_since: float | None = None
         self._writes_since: float | None = None
-        self._is_ended = self._watches_writes = False
+        self._is_ended = self._watches_writes = self.may_train = False
         self.at_work: Sized = ()
         self.patience_s = PATIENCE_S
 
@@ -164,8 +165,8 @@ class Passing:
         """Raise what a new RPC would end with, if tokens have changed since it was let in; cheap if not."""
         edition = await self._doorway.gate.edition_now()
         if edition != self._edition:
-            await self._doorway.gate.check(self._context.invocation_metadata(), self._permission)
-            self._edition = edition
+            granted = await self._doorway.gate.check(self._context.invocation_metadata(), self._permission)
+            self._edition, self.may_train = edition, granted == "train"
 
     async def read_all(self, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
         """Return the messages that grpc has decoded."""
@@ -202,6 +203,10 @@ class Passing:
         """Return the seconds until the client's deadline; `None`: it has none."""
         return self._context.time_remaining()
 
+    def peer(self) -> str:
+        """Return whom it comes from, as grpc names connections."""
+        return self._context.peer()
+
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         """End it with a status, by grpc's own error."""
         await self._context.abort(code, details)
@@ -222,7 +227,7 @@ class Passing:
 
     async def __aenter__(self) -> Passing:
         try:
-            await self._doorway.let_in(self._context, self._permission)
+            self.may_train = await self._doorway.let_in(self._context, self._permission) == "train"
         except asyncio.CancelledError:
             raise  # its client has gone
         except BaseException as error:

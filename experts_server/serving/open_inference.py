@@ -29,7 +29,7 @@ from experts_server.hosting.calls import ForwardCall, Outputs
 from experts_server.hosting.hosted import HostedExpert
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.queues.registry import Registry
-from experts_server.serving.doorway import Context, Doorway, only_message
+from experts_server.serving.doorway import Context, Doorway, Passing, only_message
 from moe_autograd.errors import CorruptDataError, ExpertNotFoundError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 from moe_autograd.wire.tensors import bytes_if_filled, plain, raw_bytes
@@ -52,7 +52,7 @@ _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 MAX_DIMENSIONS = 16
 VERSION = "1"  # of each model; there is one
 
-Answer = Callable[[Any, Context], Awaitable[Any]]  # to a request
+Answer = Callable[[Any, Passing], Awaitable[Any]]  # to a request
 
 # message -> field -> (number, type); "*" marks a repeated field
 _TENSOR = {"name": (1, "string"), "datatype": (2, "string"), "shape": (3, "int64*")}
@@ -181,25 +181,25 @@ class OpenInference:
                     raise CorruptDataError(
                         f"message: expected a {request_class.__name__}, got {error}."
                     ) from error
-                return bytes((await answer(request, context)).SerializeToString())
+                return bytes((await answer(request, rpc)).SerializeToString())
             raise AssertionError("abort raises")
 
         return handle
 
-    async def _server_live(self, _: Any, __: Context) -> Any:
+    async def _server_live(self, _: Any, __: Passing) -> Any:
         return _make("ServerLiveResponse", live=True)
 
-    async def _server_ready(self, _: Any, __: Context) -> Any:
+    async def _server_ready(self, _: Any, __: Passing) -> Any:
         return _make("ServerReadyResponse", ready=self._is_ready())
 
-    async def _model_ready(self, request: Any, _: Context) -> Any:
+    async def _model_ready(self, request: Any, _: Passing) -> Any:
         is_there = request.name in self._registry and request.version in ("", VERSION)
         return _make("ModelReadyResponse", ready=self._is_ready() and is_there)
 
-    async def _server_metadata(self, _: Any, __: Context) -> Any:
+    async def _server_metadata(self, _: Any, __: Passing) -> Any:
         return _make("ServerMetadataResponse", name="experts-server", version=self._server_version)
 
-    async def _model_metadata(self, request: Any, _: Context) -> Any:
+    async def _model_metadata(self, request: Any, _: Passing) -> Any:
         hosted = self._registry[request.name].hosted
         _check_version(request.name, request.version)
         reply = _make("ModelMetadataResponse", name=request.name, versions=[VERSION], platform="pytorch")
@@ -207,17 +207,18 @@ class OpenInference:
         reply.outputs.add(name="output.0", datatype=_datatype_of(hosted), shape=_output_shape_of(hosted))
         return reply
 
-    async def _infer(self, request: Any, context: Context) -> Any:
+    async def _infer(self, request: Any, rpc: Passing) -> Any:
         inputs = self._inputs_of(request)
-        remaining_s = context.time_remaining()
+        remaining_s = rpc.time_remaining()
 
         def call(reply: Any) -> ForwardCall:
             return ForwardCall(
-                context.peer().encode(),  # turns go round between connections
+                rpc.peer().encode(),  # turns go round between connections
                 reply,
                 0,
                 inputs,
                 evaluate=True,
+                may_train=rpc.may_train,
                 deadline=None if remaining_s is None else time.monotonic() + remaining_s,
                 num_tokens=inputs[0].shape[0] if inputs[0].dim() else 1,
                 num_bytes=sum(x.nbytes for x in inputs),

@@ -228,7 +228,7 @@ class PassStream:
         head = parcel.head
         if isinstance(head, self._kind):
             if isinstance(head, FORWARD):
-                return head.expert, forward_call(head, parcel.tensors, self.take_result)
+                return head.expert, forward_call(head, parcel.tensors, self.take_result, self._rpc.may_train)
             if isinstance(head, BACKWARD):
                 return head.expert, backward_call(head, parcel.tensors, self.take_result)
         expected, got = self._kind[0].__name__, type(head).__name__
