@@ -4,6 +4,6 @@ Begin with `server`, its life. The first line of each file says what it is for::
 
     the server              server, configured, embedded, loop_thread, ports
     what it is asked        service, streams, arriving, doorway
-    who may ask             certificates, security, followed
+    who may ask             certificates, key_kinds, security, followed
     by others than clients  health, metrics, open_inference
 """

@@ -12,6 +12,7 @@ import grpc
 
 from experts_server.configuration.config import SecurityConfig
 from experts_server.serving.followed import Looks, refuse_pipes
+from experts_server.serving.key_kinds import TAKEN, kind_not_taken
 from moe_autograd.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,9 @@ def check_credentials(config: SecurityConfig) -> None:
     """
     if config.tls_cert is None or config.tls_key is None:
         return
-    _Certificates(config.tls_cert, config.tls_key, config.client_ca).read()
+    _, cert, _ = _Certificates(config.tls_cert, config.tls_key, config.client_ca).read()
     _check_certificates(config.tls_cert, config.tls_key, config.client_ca)
+    _check_kind(config.tls_cert, cert)
     if (reason := _why_no_client_trusts(config.tls_cert, config.tls_key)) is not None:
         raise ConfigError(f"config, {_untrusted(config.tls_cert, reason)}")
 
@@ -85,10 +87,11 @@ class _Certificates:
             raise ConfigError(_REPLACED) from error
         if self.read() != now:
             raise ConfigError(_REPLACED)
+        key, cert, client_ca = now
+        _check_kind(self._cert, cert)
         if reason is not None:
             logger.error("%s", _untrusted(self._cert, reason))
         self._in_use, self._trouble = now, ""
-        key, cert, client_ca = now
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
 
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
@@ -129,6 +132,14 @@ def _check_certificates(cert: Path, key: Path, client_ca: Path | None) -> None:
             f"config, key 'security.client_ca': expected certificates as PEM, got {str(client_ca)!r} "
             f"({error.reason or error})."
         ) from error
+
+
+def _check_kind(cert: Path, contents: bytes) -> None:
+    if (kind := kind_not_taken(contents)) is not None:
+        raise ConfigError(
+            f"config, key 'security.tls_cert': expected a certificate with a key of a kind that gRPC's clients take "
+            f"({TAKEN}), got {str(cert)!r} with {kind}. Make one for another key."
+        )
 
 
 def _why_no_client_trusts(cert: Path, key: Path) -> str | None:

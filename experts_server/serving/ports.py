@@ -28,8 +28,10 @@ def open_port(server: grpc.aio.Server, config: ServingConfig) -> str:
         else:
             bound = server.add_secure_port(config.listen, credentials)
     except RuntimeError as error:
+        certificate = "" if credentials is None else f" with {str(config.security.tls_cert)!r}"
+        wanted = "an address" if credentials is None else "an address and a certificate"
         raise ConfigError(
-            f"server: expected an address to listen on, got {config.listen!r} ({error})."
+            f"server: expected {wanted} that grpc can listen with, got {config.listen!r}{certificate} ({error})."
         ) from error
     return joined_address(host, bound)
 

@@ -29,7 +29,7 @@ from moe_autograd.wire import methods
 from moe_autograd.wire.certificates import channel_credentials
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
-from tests.support.certificates import make_certificates
+from tests.support.certificates import make_certificates, openssl
 from tests.support.parcels import messages_of
 from tests.support.servers import START_S, ServerProcess, WireClient, wait_until, wait_until_inside
 
@@ -113,6 +113,19 @@ def test_a_certificate_that_could_not_be_looked_at_is_looked_at_again_and_told_o
     assert len(caplog.records) == 1
     assert "certificates stay as they were" in caplog.text
     assert served.renewed() is not None
+
+
+def test_a_certificate_that_no_client_takes_does_not_take_the_place_of_another_one(
+    in_use: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    security = {"tls_cert": in_use / "server.pem", "tls_key": in_use / "server.key"}
+    trusted = grpc.ssl_channel_credentials((in_use / "ca.pem").read_bytes())
+    with ExpertsServer({"e": nn.Linear(4, 4)}, config=secured(**security)) as server:
+        files = ("-keyout", in_use / "server.key", "-out", in_use / "server.pem")
+        openssl("req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=localhost", *files)
+        assert code_of_info(server.address, credentials=trusted) is None
+    assert "certificates stay as they were" in caplog.text
+    assert "with Ed25519" in caplog.text
 
 
 def test_tokens_that_could_not_be_read_are_read_again_and_told_of_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
-from tests.support.certificates import make_certificates
+from tests.support.certificates import make_certificates, openssl
 from tests.support.servers import ServerProcess, WireClient, tokens, wait_until
 
 TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
@@ -325,6 +326,46 @@ def test_certificates_that_are_none_are_refused_by_the_check_and_by_the_server(
     (tmp_path / "s.toml").write_text(f'[experts.e]\nclass = "identity"\n[security]\n{"".join(lines)}')
     checked = CliRunner().invoke(main, ["config", "--check", str(tmp_path / "s.toml")])
     assert (checked.exit_code, text in checked.output) == (1, True), checked.output
+
+
+KINDS: dict[str, tuple[Any, ...]] = {
+    "RSA": (True, "rsa:2048"),
+    "P-256": (True, "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+    "P-384": (True, "ec", "-pkeyopt", "ec_paramgen_curve:P-384"),
+    "P-521": (False, "ec", "-pkeyopt", "ec_paramgen_curve:P-521"),
+    "P-224": (False, "ec", "-pkeyopt", "ec_paramgen_curve:P-224"),
+    "secp256k1": (False, "ec", "-pkeyopt", "ec_paramgen_curve:secp256k1"),
+    "Ed25519": (False, "ed25519"),
+    "Ed448": (False, "ed448"),
+    "RSA-PSS": (False, "rsa-pss"),
+    "another kind": (False, "ec", "-pkeyopt", "ec_paramgen_curve:brainpoolP384r1"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_certificate_of_a_kind_that_no_client_takes_is_refused(kind: str, tmp_path: Path) -> None:
+    """By a server and by the check; others are served."""
+    is_taken, *how = KINDS[kind]
+    cert, key = tmp_path / "server.pem", tmp_path / "server.key"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    openssl("req", "-x509", "-newkey", *how, "-nodes", *subject, "-keyout", key, "-out", cert)
+    (tmp_path / "s.toml").write_text(
+        f'security = {{ tls_cert = "{cert}", tls_key = "{key}" }}\nexperts.e.class = "identity"\n'
+    )
+    checked = CliRunner().invoke(main, ["config", "--check", str(tmp_path / "s.toml")])
+    config = ServingConfig(security=SecurityConfig(tls_cert=cert, tls_key=key))
+    server = ExpertsServer({"e": FeedForwardExpert(D)}, config=config)
+    if is_taken:
+        assert checked.exit_code == 0, checked.output
+        with server:
+            credentials = grpc.ssl_channel_credentials(cert.read_bytes())
+            with WireClient(server.address, credentials=credentials) as client:
+                assert client.forward("e", tokens(2, D)).code == "OK"
+    else:
+        text = f"(RSA, or ECDSA with P-256 or P-384), got {str(cert)!r} with {kind}"
+        assert (checked.exit_code, text in checked.output) == (1, True), checked.output
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            server.start()
 
 
 @pytest.mark.parametrize(
