@@ -46,6 +46,12 @@ def read_toml(file: Path) -> dict[str, Any]:
         ) from error
 
 
+def is_named_as_a_token(key: str) -> bool:
+    """Tell whether a token may be the value of this key, which is none: it is not shown then."""
+    name = key.lower()
+    return "token" in name or bool(difflib.get_close_matches(name, ["token"]))
+
+
 def describe_unknown_key(
     key: str, value: Any, allowed: Iterable[str], elsewhere: Sequence[str] = (), advice: str = ""
 ) -> str:

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel, ValidationError
 
 from experts_server.configuration.config import NONE, TABLE
-from moe_autograd._toml import describe_unknown_key
+from moe_autograd._toml import describe_unknown_key, is_named_as_a_token
 
 _EXPECTED = {
     "dict_type": "expected a table",
@@ -59,6 +59,8 @@ def _mistake(found: dict[str, Any], model: type[BaseModel], num_others: int) -> 
 def _described(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
     location = tuple(part for part in found["loc"] if part not in (TABLE, NONE))
     key, got = ".".join(str(part) for part in location), found["input"]
+    if _may_be_secret(location, found["type"]):
+        got = "..."
     match found["type"]:
         case "missing":
             return Mistake(key, f"key {key!r}: expected a value, got none. Set it.")
@@ -78,6 +80,14 @@ def _described(found: dict[str, Any], model: type[BaseModel]) -> Mistake:
         case kind:
             expected = _EXPECTED.get(kind, str(found["msg"]).replace("Input should be", "expected"))
     return Mistake(key, f"key {key!r}: {expected}, got {got!r}.")
+
+
+def _may_be_secret(location: tuple[Any, ...], kind: str) -> bool:
+    """Whether a token may be what stands there: it belongs into a file, and errors go into logs."""
+    if kind == "extra_forbidden":
+        is_alone = len(location) == 1
+        return location[0] == "security" or (is_alone and is_named_as_a_token(str(location[0])))
+    return location == ("security",) or (location == ("security", "tokens_file") and kind != "value_error")
 
 
 def _advice(location: tuple[Any, ...], value: object, allowed: Sequence[str], model: type[BaseModel]) -> str:

@@ -170,11 +170,15 @@ def _untrusted(cert: Path, reason: str) -> str:
 
 
 def read_file(file: Path, key: str) -> bytes:
-    """Return what is in a file that a key of `[security]` names; raises `ConfigError`."""
+    """Return what is in a file that a key of `[security]` names; raises `ConfigError`.
+
+    That does not show the value of `tokens_file`, which may be a token instead.
+    """
     try:
         return file.read_bytes()
     except OSError as error:
+        got = "none" if key == "tokens_file" else repr(str(file))
         raise ConfigError(
-            f"config, key 'security.{key}': expected a readable file, got {str(file)!r} ({error.strerror}). "
+            f"config, key 'security.{key}': expected a readable file, got {got} ({error.strerror}). "
             "Check the path and its permissions."
         ) from error

@@ -20,12 +20,11 @@ is wrong raises `ConfigError` with one line a mistake, each naming the key, the 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_autograd._toml import describe_unknown_key, read_toml
+from moe_autograd._toml import describe_unknown_key, is_named_as_a_token, read_toml
 from moe_autograd.errors import ConfigError
 from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.compression import Compression
@@ -124,8 +123,7 @@ def _read_table(
         reader = readers.get(key)
         num_before = len(mistakes)
         if reader is None:
-            is_secret = "token" in key.lower() or difflib.get_close_matches(key.lower(), ["token"])
-            mistakes.append(describe_unknown_key(name, "..." if is_secret else value, readers))
+            mistakes.append(describe_unknown_key(name, "..." if is_named_as_a_token(key) else value, readers))
             continue
         try:
             meant = _meant_by(value, reader, path, mistakes)

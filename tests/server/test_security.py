@@ -132,6 +132,26 @@ def test_a_tokens_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ExpertsServer({"e": FeedForwardExpert(D)}, config=config).start()
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("SECURITY__TOKEN", "key 'security.token': expected one of"),
+        ("SECURITY__TLS_KEYS", "key 'security.tls_keys': expected one of"),
+        ("SECURITY", "key 'security': expected a table"),
+        ("TOKEN", "key 'token': expected one of"),
+        ("SECURITY__TOKENS_FILE", "key 'security.tokens_file': expected a readable file"),
+    ],
+)
+def test_a_token_in_the_place_of_something_else_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, text: str
+) -> None:
+    monkeypatch.setenv(f"EXPERTS_SERVER_{key}", TRAIN)
+    file = tmp_path / "server.toml"
+    file.write_text('listen = "127.0.0.1:0"\nexperts.e.class = "identity"\n')
+    shown = CliRunner().invoke(main, ["config", "--check", str(file)])
+    assert (shown.exit_code, text in shown.output, TRAIN in shown.output) == (1, True, False), shown.output
+
+
 def test_a_gate_shows_and_keeps_no_token(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"train {TRAIN}")
