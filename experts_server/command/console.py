@@ -15,6 +15,7 @@ from typing import Any, cast
 import grpc
 import safetensors.torch
 import torch
+from rich.text import Text
 from safetensors import SafetensorError
 
 from experts_server.command.stdout import open_stream, to_stdout
@@ -241,7 +242,7 @@ def print_table(address: str, reply: pb.InfoReply) -> None:
         table.add_column(heading, no_wrap=True)
     table.add_column("updates", justify="right", no_wrap=True)
     for expert in reply.experts:
-        table.add_row(
+        cells = (
             expert.name,
             expert.kind,
             ", ".join(_spec_text(spec) for spec in expert.inputs) or "any",
@@ -250,6 +251,7 @@ def print_table(address: str, reply: pb.InfoReply) -> None:
             _update(expert) or "-",
             f"{expert.num_updates:,}",
         )
+        table.add_row(*map(Text, cells))
     console = console_of_any_width()
     console.print(fit(table, console.width))
 

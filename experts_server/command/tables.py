@@ -34,9 +34,12 @@ class EndOf:
 
 
 def plain_table(title: str) -> Table:
-    """Return a table without columns and rows, of lines between head and rows only."""
+    """Return a table without columns and rows, of lines between head and rows only.
+
+    What is no text of ours goes in as `Text`: of a string rich takes `[fd00::1]` for markup, and `:a:` for an emoji.
+    """
     return Table(
-        title=title,
+        title=Text(title, "table.title"),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -19,11 +19,13 @@ from rich.console import Console
 
 from experts_server import ExpertsServer
 from experts_server.command.cli import main
+from experts_server.command.console import print_table
 from experts_server.command.tables import fit
 from experts_server.command.top import Reading, Totals, read, table_of
 from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.moe.experts import FeedForwardExpert
+from moe_autograd.wire import experts_pb2 as pb
 from tests.support.servers import START_S, ServerProcess, WireClient, tokens
 from tests.support.subprocesses import run_command
 from tests.support.warm import COMMAND, WarmProcess
@@ -210,6 +212,21 @@ def shown(before: Totals, now: Totals, max_rows: int | None = None) -> list[list
     with console.capture() as captured:
         console.print(table_of("here", Reading(10.0, before), Reading(12.0, now), max_rows))
     return [line.split() for line in captured.get().splitlines()[3:]]
+
+
+@pytest.mark.parametrize("address", ["[::1]:9100", "[fd00::1]:9100", "[fe80:a:b::1]:9100"])
+def test_addresses_and_names_are_shown_as_they_are(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever rich would make of them, which reads `[fd00::1]` as markup and `:a:` as an emoji."""
+    name = "[bold]e:a:[/]"
+    info = pb.ExpertInfo(name=name, kind="[red]Linear", optimizer=":a:")
+    print_table(address, pb.InfoReply(server_version="0.1.0", experts=[info]))
+    Console(width=200).print(table_of(address, Reading(0.0), Reading(2.0, totals(name, calls=1))))
+    title, _, _, row, title_of_top, _, _, row_of_top = capsys.readouterr().out.splitlines()
+    assert title.strip() == f"1 expert at {address} (version 0.1.0)"
+    assert row.split()[:2] == [name, "[red]Linear"]
+    assert " :a: " in row
+    assert title_of_top.strip() == f"experts at {address}, last 2.0 s"
+    assert row_of_top.split()[0] == name
 
 
 def totals(expert: str, **numbers: float) -> Totals:
