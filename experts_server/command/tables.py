@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich import box
@@ -60,6 +61,32 @@ def fit(table: Table, width: int) -> Table:
         narrow = f"too narrow for: {', '.join(gone)}"
         table.caption = f"{table.caption}; {narrow}" if table.caption else narrow
     return table
+
+
+def fit_screen(table_of: Callable[[int], Table], console: Console) -> Table:
+    """Return the table of as many rows at most as a terminal has lines for, beside all others as they are folded.
+
+    Where there is no line for the first row, its caption goes, and if need be its title.
+    """
+    room = console.height - 1  # the last one is the cursor's
+    num_rows, num_over = room, 0
+    while True:
+        num_rows = max(1, num_rows - num_over)
+        table = fit(table_of(num_rows), console.width)
+        num_over = _num_lines(table, console) - room
+        if num_over <= 0:
+            return table
+        if num_rows == 1:
+            break
+        num_rows = min(num_rows, table.row_count)
+    table.caption = None
+    if _num_lines(table, console) > room:
+        table.title = None
+    return table
+
+
+def _num_lines(table: Table, console: Console) -> int:
+    return len(console.render_lines(table, pad=False))
 
 
 def _readable_width(table: Table) -> int:

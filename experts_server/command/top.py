@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import itertools
 import time
@@ -17,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from experts_server.command.tables import EndOf, console_of_any_width, fit, plain_table
+from experts_server.command.tables import EndOf, console_of_any_width, fit, fit_screen, plain_table
 from moe_autograd._natural_order import natural_order
 from moe_autograd.errors import ServerUnavailableError
 
@@ -33,8 +34,6 @@ _SHOWN = {
     "experts_queue_calls": "waiting",
     "experts_updates": "updates",
 }
-
-_LINES_BESIDE = 5  # of a table beside its rows
 
 
 @dataclass
@@ -153,9 +152,10 @@ def _tables(
     before = now = read(address)
     away: ServerUnavailableError | None = None
     for look in itertools.count():
-        max_rows = max(1, console.height - _LINES_BESIDE) if console.is_terminal else None
-        if away is None:
-            yield fit(table_of(address, before, now, max_rows), console.width)
+        if away is None and console.is_terminal:
+            yield fit_screen(functools.partial(table_of, address, before, now), console)
+        elif away is None:
+            yield fit(table_of(address, before, now), console.width)
         else:
             yield Text(f"experts at {address}, away for {time.monotonic() - now.at:.1f} s: {away}")
         if look == num_looks:

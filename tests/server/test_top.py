@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import io
 import os
 import pty
@@ -20,7 +21,7 @@ from rich.console import Console
 from experts_server import ExpertsServer
 from experts_server.command.cli import main
 from experts_server.command.console import print_table
-from experts_server.command.tables import fit
+from experts_server.command.tables import fit, fit_screen
 from experts_server.command.top import Reading, Totals, read, table_of
 from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ServerUnavailableError
@@ -194,6 +195,45 @@ def test_a_narrow_terminal_shows_names_and_as_many_columns_as_fit(
         assert max(map(len, lines)) <= columns
         assert "too narrow for:" in " ".join(lines)
         assert any(line.split()[0] == "ffn.0" for line in lines if line), lines
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines", "expected"),
+    [
+        (80, 24, (1, 19, 1)),
+        (80, 5, (1, 1, 0)),
+        (80, 4, (0, 1, 0)),
+        (60, 10, (1, 5, 1)),
+        (40, 12, (1, 6, 2)),
+        (20, 5, (0, 1, 0)),
+        (20, 16, (3, 1, 9)),
+        (20, 15, (3, 1, 0)),
+    ],
+)
+def test_a_low_terminal_shows_an_expert_first_and_as_many_as_there_is_room_for(
+    columns: int, lines: int, expected: tuple[int, int, int]
+) -> None:
+    """Lines of the title, of experts and of the caption, however often these are folded."""
+    at_first: Totals = {(f"ffn.{index}", "calls"): 0 for index in range(NUM_EXPERTS)}
+    make = functools.partial(table_of, "127.0.0.1:31415", Reading(10.0, at_first), Reading(12.0, at_first))
+    console = Console(width=columns, height=lines, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(fit_screen(make, console))
+    text = captured.get()
+    title, _, rest = text.partition("expert ")
+    shown = [line for line in rest.splitlines() if line.startswith("ffn.")]
+    caption = rest.partition(shown[-1])[2].splitlines()[1:]
+    assert (len(title.splitlines()), len(shown), len(caption)) == expected, text
+    assert len(text.splitlines()) <= lines - 1
+
+
+def test_top_in_a_low_terminal_shows_an_expert(server: ExpertsServer) -> None:
+    assert server.metrics_address is not None
+    terminal = Terminal("top", server.metrics_address, "--looks", "1", columns=20, lines=5)
+    assert terminal.end() == 0
+    terminal.written, rewind, _ = terminal.written.partition("\x1b[2K")
+    assert rewind, "the first look, which is cut to the screen; the last one is not"
+    assert any(re.search(r"^(ffn|….*)\..* 0\.0", line) for line in terminal.lines()), terminal.written
 
 
 def test_info_shows_whole_names_in_a_terminal_and_in_a_pipe(server: ExpertsServer) -> None:
