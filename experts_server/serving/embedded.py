@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, cast, get_args
@@ -43,7 +44,8 @@ class ExpertsServer:
         CheckpointError: on entry, no checkpoint in the folder is whole or fits; at the end, the last save failed.
         TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
 
-    Threads: an event loop on one background thread, shared by all servers of the process, and workers.
+    Threads: an event loop on one background thread, shared by all servers of the process, and workers. `start` and
+        `stop` may be called from any: one after the other, and a `stop` beside another one returns when it has stopped.
 
     >>> import torch
     >>> make_adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)
@@ -76,6 +78,7 @@ class ExpertsServer:
             made = _checked_optimizer(name, build_optimizer(module.parameters(), optimizer))
             training = None if made is None else Training(made, update, samples_per_update or 1)
             self._experts[_checked(name)] = Hosting(module, training, saving=self._config.memory)
+        self._changing = threading.RLock()  # a start that fails stops; so may a handler of a signal
         self._loop_thread: LoopThread | None = None
         self._server: ExpertServer | None = None
 
@@ -119,17 +122,19 @@ class ExpertsServer:
             RuntimeError: it serves already, or this process is the fork of one where a server runs.
             ConfigError, CheckpointError: see above.
         """
-        if self._loop_thread is not None:
-            raise RuntimeError(
-                f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` calls."
-            )
-        self._loop_thread = LoopThread.acquire()
-        try:
-            self._server = ExpertServer(self._experts, self._config)
-            self._loop_thread.run(self._server.start())
-        except BaseException:
-            self.stop()  # Ctrl-C may come when it has just started
-            raise
+        with self._changing:
+            if self._loop_thread is not None:
+                raise RuntimeError(
+                    f"ExpertsServer: expected one start, got a second at {self.address}. `start()` is what `with` "
+                    "calls."
+                )
+            self._loop_thread = LoopThread.acquire()
+            try:
+                self._server = ExpertServer(self._experts, self._config)
+                self._loop_thread.run(self._server.start())
+            except BaseException:
+                self.stop()  # Ctrl-C may come when it has just started
+                raise
         return self
 
     def stop(self) -> None:
@@ -138,7 +143,12 @@ class ExpertsServer:
         Raises:
             CheckpointError: the last save failed; it has stopped all the same.
         """
-        if self._loop_thread is None or not self._loop_thread.is_here:
+        if self._loop_thread is not None and self._loop_thread.is_here:  # in a child the lock may stay taken
+            with self._changing:
+                self._end()
+
+    def _end(self) -> None:
+        if self._loop_thread is None:  # another thread has stopped it
             return
         try:
             if self._server is not None:

@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,34 @@ def test_a_server_that_is_refused_leaves_no_threads_and_no_lock(tmp_path: Path) 
     wait_until(lambda: not has_threads_since(before))
     with ExpertsServer({"e": FeedForwardExpert(D)}, config=config):
         pass
+
+
+def together(do: Callable[[], object], num_threads: int = 4) -> list[object]:
+    """Do it in several threads at once; return what came of each, or what it raised."""
+    ready = threading.Barrier(num_threads)
+
+    def one(_: int) -> object:
+        ready.wait(START_S)
+        try:
+            return do()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        return list(threads.map(one, range(num_threads)))
+
+
+def test_of_threads_that_start_a_server_one_does_and_all_may_stop_it() -> None:
+    """Others left a server behind that nobody could stop, or raised what was no concern of theirs."""
+    before = set(threading.enumerate())
+    for _ in range(3):
+        server = ExpertsServer({"e": nn.Linear(4, 4)})
+        came = together(server.start)
+        assert came.count(server) == 1
+        assert ["expected one start, got a second" in str(other) for other in came].count(True) == 3
+        assert together(server.stop) == [None] * 4
+        assert server.state == "stopped"
+        wait_until(lambda: not has_threads_since(before))
 
 
 def has_threads_since(before: set[threading.Thread]) -> bool:
