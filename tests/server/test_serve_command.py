@@ -196,7 +196,7 @@ def test_serve_does_not_go_on_without_a_security_that_is_no_table(
         monkeypatch.setenv("EXPERTS_SERVER_SECURITY", value)
     shown = command("serve", *FLAGS, *config, "--listen", "127.0.0.1:0", "--checkpoint-dir", __file__)
     assert shown.exit_code == 1
-    assert f"key 'security': expected a table, got {value!r}" in " ".join(shown.output.split())
+    assert "key 'security': expected a table, got '...'" in " ".join(shown.output.split())
 
 
 def test_info_shows_a_table_and_json() -> None:
