@@ -5,7 +5,8 @@ as long as they like, and whoever logs would wait for them: the event loop, and 
 once, and are waited for: what was logged before a crash tells of it.
 
 gRPC's core writes to stderr as well, past this, on the threads by which it serves: a line for each TLS handshake that
-fails, of anybody who can connect. So it is told to be silent, unless `GRPC_VERBOSITY` says otherwise.
+fails, of anybody who can connect, or to which a command has connected, beside the error that says so. So it is told to
+be silent, unless `GRPC_VERBOSITY` says otherwise.
 """
 
 from __future__ import annotations
@@ -126,7 +127,6 @@ class LineWriter(logging.Handler):
 
 def start_logging(level: str, *, as_json: bool) -> None:
     """Send the log of this process to stderr, and warnings with it."""
-    _silence_grpc()
     if sys.stderr is None:  # closed, and its number may be another file's
         handler: logging.Handler = logging.NullHandler()
     else:
@@ -137,7 +137,8 @@ def start_logging(level: str, *, as_json: bool) -> None:
     logging.captureWarnings(True)
 
 
-def _silence_grpc() -> None:
+def silence_grpc() -> None:
+    """Let gRPC's core write nothing, unless the environment says otherwise."""
     if _GRPC_VERBOSITY in os.environ:
         return
     os.environ[_GRPC_VERBOSITY] = "NONE"

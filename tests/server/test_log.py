@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.certificates import make_certificates
 from tests.support.servers import ROOT, START_S, ServerProcess, WireClient, tokens
-from tests.support.subprocesses import run_python
+from tests.support.subprocesses import run_command, run_python
 from tests.support.warm import COMMAND, WarmProcess
 
 FLAGS = ("--expert", "ffn", "--d-model", "4", "--listen", "127.0.0.1:0")
@@ -87,6 +87,25 @@ def test_who_fails_to_shake_hands_writes_nothing_into_the_log(tmp_path: Path) ->
         assert process.wait(START_S) == 0
     assert "ready: 1 expert" in told
     assert "andshake" not in told
+
+
+def test_commands_that_do_not_trust_a_server_say_so_in_one_line(
+    tmp_path: Path,
+) -> None:
+    """gRPC wrote lines of its own before it."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for folder in (tmp_path, other):
+        make_certificates(folder)
+    config = tmp_path / "server.toml"
+    config.write_text(f'[security]\ntls_cert = "{tmp_path}/server.pem"\ntls_key = "{tmp_path}/server.key"\n')
+    with ServerProcess(*FLAGS, "--config", str(config)) as server:
+        commands = (["info", server.address], ["save", server.address])
+        for command in commands:
+            shown = run_command(*command, "--ca", str(other / "ca.pem"), "--timeout-s", "30")
+            assert shown.returncode == 1
+            (line,) = shown.stderr.decode().splitlines()
+            assert line.startswith("Error: server at ")
 
 
 @pytest.mark.parametrize("is_blocking", [True, False])
