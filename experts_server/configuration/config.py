@@ -295,8 +295,12 @@ class ServerConfig(ServingConfig):
 
     def optimizer_of(self, expert: ExpertConfig) -> OptimizerConfig | None:
         """Return the optimizer of one expert, or `None` where it is not trained."""
+        return None if expert.eval_only else self.chosen_optimizer(expert)
+
+    def chosen_optimizer(self, expert: ExpertConfig) -> OptimizerConfig | None:
+        """Return the optimizer that is written down for one expert, whether it is trained or not; `None`: none is."""
         chosen = self.optimizer if expert.optimizer is None else expert.optimizer
-        return None if chosen == "none" or expert.eval_only else chosen
+        return None if chosen == "none" else chosen
 
 
 def memory_mistake(memory: MemoryConfig, update: UpdateMode, offload: OffloadConfig | None) -> str | None:

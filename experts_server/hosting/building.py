@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import traceback
 import warnings
 import zlib
@@ -108,6 +109,12 @@ def build_training(
     return Training(
         optimizer, update, samples_per_update or 1, schedule, config.clip_grad_value, config.clip_grad_norm
     )
+
+
+def check_training(name: str, module: nn.Module, config: OptimizerConfig | None) -> None:
+    """Raise `ConfigError` where `build_training` would, of an optimizer that an expert does not use, for a weight."""
+    for weight in itertools.islice(module.parameters(), 1):
+        build_training(name, nn.ParameterList([torch.zeros(1, 1, device=weight.device)]), config, "on_step")
 
 
 def build_optimizer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experts_server.configuration.config import ServerConfig
-from experts_server.hosting.building import build_module, build_training
+from experts_server.hosting.building import build_module, build_training, check_training
 from experts_server.serving.server import ExpertServer, Hosting
 from moe_autograd._ambient import contained
 
@@ -28,6 +28,8 @@ def from_config(config: ServerConfig) -> ExpertServer:
             module = build_module(name, expert, config.seed)
             update, samples = config.update_of(expert)
             training = build_training(name, module, config.optimizer_of(expert), update, samples)
+            if expert.eval_only:
+                check_training(name, module, config.chosen_optimizer(expert))
             saving = config.memory_of(expert)
             experts[name] = Hosting(module, training, expert.can_join, expert.eval_only, saving)
     return ExpertServer(experts, config)

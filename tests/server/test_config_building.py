@@ -12,7 +12,7 @@ import torch
 from experts_server.configuration.config import OptimizerConfig, ScheduleConfig, ServerConfig
 from experts_server.configuration.settings import load_config
 from experts_server.hosting.building import build_module, build_training
-from experts_server.serving.configured import from_config
+from experts_server.serving.configured import check_buildable, from_config
 from moe_autograd.errors import ConfigError
 
 FFN = {"class": "ffn", "args": {"d_model": 8}}
@@ -293,6 +293,16 @@ def test_the_same_seed_gives_the_same_weights_other_experts_others_and_leaves_th
     assert torch.equal(torch.rand(3), drawn)
     torch.testing.assert_close(first.state_dict(), again.state_dict(), rtol=0, atol=0)
     assert not torch.equal(first.up.weight, other.up.weight)
+
+
+def test_an_optimizer_that_does_not_exist_is_refused_also_where_it_is_not_used() -> None:
+    frozen = {**FFN, "eval_only": True}
+    for optimizer, key in (({"name": "adamx"}, "name"), ({"name": "sgd", "args": {"x": 1}}, "args")):
+        own = {"experts": {"e": {**frozen, "optimizer": optimizer}}}
+        for settings in (own, {"experts": {"e": frozen}, "optimizer": optimizer}):
+            with pytest.raises(ConfigError, match=rf"expert 'e', key 'optimizer\.{key}': expected"):
+                check_buildable(checked(settings))
+    check_buildable(checked({"experts": {"e": {**frozen, "optimizer": "none"}}}))
 
 
 def test_an_eval_only_expert_is_not_trained() -> None:
