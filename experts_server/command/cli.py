@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from experts_server.command import console
 from experts_server.command.daemon import run
 from experts_server.command.logs import flush_log, silence_grpc, start_logging
-from experts_server.command.stdout import to_stdout
+from experts_server.command.stdout import fill_closed_descriptors, to_stdout
 from experts_server.command.top import watch
 from experts_server.configuration.config import OptimizerConfig, ServerConfig
 from experts_server.configuration.names import counted
@@ -139,6 +139,7 @@ class _Group(click.Group):
 @click.version_option(package_name="moe-autograd")
 def main() -> None:
     """Host experts, and look at servers that do."""
+    fill_closed_descriptors()
     silence_grpc()
 
 

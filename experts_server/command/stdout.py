@@ -43,6 +43,18 @@ def open_stream(name: str, stream: TextIO | None) -> BinaryIO:
     return stream.buffer
 
 
+def fill_closed_descriptors() -> None:
+    """Let 0, 1 and 2 go nowhere where they are closed: else files and connections of ours get these numbers.
+
+    And what a library of C writes to stdout or stderr would go into them. For Python they stay closed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
 def forget_stdout() -> None:
     """Let what is written from now on, and what is still in the buffer, go nowhere: Python writes that at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

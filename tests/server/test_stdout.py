@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -16,7 +18,7 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import ServingConfig
-from tests.support.servers import ROOT, START_S, WireClient
+from tests.support.servers import ROOT, START_S, WireClient, wait_until
 from tests.support.subprocesses import run_command
 
 FULL = (
@@ -136,3 +138,34 @@ def test_minus_where_that_is_closed_says_so(
         == f"Error: {stream}: expected an open one, got a closed one. Name a file, or leave it open.\n"
     )
     assert ended.returncode == 1
+
+
+def test_a_server_that_is_started_with_closed_streams_gives_their_numbers_to_nothing_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """A library that writes to stderr would have written into a client's connection, or a checkpoint."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    flags = ("--expert", "ffn", "--d-model", "4", "--checkpoint-dir", str(tmp_path), "--listen", address)
+    command = [sys.executable, "-m", "experts_server", "serve", *flags]
+    process = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], cwd=ROOT, env=buffered()
+    )
+    try:
+        wait_until(lambda: is_served(address) or process.poll() is not None)
+        where = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+        assert where == [os.devnull] * 3
+        process.terminate()
+        assert process.wait(START_S) == 0
+    finally:
+        process.kill()
+        process.wait(START_S)
+
+
+def is_served(address: str) -> bool:
+    try:
+        with WireClient(address) as client:
+            return bool(client.info().experts)
+    except grpc.RpcError:
+        return False
