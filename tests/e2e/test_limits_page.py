@@ -222,6 +222,70 @@ def test_two_backwards() -> None:
             b.sum().backward()
 
 
+class AppliesWaiting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, barrier: threading.Barrier) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.barrier = barrier
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Waits.apply(grad * ctx.saved_tensors[0], ctx.barrier), None
+
+
+class Waits(Doubles):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, barrier: threading.Barrier) -> Tensor:
+        ctx.barrier = barrier
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.barrier.wait()
+        return 2 * grad, None
+
+
+@of("run one after the other in the backward that comes next, and cannot wait for each other there")
+def test_functions_that_a_backward_applies() -> None:
+    xs = [leaf(), leaf()]
+
+    def differentiate(timeout_s: float, call: Callable[[Any], Any]) -> None:
+        barrier = threading.Barrier(2, timeout=timeout_s)
+        results = call([(x, barrier) for x in xs])
+        grads = torch.autograd.grad(sum(results).sum(), xs, create_graph=True)
+        torch.autograd.grad(sum(grads).sum(), xs)
+
+    with pytest.raises(threading.BrokenBarrierError):
+        differentiate(0.1, lambda calls: map_with_parallel_backward(AppliesWaiting, *calls))
+    differentiate(60, lambda calls: parallel_apply([AppliesWaiting.apply] * 2, calls))
+
+
+class Clears(Doubles):
+    clear_saved_tensors_on_access = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+
+@of("which has the tensors again; PyTorch allows one access in all")
+def test_saved_tensors_that_are_cleared() -> None:
+    x = leaf()
+    for y in (Clears.apply(x), *map_with_parallel_backward(Clears, (x,), (x,))):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        if isinstance(y.grad_fn, Clears._backward_cls):
+            with pytest.raises(RuntimeError, match="only be accessed once"):
+                torch.autograd.grad(y.sum(), x)
+        else:
+            assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], 2 * x)
+
+
 @of("nor do hooks on its results, which PyTorch calls with `None`")
 def test_gradients_that_are_none() -> None:
     for call, expected in ((parallel_apply, []), (in_loop, [None])):
