@@ -139,9 +139,7 @@ def start_logging(level: str, *, as_json: bool) -> None:
 
 def silence_grpc() -> None:
     """Let gRPC's core write nothing, unless the environment says otherwise."""
-    if _GRPC_VERBOSITY in os.environ:
-        return
-    os.environ[_GRPC_VERBOSITY] = "NONE"
+    os.environ.setdefault(_GRPC_VERBOSITY, "NONE")
     core: Any = importlib.import_module("grpc._cython.cygrpc")
     read_again = getattr(core, "reset_grpc_config_vars", None)
     if read_again is not None:  # gRPC read it when it was imported
