@@ -137,9 +137,8 @@ class InObjects:
         count = len(values) - len(self.tensors)
         both = zip(self.tensors, values[count:], strict=True)
         others = {id(tensor): other for tensor, other in both if other is not tensor}
-        for holder in reversed(
-            self._holders
-        ):  # what is held first: another tuple takes what this one's attributes are
+        # What is held comes first: another tuple takes its attributes along.
+        for holder in reversed(self._holders):
             for put, owner, key, held in _places_in(holder):
                 other = _exchanged(held, others)
                 if other is not held:
