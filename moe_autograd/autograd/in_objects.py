@@ -88,14 +88,13 @@ def attributes_of(value: object) -> list[Place]:
 
 def tensors_in_objects(values: Iterable[object]) -> Iterator[tuple[object, Tensor]]:
     """Yield the tensors that objects among `values` hold, and those nearest to them; each with its holder."""
-    values = [*values]
-    yield from (
-        (value, one)
-        for value in values
-        for one in _out_of_tuples(value)
-        if one is not value and _is(one, Tensor)
-    )
-    to_visit = [one for value in values for one in _out_of_tuples(value) if may_hold(one)]
+    to_visit: list[object] = []
+    for value in values:
+        for one in _out_of_tuples(value):
+            if _is(one, Tensor) and one is not value:
+                yield value, one
+            elif may_hold(one):
+                to_visit.append(one)
     seen = set(map(id, to_visit))
     for holder in to_visit:  # grows
         for place in _places_in(holder):

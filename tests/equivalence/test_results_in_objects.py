@@ -110,9 +110,6 @@ MAKE_TUPLES: list[Callable[[Tensor, Tensor], Any]] = [
 def test_tuples_of_other_classes_are_taken_and_returned(
     make: Any, give: Any, is_nested: bool, options: dict[str, bool]
 ) -> None:
-    if options.get("recompute") and give is MAKE_TUPLES[1]:
-        pytest.skip("torch.utils.checkpoint makes its arguments again by their class")
-
     def program(apply: MapFunction) -> Any:
         modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
 
@@ -138,7 +135,12 @@ def test_tuples_of_other_classes_are_taken_and_returned(
         loss_of(found).backward()
         return [*found, *[x.grad for x in [*xs, *parameters(modules)]]]
 
-    assert_same_modules_program(program, functools.partial(parallel_apply, **options))
+    mapped = functools.partial(parallel_apply, **options)
+    if options.get("recompute") and give is MAKE_TUPLES[1]:
+        with pytest.raises(TypeError, match=r"Doubles\.__new__\(\) takes 2"):  # of torch.utils.checkpoint
+            program(mapped)
+        return
+    assert_same_modules_program(program, mapped)
 
 
 def test_hooks_and_retained_gradients_are_those_of_a_loop() -> None:
