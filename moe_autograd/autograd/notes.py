@@ -6,7 +6,7 @@ import contextlib
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception that is a user's, and lets nothing replace it.
+    """Add a note to a user's exception, and let nothing else come out in its place.
 
     Some refuse attributes, as frozen dataclasses do, or have an `add_note` or `__notes__` of their own. Where nothing
     can be added they go without: their type is what handlers look for.
