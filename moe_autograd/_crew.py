@@ -16,6 +16,8 @@ How many run at once follows from what the calls do:
   threads mostly hand each other the interpreter lock.
 - Calls that only waited in the last map of their kind (`_habits`) get a thread each without a look, and count as
   waiting: nobody looks what their threads do. (Tiny calls are as light, but over before most threads come to one.)
+- Where calls computed side by side in the last map of their kind, and no other map runs, there is a thread for each
+  core without a look.
 - If nothing has ended for a second, one more is added each second whatever the processor times say: a call that
   spins until another one has run looks as if it computed, and rule 2 of `_workers` is to hold for it as well.
 
@@ -115,14 +117,15 @@ class Crew:
         try:
             if self._habit.want_all_cores:
                 end_team()
+                if outer is None and not lookout.is_watching and self._cores > 1:
+                    self._count_in(min(self._cores, self._limit) - 1)
             lookout.watch(self)
             self._work()
             if not self._leave():
                 if outer is not None:
                     outer.joining = self
                 self._wait_for_rest()
-            side_by_side_s = time.perf_counter() - self._begun_s if self.has_grown else 0.0
-            self._habit.note(only_waited=self._have_only_waited(), side_by_side_s=side_by_side_s)
+            self._note_habit()
         except BaseException:  # Ctrl-C, or a scope that cannot be entered
             self._pending.clear()
             raise
@@ -305,8 +308,11 @@ class Crew:
         self._num_running += count
         self._to_come.extend([None] * count)
 
-    def _have_only_waited(self) -> bool:
-        """Whether each call needed a thread, or nearly, and the calls computed for next to nothing."""
-        if len(self._came) <= MOSTLY * self._limit:
-            return False
-        return time.process_time() - self._cpu_s < LIGHT_S * self._num_calls
+    def _note_habit(self) -> None:
+        """Note what the calls of this map did."""
+        cpu_s = time.process_time() - self._cpu_s if self.has_grown else 0.0
+        # whether each call needed a thread, or nearly, and the calls computed for next to nothing
+        only_waited = len(self._came) > MOSTLY * self._limit and cpu_s < LIGHT_S * self._num_calls
+        computed = self.has_grown and cpu_s >= TINY_S * self._num_calls
+        side_by_side_s = time.perf_counter() - self._begun_s if computed else 0.0
+        self._habit.note(only_waited=only_waited, side_by_side_s=side_by_side_s)

@@ -7,10 +7,10 @@ A habit is a guess. A map whose calls compute after all has a thread for most of
 tell. Where a kind's calls wait in one map and compute in the next (a cache, two layers that share it), every other
 guess would be wrong. So each wrong one doubles how many maps in a row must have only waited, up to `MOST_NEEDED`.
 
-Calls that computed side by side want all cores. The calling thread has mostly just used its team, for a router or a
-loss, and its members spin for `SPIN_S` (`_intraop`, rule 5). So before the next map of that kind it ends its team:
-behind a plain loop, forwards of eight transformer layers take 18 to 21 ms for 20 to 22. A wrong guess costs 60 us on
-two cores.
+Calls that computed side by side want all cores, from the beginning: the next map of that kind has a thread for each.
+The calling thread has mostly just used its team, for a router or a loss, and its members spin for `SPIN_S` (`_intraop`,
+rule 5). So it ends that first: behind a plain loop, forwards of eight transformer layers take 18 to 21 ms for 20 to 22.
+A wrong guess costs 60 us on two cores.
 
 Threads: any may ask and note. Two maps of one kind at a time may note different things: either will do.
 """
@@ -30,7 +30,8 @@ class Habit:
 
     Attributes:
         only_wait: whether they are expected to do nothing but wait.
-        want_all_cores: whether they are expected to compute side by side, for longer than a team spins.
+        want_all_cores: whether they are expected to compute side by side, for longer than a team spins, and none for
+            next to nothing.
     """
 
     __slots__ = ("__weakref__", "_num_in_row", "_num_needed", "only_wait", "want_all_cores")

@@ -54,6 +54,11 @@ class Lookout:
         self._bell.acquire()
         self._has_rung = False
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether there are crews that may have calls left."""
+        return bool(self._crews)
+
     def watch(self, crew: Watched) -> None:
         """Look at `crew` from now on, until it has no calls left that have not begun."""
         with self._lock:

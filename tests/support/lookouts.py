@@ -6,7 +6,14 @@ from moe_autograd._crew import Crew
 
 
 class NobodyLooks:
-    """Stands for a lookout that never comes."""
+    """Stands for a lookout that never comes.
+
+    Args:
+        is_watching: whether it seems to look at another crew.
+    """
+
+    def __init__(self, *, is_watching: bool = False) -> None:
+        self.is_watching = is_watching
 
     def watch(self, crew: Crew) -> None: ...
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from moe_autograd import _crew, _habits, _threads
-from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
+from moe_autograd import _crew, _habits, _threads, _workers
+from moe_autograd._crew import MOST_LOOKS_AGAIN, TINY_S, Crew
 from moe_autograd._habits import LIGHT_S, Habit, habit_of
 from moe_autograd._intraop import (
     SPIN_S,
@@ -361,8 +361,48 @@ def test_calls_that_wait_do_not_want_all_cores() -> None:
     assert not habit.want_all_cores
 
 
-def test_what_one_thread_computed_does_not_want_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_want_all_cores_have_them_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_crew, "lookout", NobodyLooks())
+    monkeypatch.setattr(_workers, "num_cores", lambda: 2)
+    habit, both = Habit(), threading.Barrier(2)
+    habit.want_all_cores = True
+    assert run_all(lambda _: both.wait(60), range(2), habit=habit) == {}
+    assert run_all(void, range(2), habit=habit) == {}
+    assert not habit.want_all_cores
+
+
+def test_calls_within_others_that_want_all_cores_begin_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_crew, "lookout", NobodyLooks())
+    habit, threads = Habit(), list[int]()
+
+    def call(_: int) -> None:
+        habit.want_all_cores = True
+        run_all(lambda _: threads.append(threading.get_ident()), range(8), habit=habit)
+        run_all(lambda _: spin(0.001), range(8), habit=habit)
+
+    assert run_all(call, range(2)) == {}
+    assert set(threads) == {threading.get_ident()}
+
+
+def test_tiny_calls_do_not_want_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads would mostly hand each other the interpreter lock."""
+    monkeypatch.setattr(_crew, "lookout", NobodyLooks())
+    monkeypatch.setattr(_workers, "num_cores", lambda: 2)
+    habit, both = Habit(), threading.Barrier(2)
+    habit.want_all_cores = True
+
+    def call(index: int) -> None:
+        if index < 2:
+            both.wait(60)  # both threads have come
+            spin(SPIN_S)  # longer than a team spins
+        spin(TINY_S / 4)
+
+    assert run_all(call, range(64), habit=habit) == {}
+    assert not habit.want_all_cores
+
+
+def test_what_one_thread_computed_does_not_want_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_crew, "lookout", NobodyLooks(is_watching=True))
     habit = Habit()
     habit.want_all_cores = True
     assert run_all(lambda _: spin(SPIN_S), range(2), habit=habit) == {}
