@@ -1,29 +1,19 @@
-"""What a server keeps and queues stays within its limits: calls, kept forwards, gathered gradients, clients, passes."""
+"""What a server receives, queues and sends stays within its limits: messages, answers, calls, weights, passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from threading import Event
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from experts_server import ExpertsServer
-from experts_server.budget import Budget
-from experts_server.configuration.config import LimitsConfig, ServingConfig
-from experts_server.hosting import gathered as gathered_module
-from experts_server.hosting.gathered import Gathered, GatheredGradients
-from experts_server.hosting.kept import RECORD_BYTES, SAVED_BYTES
+from experts_server.configuration.config import LimitsConfig
 from experts_server.serving import service as service_module
 from experts_server.serving import streams as streams_module
-from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
-from moe_autograd.moe.experts import FeedForwardExpert
-from moe_autograd.remote import RemoteOptimizer, connect
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
@@ -31,7 +21,6 @@ from moe_autograd.wire.options import MAX_MESSAGE_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.status import RETRY_AFTER_KEY
 from tests.support.gated import D, Gated, Waiting, serving
-from tests.support.hosting import sgd
 from tests.support.parcels import messages_of, packet
 from tests.support.servers import (
     START_S,
@@ -39,240 +28,6 @@ from tests.support.servers import (
     tokens,
     wait_until,
 )
-
-
-def test_kept_forwards_stay_within_their_budget_and_the_oldest_go_first() -> None:
-    one_call = 2 * 100 * D * 4 + RECORD_BYTES + 2 * SAVED_BYTES  # its input and its output
-    limits = LimitsConfig(kept_forward_bytes=3 * one_call + 2000)
-    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
-        for call_id in range(6):
-            client.forward("e", tokens(100, D), call_id=call_id)
-        codes = [client.backward("e", tokens(100, D), call_id=n).code for n in range(6)]
-    assert codes == ["INPUTS_NEEDED"] * 3 + ["OK"] * 3
-
-
-def test_a_small_kept_forward_holds_nothing_of_a_large_one_that_came_with_it() -> None:
-    """Nor of a run of small ones; each is counted by itself."""
-    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
-        assert server._server is not None
-        kept = server._server.memory.kept
-        sizes = (1, 2, 1000)
-        calls = [
-            client.forward_call("e", tokens(rows, D), call_id=rows, keep_graph=rows < 1000) for rows in sizes
-        ]
-        client.stream("Forward", calls)
-        held = [own.inputs[0].untyped_storage().nbytes() for own in kept._kept.values()]
-        assert sorted(held) == [1 * D * 4, 2 * D * 4]
-        assert kept.num_bytes < 16_000
-        for rows in sizes[:2]:
-            client.backward("e", tokens(rows, D), call_id=rows)
-        assert kept.num_bytes == 0
-
-
-def test_what_small_kept_forwards_weigh_in_memory_is_counted() -> None:
-    num_calls = 20_000
-    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
-        assert server._server is not None
-        kept = server._server.memory.kept
-        process = psutil.Process()
-
-        def forwards(first: int, num: int) -> None:
-            for start in range(first, first + num, 100):
-                client.stream(
-                    "Forward",
-                    [client.forward_call("e", tokens(1, D), call_id=n) for n in range(start, start + 100)],
-                )
-
-        forwards(0, 1000)
-        held, counted = process.memory_info().rss, kept.num_bytes
-        forwards(1000, num_calls)
-        held, counted = process.memory_info().rss - held, kept.num_bytes - counted
-    assert held < 2 * counted, f"{held} bytes held, {counted} counted"
-
-
-class SelfAttention(nn.Module):
-    """Between rows: its graph grows with the square of their number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return torch.softmax(y @ y.T, -1) @ y
-
-
-class Masked(nn.Module):
-    """Its graph is mostly a product of weights, there for any number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4000, 4000))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.sigmoid()[:D]
-
-
-@pytest.mark.parametrize(
-    ("make", "rows_before", "num_rows"),
-    [
-        (lambda: nn.Linear(D, 40_000, bias=False), [2], 400),
-        (SelfAttention, [2, 8], 4000),
-        (SelfAttention, [2, 4600], 4000),
-        (Masked, [2000], 1),
-        (lambda: nn.Sequential(nn.Linear(D, 4000), nn.GELU(), nn.Linear(4000, D)), [0], 2000),
-    ],
-    ids=[
-        "an output alone",
-        "attention",
-        "attention between",
-        "for any number of rows",
-        "after an empty call",
-    ],
-)
-def test_what_a_large_kept_forward_weighs_in_memory_is_counted(
-    make: Callable[[], nn.Module], rows_before: list[int], num_rows: int
-) -> None:
-    with serving({"e": make()}) as server, WireClient(server.address) as client:
-        assert server._server is not None
-        kept, process = server._server.memory.kept, psutil.Process()
-
-        def resident_bytes() -> int:
-            give_back_freed_memory()
-            return int(process.memory_info().rss)
-
-        for call_id, rows in enumerate(rows_before):
-            client.forward("e", tokens(rows, D), call_id=call_id)
-        held, counted = resident_bytes(), kept.num_bytes
-        client.forward("e", tokens(num_rows, D), call_id=100)
-        counted = kept.num_bytes - counted
-        assert counted > 50e6
-        wait_until(lambda: resident_bytes() - held < 1.2 * counted + 16e6)  # messages may be on their way out
-    assert counted < 2 * held + 16e6, "nor is it counted many times over"
-
-
-def test_gathered_gradients_stay_within_their_budget() -> None:
-    num_bytes = sum(p.nbytes for p in FeedForwardExpert(D).parameters())
-    config = ServingConfig(limits=LimitsConfig(gathered_gradient_bytes=num_bytes))
-
-    with ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server:
-        answers = []
-        for number in range(2):
-            with WireClient(server.address, client_id=bytes([number])) as client:
-                client.forward("e", tokens(3, D))
-                answers.append(client.backward("e", tokens(3, D)))
-        assert [a.code for a in answers] == ["OK", "BUSY"]
-        assert "bytes of gathered gradients" in answers[1].text
-
-
-def test_gradients_of_a_client_that_went_away_are_let_go_and_one_that_comes_back_is_told() -> None:
-    config = ServingConfig(limits=LimitsConfig(gathered_gradient_s=0.01))
-
-    with (
-        ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server,
-        WireClient(server.address) as client,
-    ):
-        client.forward("e", tokens(3, D))
-        client.backward("e", tokens(3, D))
-        assert server._server is not None
-        gathered = server._server.memory.gathered
-        wait_until(lambda: not gathered.in_use)
-        assert client.zero_grad("e").updates[0].status.message == "", "to forget them is no mistake"
-        client.forward("e", tokens(3, D))
-        client.backward("e", tokens(3, D))
-        wait_until(lambda: not gathered.in_use)
-        late = client.step("e").updates[0]
-        assert "its gradients had been let go" in late.status.message
-        assert "Call zero_grad and repeat forward and backward." in late.status.message
-        assert client.step("e").updates[0].num_updates == 0
-
-
-def test_a_server_that_starts_with_less_room_lets_go_of_gradients_that_do_not_fit_and_says_so(
-    tmp_path: Path,
-) -> None:
-    """It would not start, with "Try again later" for a reason."""
-    num_bytes = sum(p.nbytes for p in nn.Linear(D, D).parameters())
-
-    def serving_with(room: int) -> ExpertsServer:
-        limits = LimitsConfig(gathered_gradient_bytes=room)
-        experts = {name: nn.Linear(D, D) for name in "ab"}
-        config = ServingConfig(checkpoint_dir=tmp_path, limits=limits)
-        return ExpertsServer(experts, optimizer=sgd, config=config)
-
-    with serving_with(2 * num_bytes) as server, WireClient(server.address) as client:
-        for name in "ab":
-            client.forward(name, tokens(3, D))
-            assert client.backward(name, tokens(3, D)).code == "OK"
-    with serving_with(num_bytes) as server, WireClient(server.address) as client:
-        client.sequence = 10
-        codes = [pb.Code.Name(update.status.code) for update in client.step("a", "b").updates]
-        assert codes == ["OK", "GRADIENTS_LOST"]
-        client.zero_grad("a", "b")
-        client.forward("b", tokens(3, D))
-        assert client.backward("b", tokens(3, D)).code == "OK"
-        assert client.step("b").updates[0].num_updates == 1
-
-
-def test_gradients_that_trainings_leave_behind_give_room_to_the_next() -> None:
-    """Each ends after its step, as most do, and the server has room for one."""
-    num_bytes = sum(p.nbytes for p in FeedForwardExpert(D).parameters())
-    config = ServingConfig(limits=LimitsConfig(gathered_gradient_bytes=num_bytes))
-
-    with ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd, config=config) as server:
-        for _ in range(3):
-            with connect(server.address) as experts:
-                experts["e"](tokens(3, D)).sum().backward()
-                RemoteOptimizer(experts).step()
-        with WireClient(server.address) as client:
-            assert client.num_updates() == {"e": 3}
-
-
-def test_gradients_that_no_step_has_applied_stay_a_minute_where_others_have_no_room() -> None:
-    def num_left(age_s: float) -> int:
-        at = [0.0]
-        gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
-        gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
-        at[0] = age_s
-        gathered.put(b"two", Gathered((torch.ones(1),), 1, 1))
-        gathered.forget_stale(is_crowded=True)
-        return len(gathered)
-
-    assert (num_left(59.0), num_left(61.0)) == (2, 1)
-
-
-def test_gradients_that_a_step_has_applied_go_at_once_where_others_have_no_room_and_only_there() -> None:
-    def left(*, is_crowded: bool) -> set[bytes]:
-        gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: 0.0)
-        for name in (b"applied", b"waits"):
-            gathered.put(name, Gathered((torch.ones(1),), 1, 1))
-        gathered.note_applied(b"applied")
-        gathered.forget_stale(is_crowded=is_crowded)
-        return {*gathered.by_client()}
-
-    assert left(is_crowded=True) == {b"waits"}
-    assert left(is_crowded=False) == {b"applied", b"waits"}, "a second step applies them again, as in torch"
-
-
-def test_a_client_that_gives_more_after_its_gradients_were_let_go_is_told_at_its_step() -> None:
-    at = [0.0]
-    gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
-    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
-    at[0] = 61.0
-    gathered.forget_stale(is_crowded=True)
-    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
-    assert gathered.has_lost(b"one")
-    assert not gathered.has_lost(b"one"), "it is told once"
-
-
-def test_a_client_that_begins_anew_after_its_gradients_were_let_go_has_all_that_it_gives_then() -> None:
-    at = [0.0]
-    gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
-    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
-    at[0] = 3601.0
-    gathered.forget_stale(is_crowded=False)
-    gathered.forget(b"one")  # its `zero_grad`
-    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
-    assert not gathered.has_lost(b"one")
 
 
 def test_only_so_many_copies_of_weights_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,18 +53,6 @@ def test_only_so_many_copies_of_weights_are_under_way_at_once(monkeypatch: pytes
         under_way = server._server.service.weights_under_way
         wait_until(lambda: not under_way.in_use)
         begin().cancel()
-
-
-def test_only_so_many_clients_that_went_away_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_module, "MAX_LOST", 3)
-    now = 0.0
-    waiting = GatheredGradients(Budget(1 << 20, "gathered"), max_age_s=1.0, clock=lambda: now)
-    for number in range(5):
-        waiting.put(bytes([number]), Gathered([torch.ones(1)], 1, 1))
-        now += 2.0
-        waiting.forget_stale(is_crowded=False)
-    assert len(waiting) == 0
-    assert [waiting.has_lost(bytes([number])) for number in range(5)] == [False, False, True, True, True]
 
 
 def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
