@@ -1,33 +1,24 @@
-"""Checkpoints: what is saved is what was; a damaged generation is passed over; one that does not fit is refused."""
+"""Checkpoints: what is saved is what was, the last ones stay, and a folder has one server."""
 
 from __future__ import annotations
 
-import copy
 import errno
-import functools
 import json
-import logging
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
-from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from experts_server import ExpertsServer
-from experts_server.checkpoints.checkpoint import CheckpointFolder, _sealed
-from experts_server.checkpoints.snapshot import FORMAT
 from experts_server.command.cli import main
 from moe_autograd.errors import CheckpointError
-from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
-from tests.support.checkpointing import BEGUN_AND_STOPPED, D, adam, experts, served, snapshot_of, train
+from moe_autograd.moe.experts import FeedForwardExpert
+from tests.support.checkpointing import BEGUN_AND_STOPPED, D, adam, experts, served, train
 from tests.support.servers import ServerProcess, WireClient, tokens
 
 
@@ -108,206 +99,6 @@ def test_only_the_last_generations_stay_and_nothing_else(tmp_path: Path) -> None
     ]
     files = {path.name for path in (tmp_path / "generation-00000006").iterdir()}
     assert files == {"manifest.json", "ffn.0.safetensors", "glu.0.safetensors"}
-
-
-def flip_a_byte(folder: Path) -> None:
-    file = folder / "ffn.0.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def change_the_format(folder: Path) -> None:
-    file = folder / "manifest.json"
-    content, told = file.read_bytes(), rb"\"format\": %d"
-    assert told % FORMAT in content
-    file.write_bytes(content.replace(told % FORMAT, told % (FORMAT + 1)))
-
-
-ENTRY = {"file": "../generation-00000001/ffn.0.safetensors", "num_bytes": 1, "xxh3_64": ""}
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "flipped byte": flip_a_byte,
-    "truncated file": lambda folder: (folder / "glu.0.safetensors").write_bytes(b"short"),
-    "missing file": lambda folder: (folder / "glu.0.safetensors").unlink(),
-    "changed manifest": change_the_format,
-    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "empty manifest": lambda folder: (folder / "manifest.json").write_bytes(b""),
-    "foreign manifest": lambda folder: (folder / "manifest.json").write_bytes(
-        b'{"manifest": "{}", "xxh3_64": ""}'
-    ),
-    "manifest that leaves its folder": lambda folder: (folder / "manifest.json").write_bytes(
-        _sealed({"format": FORMAT, "generation": 2, "experts": {"../generation-00000001/ffn.0": ENTRY}})
-    ),
-    "list as manifest": lambda folder: (folder / "manifest.json").write_bytes(b"[]"),
-    "lists without end": lambda folder: (folder / "manifest.json").write_bytes(b"[" * 100_000),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_generation_is_passed_over_and_that_is_said(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with CheckpointFolder(tmp_path) as folder:
-        for number in (1, 2):
-            folder.write([snapshot_of(name, number) for name in ("ffn.0", "glu.0")])
-        DAMAGES[damage](tmp_path / "generation-00000002")
-        with caplog.at_level(logging.ERROR):
-            name, snapshots = folder.read_newest() or ("", {})
-    assert name == "generation-00000001"
-    assert snapshots["ffn.0"].tensors["weights.w"].item() == 1
-    assert "generation-00000002" in caplog.text
-    assert "Falling back" in caplog.text
-
-
-def write_another_format(folder: Path) -> None:
-    (folder / "manifest.json").write_bytes(_sealed({"format": FORMAT + 1, "experts": {}}))
-
-
-def lead_in_circles(folder: Path) -> None:
-    """Stands for all that says nothing of what is on the disk, as missing permissions do to all but root."""
-    (folder / "glu.0.safetensors").unlink()
-    (folder / "glu.0.safetensors").symlink_to("glu.0.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (write_another_format, f"expected format {FORMAT}, got {FORMAT + 1}: another version"),
-        (lead_in_circles, r"expected files that can be read, got 'Too many levels .*' \(glu.0.safetensors\)"),
-    ],
-)
-def test_a_generation_that_may_be_whole_and_cannot_be_read_is_not_passed_over(
-    tmp_path: Path, spoil: Callable[[Path], None], text: str
-) -> None:
-    """After a downgrade, or as another user, a server would go on from an older state and remove the newer one."""
-    with CheckpointFolder(tmp_path) as folder:
-        for number in (1, 2):
-            folder.write([snapshot_of(name, number) for name in ("ffn.0", "glu.0")])
-        spoil(tmp_path / "generation-00000002")
-        with pytest.raises(CheckpointError, match=text) as refused:
-            folder.read_newest()
-        assert "move this generation away" in str(refused.value)
-        with pytest.raises(CheckpointError, match=text):
-            folder.read_newest_of("glu.0")
-
-
-def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: Path) -> None:
-    with served(tmp_path):
-        pass
-    for generation in tmp_path.glob("generation-*"):
-        flip_a_byte(generation)
-    with pytest.raises(CheckpointError, match="expected a whole generation, got 2 damaged"):
-        served(tmp_path).start()
-
-
-@pytest.mark.parametrize(
-    ("modules", "optimizer", "text"),
-    [
-        ({"ffn.0": FeedForwardExpert(D)}, adam, "expected the configured experts ffn.0, got ffn.0, glu.0"),
-        ({**experts(), "ffn.0": FeedForwardExpert(D, 4)}, adam, "'up.bias': '(4,) float32'"),
-        ({**experts(), "glu.0": SwiGLUExpert(D, 8)}, adam, "'up.weight': '(8, 8) float32'"),
-        (
-            {**experts(), "ffn.0": SwiGLUExpert(D, 4)},
-            adam,
-            "got {'expert': 'ffn.0', 'class': 'FeedForwardExpert'",
-        ),
-        (experts(), lambda p: torch.optim.SGD(p, lr=1), "'optimizer': 'SGD'} as configured, got"),
-    ],
-    ids=["other experts", "other shapes", "other shapes of the last", "other class", "other optimizer"],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_with_both_sides_named(
-    tmp_path: Path, modules: dict[str, nn.Module], optimizer: Any, text: str
-) -> None:
-    with served(tmp_path):
-        pass
-    given = copy.deepcopy(modules)
-    for module in given.values():
-        nn.init.zeros_(next(module.parameters()))
-    before = copy.deepcopy([module.state_dict() for module in given.values()])
-    with pytest.raises(CheckpointError) as refused:
-        served(tmp_path, given, optimizer).start()
-    assert text in str(refused.value)
-    torch.testing.assert_close([module.state_dict() for module in given.values()], before, rtol=0, atol=0)
-    with served(tmp_path):
-        pass  # it is still there, and the folder is free again
-
-
-def test_a_checkpoint_of_other_trained_parameters_is_refused(tmp_path: Path) -> None:
-    """The optimizer's state goes by their places: it would be given to others."""
-    with served(tmp_path):
-        pass
-    modules = experts()
-    modules["ffn.0"].get_parameter("up.weight").requires_grad_(False)
-    with pytest.raises(CheckpointError) as refused:
-        served(tmp_path, modules).start()
-    assert "expected 3 trained parameters as configured, got 4 (differing: 0 up.weight)" in str(refused.value)
-
-
-class WithSecrets(nn.Linear):
-    """Has state that is no tensor."""
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"calls": 3}
-
-    def set_extra_state(self, state: dict[str, int]) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        (WithSecrets(D, D), "expert 'e', '_extra_state' of its state_dict: expected a tensor, got dict"),
-        (nn.Linear(D, D, dtype=torch.complex128), "expected tensors that safetensors can hold, got one that it cannot"),
-    ],
-    ids=["extra state", "dtype"],
-)  # fmt: skip
-def test_an_expert_that_no_checkpoint_can_hold_is_refused_at_the_start(
-    tmp_path: Path, module: nn.Module, text: str
-) -> None:
-    with pytest.raises(CheckpointError) as refused:
-        served(tmp_path, {"e": module}).start()
-    assert text in str(refused.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-class Quantizing(torch.optim.SGD):
-    """Keeps state in tensors that are made of others, as optimizers with 8 bits do."""
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["kept"] = TwoTensor(parameter.grad.clone(), parameter.grad.clone())
-        super().step()
-
-
-class Slowing(torch.optim.SGD):
-    """Changes its rate, which is a tensor, as it likes."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.param_groups[0]["lr"] = self.param_groups[0]["lr"] / 2
-
-
-def test_a_setting_that_has_changed_and_is_no_plain_value_is_refused_by_name(tmp_path: Path) -> None:
-    slowing = functools.partial(Slowing, lr=torch.tensor(0.1))
-    config = {"checkpoint_dir": str(tmp_path)}
-    server = ExpertsServer({"e": nn.Linear(D, D)}, optimizer=slowing, config=config).start()
-    with WireClient(server.address) as client:
-        client.forward("e", tokens(2, D))
-        client.backward("e", torch.ones(2, D))
-        client.step()
-    said = r"expert 'e', optimizer, group 'lr': expected a value that JSON gives back, got Tensor\."
-    with pytest.raises(CheckpointError, match=said):
-        server.stop()
-
-
-def test_optimizer_state_that_no_checkpoint_can_hold_is_refused_by_name(tmp_path: Path) -> None:
-    config = {"checkpoint_dir": str(tmp_path)}
-    server = ExpertsServer({"e": nn.Linear(D, D)}, optimizer=Quantizing, config=config).start()
-    with WireClient(server.address) as client:
-        client.forward("e", tokens(2, D))
-        client.backward("e", torch.ones(2, D))
-        client.step()
-    with pytest.raises(CheckpointError, match=r"expert 'e', optimizer, state 'kept': .* got TwoTensor"):
-        server.stop()
 
 
 def test_two_servers_cannot_have_one_folder(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""A damaged generation is passed over, and that is said; one that may be whole, and cannot be read, is not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experts_server.checkpoints.checkpoint import CheckpointFolder, _sealed
+from experts_server.checkpoints.snapshot import FORMAT
+from moe_autograd.errors import CheckpointError
+from tests.support.checkpointing import served, snapshot_of
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = folder / "ffn.0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def change_the_format(folder: Path) -> None:
+    file = folder / "manifest.json"
+    content, told = file.read_bytes(), rb"\"format\": %d"
+    assert told % FORMAT in content
+    file.write_bytes(content.replace(told % FORMAT, told % (FORMAT + 1)))
+
+
+ENTRY = {"file": "../generation-00000001/ffn.0.safetensors", "num_bytes": 1, "xxh3_64": ""}
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "flipped byte": flip_a_byte,
+    "truncated file": lambda folder: (folder / "glu.0.safetensors").write_bytes(b"short"),
+    "missing file": lambda folder: (folder / "glu.0.safetensors").unlink(),
+    "changed manifest": change_the_format,
+    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "empty manifest": lambda folder: (folder / "manifest.json").write_bytes(b""),
+    "foreign manifest": lambda folder: (folder / "manifest.json").write_bytes(
+        b'{"manifest": "{}", "xxh3_64": ""}'
+    ),
+    "manifest that leaves its folder": lambda folder: (folder / "manifest.json").write_bytes(
+        _sealed({"format": FORMAT, "generation": 2, "experts": {"../generation-00000001/ffn.0": ENTRY}})
+    ),
+    "list as manifest": lambda folder: (folder / "manifest.json").write_bytes(b"[]"),
+    "lists without end": lambda folder: (folder / "manifest.json").write_bytes(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_generation_is_passed_over_and_that_is_said(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointFolder(tmp_path) as folder:
+        for number in (1, 2):
+            folder.write([snapshot_of(name, number) for name in ("ffn.0", "glu.0")])
+        DAMAGES[damage](tmp_path / "generation-00000002")
+        with caplog.at_level(logging.ERROR):
+            name, snapshots = folder.read_newest() or ("", {})
+    assert name == "generation-00000001"
+    assert snapshots["ffn.0"].tensors["weights.w"].item() == 1
+    assert "generation-00000002" in caplog.text
+    assert "Falling back" in caplog.text
+
+
+def write_another_format(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(_sealed({"format": FORMAT + 1, "experts": {}}))
+
+
+def lead_in_circles(folder: Path) -> None:
+    """Stands for all that says nothing of what is on the disk, as missing permissions do to all but root."""
+    (folder / "glu.0.safetensors").unlink()
+    (folder / "glu.0.safetensors").symlink_to("glu.0.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (write_another_format, f"expected format {FORMAT}, got {FORMAT + 1}: another version"),
+        (lead_in_circles, r"expected files that can be read, got 'Too many levels .*' \(glu.0.safetensors\)"),
+    ],
+)
+def test_a_generation_that_may_be_whole_and_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, spoil: Callable[[Path], None], text: str
+) -> None:
+    """After a downgrade, or as another user, a server would go on from an older state and remove the newer one."""
+    with CheckpointFolder(tmp_path) as folder:
+        for number in (1, 2):
+            folder.write([snapshot_of(name, number) for name in ("ffn.0", "glu.0")])
+        spoil(tmp_path / "generation-00000002")
+        with pytest.raises(CheckpointError, match=text) as refused:
+            folder.read_newest()
+        assert "move this generation away" in str(refused.value)
+        with pytest.raises(CheckpointError, match=text):
+            folder.read_newest_of("glu.0")
+
+
+def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: Path) -> None:
+    with served(tmp_path):
+        pass
+    for generation in tmp_path.glob("generation-*"):
+        flip_a_byte(generation)
+    with pytest.raises(CheckpointError, match="expected a whole generation, got 2 damaged"):
+        served(tmp_path).start()
