@@ -1,0 +1,195 @@
+"""Calls in turn beside hooks, checkpoints, profilers and what others put in the place of torch's: as in a loop."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd import parallel_apply
+from moe_autograd.autograd import in_turn
+from moe_autograd.timeline import record_timeline
+from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.functions_waiting import PATIENCE_S
+from tests.support.made_in_turn import expert, is_made_in_turn
+from tests.support.operators import CountOperators
+from tests.support.subprocesses import ROOT
+
+NUM_CALLS = 4
+
+
+pytestmark = pytest.mark.usefixtures("some_are_small")
+
+
+@pytest.mark.parametrize("kind", [nn.Softmax, nn.LogSoftmax])
+def test_a_warning_is_of_the_line_that_it_is_of_in_a_loop(kind: Callable[[], nn.Module]) -> None:
+    def place(apply: MapFunction) -> tuple[str, int]:
+        with pytest.warns(UserWarning, match="Implicit dimension choice") as seen:
+            apply([kind()], [(torch.randn(3, 4),)])
+        return seen[0].filename, seen[0].lineno
+
+    with pytest.warns(UserWarning, match="Implicit dimension choice"):
+        assert is_made_in_turn(kind())
+    assert place(parallel_apply) == place(one_after_another)
+
+
+def test_hooks_on_all_modules_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_made_in_turn(expert())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not is_made_in_turn(expert())
+        assert not in_turn.is_small(expert(), [torch.randn(3, 4)])
+        assert in_turn.is_watched(expert())
+    finally:
+        handle.remove()
+
+
+def test_an_error_names_its_call() -> None:
+    modules = [expert(), expert(), expert()]
+    inputs = [torch.randn(3, 4), torch.randn(3, 5), torch.randn(3, 4)]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        parallel_apply(modules, [(x,) for x in inputs])
+    assert any("call 1" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("last", [nn.Linear, lambda *shape: nn.Sequential(nn.Linear(*shape), nn.Tanh())])
+def test_a_checkpoint_that_ends_within_a_call_is_not_run_once_more(last: Callable[..., nn.Module]) -> None:
+    """It ends its second run by raising, where the last tensor is saved: here in the last call, and by a hook."""
+
+    def program(apply: MapFunction) -> Any:
+        torch.manual_seed(1)
+        modules = [last(4, 4) for _ in range(NUM_CALLS)]
+        x = torch.randn(3, 4, requires_grad=True)
+        outputs = checkpoint(lambda x: apply(modules, [(x,)] * NUM_CALLS), x, use_reentrant=False)
+        with CountOperators() as counts:
+            torch.stack(outputs).sum().backward()
+        return [x.grad, *[p.grad for m in modules for p in m.parameters()]], counts.counts["addmm"]
+
+    said = assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply)
+    assert not isinstance(said, Raised)
+
+
+def test_whoever_looks_sees_each_call_by_its_name() -> None:
+    modules = [expert() for _ in range(NUM_CALLS)]
+    inputs = [(torch.randn(3, 4),) for _ in modules]
+    with torch.profiler.profile(
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    ) as profile:
+        parallel_apply(modules, inputs)
+    seen = {event.name for event in profile.events()}
+    assert all(any(f"call {i} " in name for name in seen) for i in range(NUM_CALLS))
+    with record_timeline():
+        y = parallel_apply(modules, [(torch.randn(3, 4, requires_grad=True),) for _ in modules])[0]
+    assert "Join" in type(y.grad_fn).__name__
+
+
+def test_ctrl_c_behind_the_last_call_is_itself() -> None:
+    class InterruptedAtItsEnd(list[Any]):
+        num_passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            self.num_passes += 1
+            if self.num_passes == 2:  # the calls are made; the first pass looks whether they are small
+                signal.raise_signal(signal.SIGINT)
+
+    args = InterruptedAtItsEnd([(torch.randn(3, 4),)] * NUM_CALLS)
+    with pytest.raises(KeyboardInterrupt):
+        in_turn.call_in_turn([expert()] * NUM_CALLS, args, [{}] * NUM_CALLS)
+
+
+PARTS = [nn.Sequential, nn.Linear, nn.GELU, nn.Linear]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        (nn.Module, "__call__", PARTS),
+        (nn.Module, "_call_impl", PARTS),
+        (nn.Linear, "__call__", [nn.Linear] * 2),
+    ],
+)
+def test_whoever_replaces_the_call_of_modules_sees_each(
+    kind: Any, name: str, expected: list[type[nn.Module]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[type[nn.Module]] = []
+    replaced = getattr(kind, name)
+
+    def seeing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(type(module))
+        return replaced(module, *args, **kwargs)
+
+    monkeypatch.setattr(kind, name, seeing)
+    assert is_made_in_turn(expert())
+    assert seen == expected
+
+
+@pytest.mark.parametrize(("owner", "name"), [(nn.Linear, "forward"), (F, "linear")])
+def test_what_is_put_in_the_place_of_what_torchs_modules_compute_may_wait(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier, replaced = threading.Barrier(NUM_CALLS), getattr(owner, name)
+
+    def meets(*args: Any) -> Any:
+        barrier.wait(PATIENCE_S)
+        return replaced(*args)
+
+    modules, x = [nn.Linear(4, 4) for _ in range(NUM_CALLS)], torch.randn(3, 4)
+    expected = [module(x) for module in modules]
+    monkeypatch.setattr(owner, name, meets)
+    assert not in_turn.is_small(modules[0], [x])
+    outputs = parallel_apply(modules, [x] * NUM_CALLS)
+    assert all(torch.equal(y, same) for y, same in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("replaced", ["nn.Linear.forward", "nn.functional.linear"])
+def test_so_may_what_was_put_there_before_our_import(replaced: str) -> None:
+    program = f"""
+        import threading
+        from torch import nn, ones
+        barrier, before = threading.Barrier(2), {replaced}
+        {replaced} = lambda *args: (barrier.wait({PATIENCE_S}), before(*args))[1]
+        from moe_autograd import parallel_apply
+        parallel_apply([nn.Linear(4, 4)] * 2, [ones(3, 4)] * 2)
+        print("met")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.check_output(command, cwd=ROOT, text=True).split() == ["met"]
+
+
+def test_whoever_replaced_the_call_of_modules_before_the_import_sees_each() -> None:
+    program = [
+        "from torch import nn, ones",
+        "call, seen = nn.Module.__call__, []",
+        "nn.Module.__call__ = lambda module, *args: (seen.append(type(module).__name__), call(module, *args))[1]",
+        "from moe_autograd import parallel_apply",
+        "parallel_apply([nn.Linear(4, 4)] * 2, [ones(3, 4)] * 2)",
+        "print(*seen)",
+    ]
+    command = [sys.executable, "-c", "; ".join(program)]  # in a warm process ours would be imported already
+    assert subprocess.check_output(command, cwd=ROOT, text=True).split() == ["Linear", "Linear"]
+
+
+def test_a_part_that_is_compiled_runs_compiled() -> None:
+    module, seen = expert(), list[Tensor]()
+    part = module[0]
+
+    def compiled(x: Tensor) -> Any:
+        seen.append(x)
+        return part._call_impl(x)
+
+    # As `part.compile()` leaves it; torch compiles no single layer of its own.
+    part._compiled_call_impl = compiled
+    x = torch.randn(3, 4)
+    assert is_made_in_turn(module, x)
+    assert seen == [x]
