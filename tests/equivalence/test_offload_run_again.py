@@ -1,0 +1,131 @@
+"""Offloaded experts draw what plain modules draw, also where a backward runs them again, and keep its buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_autograd import parallel_apply
+from tests.support.offloading import OPTIMIZERS, assert_same_gradients, assert_same_weights, both, ffn
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"defer_weight_grads": True}], ids=str)
+@pytest.mark.parametrize("beside", [0, 2])
+def test_random_numbers_are_those_of_a_map_whose_experts_are_all_in_memory(
+    beside: int, options: dict[str, Any]
+) -> None:
+    """Also where some are not offloaded."""
+    experts, plain = both(lambda: nn.Sequential(ffn(), nn.Dropout(0.5)))
+    mixed = [*plain[:beside], *list(experts)[beside:]]
+    said = []
+    for modules, own in ((plain, {}), (mixed, options)):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.manual_seed(4)
+        outputs = parallel_apply(modules, [(x,)] * 5, **own)
+        torch.stack(outputs).square().sum().backward()
+        said.append([*outputs, x.grad, torch.rand(3)])
+    torch.testing.assert_close(said[1], said[0])
+    assert not torch.equal(said[0][0], said[0][1])
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_random_numbers_of_backwards_are_those_of_a_map_whose_experts_are_all_in_memory(
+    options: dict[str, Any],
+) -> None:
+    class Drawing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).clone()
+            y.register_hook(lambda grad: grad * torch.rand_like(grad))
+            return y
+
+    experts, plain = both(lambda: Drawing(8, 8))
+    said = []
+    for modules in (plain, list(experts)):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.manual_seed(4)
+        outputs = parallel_apply(modules, [(x,)] * 5, **options)
+        torch.stack(outputs).square().sum().backward()
+        said.append([x.grad, torch.rand(3)])
+    torch.testing.assert_close(said[1], said[0])
+    assert_same_gradients(experts, plain)
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+@pytest.mark.parametrize("in_a_map", [True, False])
+def test_rrelu_is_run_again_in_the_backward(in_a_map: bool, is_within: bool) -> None:
+    """A second run saves what the first one did: of rrelu, that depends on whose numbers it draws (`_random`)."""
+
+    class Expert(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            run = super().forward
+            return checkpoint(run, x, use_reentrant=False) if is_within else run(x)
+
+    experts, plain = both(lambda: Expert(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)), 1)
+    x = torch.randn(4, 8)
+    for one in (experts[0], plain[0]):
+        torch.manual_seed(4)
+        if in_a_map:
+            (y,) = parallel_apply([one], [(x,)], recompute=not is_within)
+        else:
+            y = one(x) if is_within else checkpoint(one, x, use_reentrant=False)
+        y.square().sum().backward()
+    assert_same_gradients(experts, plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_by_the_caller_with_dropout(use_reentrant: bool) -> None:
+    experts, plain = both(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))
+    x = torch.randn(4, 8, requires_grad=True)
+    found = []
+    for modules in (experts, plain):
+        torch.manual_seed(3)
+        h = x
+        for module in modules:
+            h = checkpoint(module, h, use_reentrant=use_reentrant)
+        found.append((h.detach(), *torch.autograd.grad(h.sum(), x)) if not use_reentrant else (h.detach(),))
+        torch.manual_seed(3)
+        h = x
+        for module in modules:
+            h = checkpoint(module, h, use_reentrant=use_reentrant)
+        h.sum().backward()
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+    assert_same_gradients(experts, plain)
+
+
+def with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+
+class Checkpointed(nn.Module):
+    """Runs its inside again in the backward."""
+
+    def __init__(self, is_map: bool) -> None:
+        super().__init__()
+        self.inside, self.is_map = nn.ModuleList([with_statistics(), with_statistics()]), is_map
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_map:
+            return sum(parallel_apply(list(self.inside), [(x,)] * 2, recompute=True))  # type: ignore[return-value]
+        return sum(checkpoint(module, x, use_reentrant=False) for module in self.inside)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("is_map", [False, True])
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_buffers_that_a_backward_changes_are_kept(is_map: bool, update: Any) -> None:
+    experts, plain = both(lambda: Checkpointed(is_map).double(), optimizer=OPTIMIZERS["sgd"], update=update)
+    optimizers = [OPTIMIZERS["sgd"](module.parameters()) for module in plain]
+    for _ in range(3):
+        x = torch.randn(4, 8, dtype=torch.float64)
+        for modules in (experts, plain):
+            sum(module(x) for module in modules).square().sum().backward()
+        experts.step()
+        experts.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    assert_same_weights(experts, plain)
