@@ -1,0 +1,85 @@
+"""docs/limits.md on experts on servers and offloaded ones: what it says is what happens."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from moe_autograd import MixtureOfExperts, TopKRouter
+from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.errors import InvalidCallError
+from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
+from tests.support.hosting import sgd
+from tests.support.limits_page import of
+
+
+@pytest.fixture(scope="module")
+def experts() -> Iterator[RemoteExperts]:
+    with ExpertsServer({"e": nn.Linear(2, 2)}) as server, connect(server.address) as experts:
+        yield experts
+
+
+class Named(Tensor):
+    """A subclass, as of who gives dimensions names."""
+
+
+@of("**Inputs** are positional, dense tensors with finite values")
+def test_remote_inputs(experts: RemoteExperts) -> None:
+    with pytest.raises(InvalidCallError, match="expected finite values"):
+        experts["e"](torch.full((1, 2), -torch.inf))
+    with pytest.raises(TypeError, match="expected a dense tensor"):
+        experts["e"](torch.ones(1, 2).to_sparse())
+    with pytest.raises(TypeError, match="Only positional tensors travel"):
+        experts["e"](input=torch.ones(1, 2))
+    x = torch.ones(1, 2).as_subclass(Named)
+    assert [type(nn.Linear(2, 2)(x)), type(experts["e"](x))] == [Named, Tensor]
+
+
+@of("**An output without history** on its server (`return y, y.detach()`) requires grad here")
+def test_remote_outputs_without_history() -> None:
+    class Detaches(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.detach(), y.argmax(-1)
+
+    with ExpertsServer({"e": Detaches(2, 2)}, optimizer=sgd) as server, connect(server.address) as experts:
+        x = torch.ones(3, 2, requires_grad=True)
+        _, detached, chosen = experts["e"](x)
+        assert (detached.requires_grad, chosen.requires_grad) == (True, False)
+        detached.sum().backward()
+        assert x.grad is None
+        RemoteOptimizer(experts).step()
+        assert server.num_updates == {"e": 0}
+
+
+@of("**A second derivative** raises")
+def test_remote_second_derivatives(experts: RemoteExperts) -> None:
+    x = torch.ones(1, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(experts["e"](x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="expected to be differentiated once"):
+        grad.sum().backward()
+
+
+@of("**`torch.save(model)`**, or any other pickling of remote experts, raises")
+def test_remote_pickling(experts: RemoteExperts) -> None:
+    model = nn.Sequential(experts["e"])
+    with pytest.raises(TypeError, match=re.escape("`experts.state_dict()` has the weights")):
+        torch.save(model, io.BytesIO())
+    assert copy.deepcopy(model)[0].hosted.name == "e"
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+@of("**Weights** are not in `layer.parameters()` or `layer.state_dict()`")
+def test_offloaded_weights() -> None:
+    modules = (nn.Linear(2, 2) for _ in range(2))
+    with OffloadedExperts(modules, torch.optim.SGD, max_resident_bytes=1000) as experts:
+        layer = MixtureOfExperts(TopKRouter(2, 2, top_k=1), list(experts))
+        assert [name for name, _ in layer.named_parameters()] == list(layer.state_dict()) == ["router.weight"]
