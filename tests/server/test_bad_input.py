@@ -17,6 +17,7 @@ from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
 from moe_autograd.wire.framing import seal
 from moe_autograd.wire.parcels import ParcelWriter
+from tests.support.hosting import sgd
 from tests.support.parcels import messages_of
 from tests.support.servers import START_S, WireClient, tokens
 
@@ -34,10 +35,6 @@ class Grumpy(nn.Module):
         if x[0, 0] > 10:
             return x, [x]
         return "text" if x[0, 0] > 5 else x * 2
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +29,11 @@ from moe_autograd.errors import ConfigError, InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.remote import connect
 from moe_autograd.wire import experts_pb2 as pb
+from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
 from tests.support.servers import WireClient, tokens, wait_until
 
 D = 8
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def samples(address: str) -> dict[tuple[str, ...], float]:

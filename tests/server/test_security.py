@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -22,14 +21,11 @@ from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
+from tests.support.hosting import sgd
 from tests.support.servers import ServerProcess, WireClient, tokens, wait_until
 
 TRAIN, READ = "train-token-of-length-32-and-more", "read-token-of-length-32-and-more"
 D = 8
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.fixture(scope="module")

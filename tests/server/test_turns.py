@@ -6,7 +6,6 @@ The first joined calls of an expert that nobody knows are computed alone as well
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from experts_server import ExpertsServer
 from experts_server.configuration.config import BatchingConfig, ServingConfig
 from tests.support.gated import D, Gated, Waiting, serving, wait_until_queued
+from tests.support.hosting import sgd
 from tests.support.servers import START_S, Answer, WireClient, tokens
 
 
@@ -170,9 +170,6 @@ def test_a_backward_after_a_joined_forward_gives_each_client_its_own_gradients()
     gated = Gated()
     gated.let_go()
     config = ServingConfig(batching=BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000))
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
 
     with ExpertsServer({"e": gated}, optimizer=sgd, config=config) as server:
         clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
