@@ -166,13 +166,14 @@ def _are_called_as_usual() -> bool:
     """Whether nobody has replaced what calls a module, or the parts of a `Sequential`; perhaps before our import."""
     kinds = cast(Iterable[type[nn.Module]], ONLY_COMPUTE)
     calls = {(kind.__call__, kind._call_impl, kind._compiled_call_impl) for kind in kinds}
-    if len(calls) > 1 or not _is_torchs_own(nn.Sequential.__iter__):
+    if len(calls) > 1 or not _is_of_torchs_modules(nn.Sequential.__iter__):
         return False
     (call, implementation, compiled), *_ = calls
-    return _is_torchs_own(call) and _is_torchs_own(implementation) and compiled is None
+    return _is_of_torchs_modules(call) and _is_of_torchs_modules(implementation) and compiled is None
 
 
-def _is_torchs_own(function: Any) -> bool:
+def _is_of_torchs_modules(function: Any) -> bool:
+    """Whether it is in a file of torch's modules: others of torch's replace it, such as `torch.fx` while it traces."""
     name: str = getattr(function, "__globals__", {}).get("__name__", "")
     return name.startswith("torch.nn.modules.")
 
