@@ -44,6 +44,7 @@ class Reading(NamedTuple):
         repeated: those that they, or methods called there, call or take within a loop.
         draws: whether one may draw random numbers.
         reshapes: whether one may put columns into the place of rows.
+        has_loops: whether one of them goes round in a loop.
     """
 
     methods: Mapping[str, FunctionReading]
