@@ -275,17 +275,20 @@ class Channel:
             with GATE.passage(operation, may_interrupt=may_interrupt) as passage, _Beginning(self):
                 yield passage
         except KeptWaitingError as error:
-            raise error.at(f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}") from None
+            raise error.at(self._place_of(rpc, operation)) from None
         except grpc.RpcError as error:
             if passage.is_interrupted:
                 return
             error.with_traceback(None)  # whose frames know it: the exception must not hold itself
             self.note_failure(error)
-            place = f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}"
-            raise self.error_of_call(error, place) from error
+            raise self.error_of_call(error, self._place_of(rpc, operation)) from error
         except CorruptDataError as error:
-            place = f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}"
+            place = self._place_of(rpc, operation)
             raise CorruptDataError(f"{place}: {error}") from error.__cause__ or error
+
+    def _place_of(self, rpc: str, operation: Operation) -> str:
+        """Return where an RPC fails just now, as errors begin."""
+        return f"server at {self.address}, {phase_of(rpc)}, {operation.deadline}"
 
 
 class _Beginning:
