@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from pydantic import BaseModel
@@ -18,8 +18,8 @@ from experts_server.command.daemon import run
 from experts_server.command.logs import flush_log, silence_grpc, start_logging
 from experts_server.command.stdout import fill_closed_descriptors, to_stdout
 from experts_server.command.top import watch
-from experts_server.configuration.config import OptimizerConfig, ServerConfig
-from experts_server.configuration.names import counted
+from experts_server.configuration.config import OptimizerConfig, ServerConfig, UpdateMode
+from experts_server.configuration.names import MAX_NAMES_PER_PATTERN, counted
 from experts_server.configuration.settings import load_config
 from experts_server.serving.certificates import check_credentials
 from experts_server.serving.configured import check_buildable
@@ -153,7 +153,7 @@ def main() -> None:
 )
 @click.option(
     "--num-experts",
-    type=click.IntRange(1, 65_536),
+    type=click.IntRange(1, MAX_NAMES_PER_PATTERN),
     help="How many of --expert: CLASS.0, CLASS.1, ...  [default: 1]",
 )
 @click.option(
@@ -172,7 +172,7 @@ def main() -> None:
 @click.option("--lr", type=float, help="The optimizer's learning rate." + _default(OptimizerConfig, "lr"))
 @click.option(
     "--update",
-    type=click.Choice(["on_step", "on_backward", "on_samples"]),
+    type=click.Choice(get_args(UpdateMode)),
     help="When an expert is updated." + _default(ServerConfig, "update"),
 )
 @click.option(
