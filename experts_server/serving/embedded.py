@@ -68,7 +68,7 @@ class ExpertsServer:
         _check_update(update, samples_per_update)
         own = {"listen": listen, "latency_ms": latency_ms}
         given = {"listen": "127.0.0.1:0"} | _settings_of(config)
-        self._config = check_serving(given | {key: value for key, value in own.items() if value is not None})
+        self._config = _check_serving(given | {key: value for key, value in own.items() if value is not None})
         mistake = memory_mistake(self._config.memory, update, self._config.offload)
         if mistake is not None:
             raise ConfigError(f"server: memory.{mistake}.")
@@ -166,7 +166,7 @@ class ExpertsServer:
         self.stop()
 
 
-def check_serving(settings: dict[str, Any]) -> ServingConfig:
+def _check_serving(settings: dict[str, Any]) -> ServingConfig:
     """Return the settings as a model, or raise `ConfigError`."""
     try:
         return ServingConfig.model_validate(settings)
