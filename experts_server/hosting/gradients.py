@@ -14,6 +14,10 @@ from experts_server.hosting.own_memory import storages
 
 Gradients = Sequence[Tensor | None]
 
+_CAN_BE_INFINITE = frozenset(
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+)
+
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite. A finite sum proves it; the rare other case is looked at exactly."""
@@ -128,8 +132,3 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
             f"of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {version}."
         )
     return tensor
-
-
-_CAN_BE_INFINITE = frozenset(
-    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
-)

@@ -91,8 +91,6 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "raw_output_contents": (6, "bytes*"),
     },
 }
-
-
 RPCS = tuple(name.removesuffix("Request") for name in _MESSAGES if name.endswith("Request"))
 
 
