@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 from moe_autograd._ambient import Ambient
-from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.cancelling import Cancellation
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -37,9 +37,9 @@ from dataclasses import dataclass, field
 from moe_autograd._waiting import wait
 from moe_autograd.errors import DeadlineExceededError, RemoteError
 from moe_autograd.remote.calls import Outcome, Request, exchange
+from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.pool import Pool
 from moe_autograd.remote.retry import RetryBudget

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from moe_autograd.autograd.grouping import Attendance, CallFailure, Failures
 from moe_autograd.errors import RemoteError, ServerUnavailableError
 from moe_autograd.remote.calls import Outcome, Request
-from moe_autograd.remote.fanout import Cancellation, raise_first
+from moe_autograd.remote.cancelling import Cancellation
+from moe_autograd.remote.fanout import raise_first
 
 _NOT_YET = Outcome()  # shared: what becomes of a job takes its place
 

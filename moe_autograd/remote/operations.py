@@ -12,8 +12,8 @@ from types import TracebackType
 
 from moe_autograd.errors import CallCancelledError, ServerUnavailableError
 from moe_autograd.remote.awaiting import SCOPE
+from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import CallCancelledError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, ends
 from moe_autograd.remote.asking import ask
+from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.forking import GATE
 from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb

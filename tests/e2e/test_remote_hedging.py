@@ -25,9 +25,9 @@ from moe_autograd.remote import (
     in_thread,
 )
 from moe_autograd.remote.calls import Request
+from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation
 from moe_autograd.remote.hedging import Hedging, Latencies
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.retry import RetryBudget

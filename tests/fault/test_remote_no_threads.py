@@ -13,7 +13,8 @@ from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote import HedgePolicy, RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
-from moe_autograd.remote.fanout import Cancellation, Fanout
+from moe_autograd.remote.cancelling import Cancellation
+from moe_autograd.remote.fanout import Fanout
 from tests.support.hosting import LR, sgd
 from tests.support.scarce import no_thread_to_give
 from tests.support.servers import START_S

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.interrupts import interrupts_held_back
 
 

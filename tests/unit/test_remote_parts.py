@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_autograd._natural_order import natural_order
+from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
-from moe_autograd.remote.fanout import Cancellation, Fanout
+from moe_autograd.remote.fanout import Fanout
 from moe_autograd.remote.finding import Finding
 from moe_autograd.remote.numbering import Numbering
 from moe_autograd.remote.placement import HostedExpert, Placement

@@ -12,7 +12,7 @@ import pytest
 
 from moe_autograd._waiting import acquire, get, wait
 from moe_autograd.autograd.turns import Turn
-from moe_autograd.remote.fanout import Cancellation
+from moe_autograd.remote.cancelling import Cancellation
 from tests.support.interrupting import interrupted_everywhere
 
 PATIENCE_S = 60.0
