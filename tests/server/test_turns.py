@@ -5,6 +5,7 @@ The first joined calls of an expert that nobody knows are computed alone as well
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -124,36 +125,33 @@ def test_a_client_whose_call_cannot_be_joined_is_not_passed_over_by_those_that_c
             client.channel.close()
 
 
+@contextlib.contextmanager
+def joined(server: ExpertsServer) -> Iterator[list[WireClient]]:
+    """Two clients whose forwards, of two rows and of three, were computed as one."""
+    clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
+    waiting = [
+        Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D))) for c, r in zip(clients, (2, 3), strict=True)
+    ]
+    assert [w.result().code for w in waiting] == ["OK", "OK"]
+    yield clients
+    for client in clients:
+        client.channel.close()
+
+
 def test_with_a_waiting_time_calls_that_come_one_after_the_other_are_joined() -> None:
     gated = Gated()
     gated.let_go()
     config = {"batching": BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000)}
-    with serving({"e": gated}, **config) as server:
-        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
-        waiting = [
-            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
-            for c, r in zip(clients, (2, 3), strict=True)
-        ]
-        assert [w.result().code for w in waiting] == ["OK", "OK"]
+    with serving({"e": gated}, **config) as server, joined(server):
         assert sorted(gated.rows) == [2, 3, 5]
-        for client in clients:
-            client.channel.close()
 
 
 def test_with_a_waiting_time_small_calls_are_joined_as_well() -> None:
     batching = BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000)
-    with serving({"e": torch.nn.Linear(D, D)}, batching=batching) as server:
-        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
-        waiting = [
-            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
-            for c, r in zip(clients, (2, 3), strict=True)
-        ]
-        assert [w.result().code for w in waiting] == ["OK", "OK"]
+    with serving({"e": torch.nn.Linear(D, D)}, batching=batching) as server, joined(server):
         assert server._server is not None
         batches = server._server.registry["e"].stats.kinds["forward"].batch_calls
         assert (batches.total, batches.buckets()[-1]) == (2, ("+Inf", 1))
-        for client in clients:
-            client.channel.close()
 
 
 def test_a_call_that_has_waited_in_vain_for_others_is_computed_alone() -> None:
@@ -170,14 +168,7 @@ def test_a_backward_after_a_joined_forward_gives_each_client_its_own_gradients()
     gated = Gated()
     gated.let_go()
     config = ServingConfig(batching=BatchingConfig(max_batch_tokens=5, max_wait_ms=10_000))
-
-    with ExpertsServer({"e": gated}, optimizer=sgd, config=config) as server:
-        clients = [WireClient(server.address, client_id=bytes([n])) for n in range(2)]
-        waiting = [
-            Waiting(lambda c=c, r=r: c.forward("e", tokens(r, D)))
-            for c, r in zip(clients, (2, 3), strict=True)
-        ]
-        assert [w.result().code for w in waiting] == ["OK", "OK"]
+    with ExpertsServer({"e": gated}, optimizer=sgd, config=config) as server, joined(server) as clients:
         weight = gated.linear.weight.detach().clone()
         for client, rows in zip(clients, (2, 3), strict=True):
             answer = client.backward("e", tokens(rows, D, seed=4))
@@ -185,5 +176,3 @@ def test_a_backward_after_a_joined_forward_gives_each_client_its_own_gradients()
         clients[1].step()
         expected = weight - 0.1 * tokens(3, D, seed=4).T @ tokens(3, D)
         torch.testing.assert_close(gated.linear.weight.detach(), expected)
-        for client in clients:
-            client.channel.close()
