@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -21,6 +21,20 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "allow_missing": ((bool,), "True or False"),
     "max_tensor_bytes": ((int,), "a positive whole number"),
 }
+
+
+def check_kind_of_addresses(addresses: Any) -> None:
+    """Refuse what is no text, nor several of them; what stands in these is for `addresses` to look at.
+
+    Raises:
+        TypeError: it is something else, such as the pair of host and port that a socket has.
+    """
+    is_pair = isinstance(addresses, tuple) and len(addresses) == 2 and isinstance(addresses[1], int)
+    if not isinstance(addresses, Iterable) or isinstance(addresses, bytes | bytearray) or is_pair:
+        raise TypeError(
+            f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
+            "`experts-server serve` printed, or the `address` of an `ExpertsServer`."
+        )
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

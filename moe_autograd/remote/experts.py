@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from moe_autograd._natural_order import natural_order
 from moe_autograd.errors import ConfigError, ExpertNotFoundError
 from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.channel import Channel
-from moe_autograd.remote.checking import check_arguments
+from moe_autograd.remote.checking import check_arguments, check_kind_of_addresses
 from moe_autograd.remote.compression import Compression, Encodings
 from moe_autograd.remote.config import load_config
 from moe_autograd.remote.connection import Connection
@@ -91,13 +91,7 @@ def connect(
     }
     if isinstance(addresses, Path) or (isinstance(addresses, str) and addresses.endswith(".toml")):
         return connect(**_merged(Path(addresses), given))
-    got: Any = addresses
-    is_pair = isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], int)
-    if not isinstance(got, Iterable) or isinstance(got, bytes | bytearray) or is_pair:
-        raise TypeError(
-            f"connect: expected host:port, several of them, or a file, got {addresses!r}. Take what "
-            "`experts-server serve` printed, or the `address` of an `ExpertsServer`."
-        )
+    check_kind_of_addresses(addresses)
     check_arguments(given)
     listed = check_addresses([addresses] if isinstance(addresses, str) else list(addresses))
     Deadline(timeout_s)  # refuses what is none
