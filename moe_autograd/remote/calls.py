@@ -17,9 +17,11 @@ for all calls that have no outcome yet.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -27,6 +29,7 @@ import torch
 
 from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError, StragglerError
 from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.compression import MEASURED_BYTES
 from moe_autograd.remote.forking import GATE, KeptWaitingError, Passage
 from moe_autograd.remote.operations import Operation
 from moe_autograd.remote.streaming import streaming
@@ -168,6 +171,8 @@ class _Stream:
     def __init__(self, line: _Line, requests: Sequence[Request], outcomes: dict[int, Outcome]) -> None:
         self._line, self._requests, self._outcomes = line, requests, outcomes
         self._started_s = time.perf_counter()
+        self._taken_s: dict[int, float] = {}  # when each result was here, while somebody measures
+        self._is_measuring = line.channel.encodings.is_measuring(line.rpc)
         self._writer = ParcelWriter()
         self._index_of = {
             self._writer.add(request.head, request.tensors, request.encoding): index
@@ -211,9 +216,8 @@ class _Stream:
                     channel.leave(stream)
                     break
             reader.finish()
-        if channel.encodings.is_measuring(rpc) and self._is_settled():
-            taken_s = time.perf_counter() - self._started_s
-            _measure(channel, rpc, self._requests, self._outcomes.values(), taken_s)
+        if self._is_measuring:
+            self._measure()
 
     def _take(self, parcel: Parcel) -> None:
         """Take what became of one call."""
@@ -233,12 +237,38 @@ class _Stream:
                 result.wants_no_step,
                 result.server,
             )
+            if self._is_measuring:
+                self._taken_s[index] = time.perf_counter() - self._started_s
             request.on_settled(True)
         else:
             error = _error_in(parcel, result, request.expert, self._place(index))
             self._outcomes[index] = Outcome(error=error, server=result.server)
         if is_recording():
             add_span(request.expert, self._line.rpc.lower(), self._started_s, time.perf_counter())
+
+    def _measure(self) -> None:
+        """Note how fast bytes travelled, as the fastest call tells it.
+
+        Until a result was here it took the time that the server had the call for, a round trip, and that of the bytes:
+        of the call and all that were sent before it, of the result, and of those that had come before the server's
+        time. What travelled meanwhile is not counted: an expert that computes makes no link fast.
+        """
+        channel, outcomes = self._line.channel, self._outcomes
+        times_s = list(self._taken_s.values())
+        came = [0, *itertools.accumulate(_num_bytes(outcomes[index].tensors) for index in self._taken_s)]
+        fastest, num_sent = (0, 1.0), 0
+        for index in self._index_of.values():  # in this order they are sent
+            num_sent += _num_bytes(self._requests[index].tensors)
+            if index in self._taken_s:
+                travelled_s = self._taken_s[index] - outcomes[index].server_s
+                num_came = came[bisect.bisect_left(times_s, travelled_s)]
+                num_bytes = num_sent + num_came + _num_bytes(outcomes[index].tensors)
+                moving_s = max(
+                    travelled_s - channel.round_trip_s, 0.1 * travelled_s, 1e-6
+                )  # all are estimates
+                if num_bytes >= MEASURED_BYTES and num_bytes * fastest[1] > fastest[0] * moving_s:
+                    fastest = num_bytes, moving_s
+        channel.encodings.note_transfer(self._line.rpc, *fastest)
 
     def _is_settled(self) -> bool:
         return len(self._outcomes) == len(self._requests)
@@ -254,15 +284,8 @@ class _Stream:
                 self._outcomes[index] = Outcome(error=error_at(self._place(index)), was_answered=False)
 
 
-def _measure(
-    channel: Channel, rpc: str, requests: Sequence[Request], outcomes: Collection[Outcome], taken_s: float
-) -> None:
-    """Note how long a stream took for its bytes, beyond what the server did and one round trip."""
-    travelled = [*(request.tensors for request in requests), *(outcome.tensors for outcome in outcomes)]
-    num_bytes = sum(tensor.nbytes for tensors in travelled for tensor in tensors if tensor is not None)
-    elsewhere_s = max(outcome.server_s for outcome in outcomes) + channel.round_trip_s
-    moving_s = max(taken_s - elsewhere_s, 0.1 * taken_s)  # both are estimates
-    channel.encodings.note_transfer(rpc, num_bytes, moving_s)
+def _num_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _caused(error: RemoteError, cause: BaseException) -> RemoteError:

@@ -3,10 +3,10 @@
 "auto" measures first and then chooses, by these rules:
 
 1. Until it has chosen, tensors travel as they are.
-2. A stream is measured if it moves at least 256 KiB: its bytes, and the time that it took beyond the server's own
-   and a round trip, which `connect` measures once it is connected. After four such streams and 4 MiB the fastest of
-   them tells the bandwidth: a first connection or a busy machine slows a stream down, and nothing makes it faster than
-   the link.
+2. A stream is measured if it moves at least 256 KiB: the bytes that a result had to wait for, and the time that it was
+   waited for beyond the server's own and a round trip, which `connect` measures once it is connected (`calls`). After
+   four such streams and 4 MiB the fastest of them tells the bandwidth: a first connection or a busy machine slows a
+   stream down, and nothing makes it faster than the link.
 3. Above 500 MB/s: "none". From 50 to 500 MB/s: "bfloat16", which halves the bytes. Below 50 MB/s: "int8" in the
    forward, and "bfloat16" in the backward: in blocks, a gradient much smaller than its neighbours would vanish.
 4. The choice is made once a direction, for all servers of the connection, and stays until it is closed: later steps
@@ -98,7 +98,7 @@ class Encodings:
         return self._names.get(rpc) == "auto"
 
     def note_transfer(self, rpc: str, num_bytes: int, taken_s: float) -> None:
-        """Learn how long it took to move so many bytes, both ways together, as they are."""
+        """Learn how long it took to move so many bytes, one after the other, as they are."""
         if num_bytes < MEASURED_BYTES:
             return
         with self._lock:

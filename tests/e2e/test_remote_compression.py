@@ -10,6 +10,7 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import LimitsConfig, ServingConfig
+from moe_autograd import parallel_apply
 from moe_autograd.remote import Compression, connect
 from moe_autograd.remote.compression import Encodings
 from tests.support.proxy import Proxy
@@ -31,6 +32,14 @@ class SlowToConnect(Proxy):
             self.has_begun = True
             time.sleep(1.0)
         return super()._through(chunk, carried, whole)
+
+
+class Slow(nn.Module):
+    """Takes a quarter of a second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.25)
+        return 2 * x
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -142,6 +151,22 @@ class TestAuto:
                 assert 0 < forward_error <= 2.1 / 254
                 assert 0 < backward_error <= 2.1 / 256
             assert experts.compression == Compression("int8", "bfloat16")
+
+    @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 2, 3]], ids=str)
+    def test_what_travels_while_an_expert_computes_does_not_make_a_link_fast(self, order):
+        xs = [torch.randn(8, 512), *torch.randn(3, 512, 512)]
+        hosted = {f"expert.{i}": Slow() if i == 0 else nn.Identity() for i in range(4)}
+        with (
+            ExpertsServer(hosted) as own_server,
+            Proxy(own_server.address) as proxy,
+            connect(proxy.address, compression=Compression("auto"), timeout_s=120.0) as experts,
+        ):
+            for _ in range(10):
+                experts.info()
+            proxy.bytes_per_s = 20e6
+            for _ in range(4):
+                parallel_apply([experts[f"expert.{i}"] for i in order], [(xs[i],) for i in order])
+            assert experts.compression.forward == "int8"
 
     def test_what_connecting_takes_is_not_taken_for_a_round_trip(self, server):
         with (
