@@ -324,7 +324,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             The checkpoint: a folder of safetensors files, whole whenever this process or machine stops.
 
         Raises:
-            CheckpointError: the store is no folder.
+            CheckpointError: the store is no folder, or an optimizer's state holds something beside tensors of its
+                parameters and plain values. Nothing is saved.
             TypeError: the note holds something else, such as a tensor.
         """
         return self._shared.checkpoint(note)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -173,20 +174,16 @@ class HeldOptimizer:
         """Return what a checkpoint says about the optimizer beside its tensors.
 
         Raises:
-            CheckpointError: it keeps tensors in something else, which neither JSON nor the part can hold.
+            CheckpointError: it keeps something else, which neither JSON nor the part can hold.
         """
+        state, parameters = self.optimizer.state, {id(p) for p in self._parameters.values()}
         numbers = {
-            name: {
-                k: v for k, v in self.optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)
-            }
+            name: {k: v for k, v in state.get(parameter, {}).items() if not isinstance(v, Tensor)}
             for name, parameter in self._parameters.items()
         }
-        for key, value in (entry for entries in numbers.values() for entry in entries.items()):
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-                raise CheckpointError(
-                    f"{self.name}: expected tensors and plain values in the optimizer's state, got "
-                    f"{type(value).__name__} with tensors in it (key={key!r}). Save what it keeps yourself."
-                )
+        of_all = {key: value for key, value in state.items() if id(key) not in parameters}
+        for entries in (*numbers.values(), of_all):
+            self._check_plain(entries)
         groups = [
             {k: tree_map_only(Tensor, Tensor.tolist, v) for k, v in g.items() if k != "params"}
             for g in self.optimizer.param_groups
@@ -195,8 +192,23 @@ class HeldOptimizer:
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
             "numbers": numbers,
+            "of_all": of_all,
             "has_tensors": self.part is not None,
         }
+
+    def _check_plain(self, entries: Mapping[Any, Any]) -> None:
+        """Raise `CheckpointError` for what JSON would not give back."""
+        for key, value in entries.items():
+            if not _is_plain({key: value}):
+                what = (
+                    " with tensors in it"
+                    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+                    else ""
+                )
+                raise CheckpointError(
+                    f"{self.name}: expected tensors of parameters and plain values, under texts, in the optimizer's "
+                    f"state, got {type(value).__name__}{what} (key={reprlib.repr(key)}). Save what it keeps yourself."
+                )
 
     def check_checkpoint(self, folder: Path, options: dict[str, Any], beside: Iterable[Part]) -> None:
         """Raise unless a checkpoint has the tensors that it says.
@@ -233,6 +245,7 @@ class HeldOptimizer:
         for name, numbers in options["numbers"].items():
             if numbers:
                 self.optimizer.state[self._parameters[name]].update(numbers)
+        self.optimizer.state.update(options.get("of_all", {}))  # older checkpoints have not got it
         if layout is not None:
             self._set_state({name: torch.empty(0, dtype=f.dtype) for name, f in layout.fields.items()})
             self._residency.adopt(
@@ -247,6 +260,15 @@ def _refuse_step_without_gradients(optimizer: Optimizer, *_: object) -> None:
             f"{type(optimizer).__name__} of an offloaded expert, step: expected gradients, got none: they are gathered "
             "elsewhere. Call step() of the OffloadedExperts."
         )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives it back as it is, but for tuples, which come back as lists."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _as_kind_of(now: Any, saved: Any) -> Any:
