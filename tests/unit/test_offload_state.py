@@ -1,12 +1,14 @@
-"""What optimizers of offloaded experts keep in their state comes back from a checkpoint, or is refused by it."""
+"""What optimizers of offloaded experts keep in their state, under whatever keys, comes back, or is refused by name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -76,7 +78,7 @@ def test_a_checkpoint_of_before_has_no_state_of_no_parameter(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("mean", torch.ones(2), r"got Tensor with tensors in it \(key='mean'\)"),
+        ("mean", torch.ones(2), r"got Tensor \(key='mean'\)"),
         ("means", {"of": [torch.ones(2)]}, r"got dict with tensors in it \(key='means'\)"),
         ("rates", {1: 0.5}, r"got dict \(key='rates'\)"),
         ("seen", {"a"}, r"got set \(key='seen'\)"),
@@ -99,5 +101,115 @@ def test_state_of_no_parameter_that_a_checkpoint_cannot_hold_is_refused_before_a
         experts.optimizers[1].state[key] = value
         train(experts, range(1))
         with pytest.raises(CheckpointError, match=rf"expert-00001\.optimizer: expected .* {text}"):
+            experts.checkpoint()
+        assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def keeping(*keys: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a class of optimizers that keep a mean of gradients under each of these keys."""
+
+    class Keeping(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                for place, key in enumerate(keys):
+                    mean = self.state[parameter].setdefault(key, torch.zeros_like(parameter))
+                    mean.mul_(0.5).add_(parameter.grad, alpha=1.0 + place)
+                    parameter.sub_(mean, alpha=0.01)
+
+    return Keeping
+
+
+KEYS = [["ema.grad"], ["%2E", ".", "%", "a.b", "a%2Eb"], ["ema", "ema.inner", "inner"]]
+
+
+class Nested(nn.Module):
+    """Has parameters whose names end alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"inner": nn.Linear(8, 8, bias=False), "ema": nn.Linear(8, 8, bias=False)})
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.inner["ema"](x) + self.inner["inner"](x)).tanh() @ self.weight
+        return y
+
+
+def nested(make: Callable[[Any], torch.optim.Optimizer], folder: Path, limit: int) -> OffloadedExperts:
+    torch.manual_seed(0)
+    return OffloadedExperts([Nested() for _ in range(3)], make, max_resident_bytes=limit, store=folder)
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_keys_of_the_state_may_be_any_text(tmp_path: Path, keys: list[str]) -> None:
+    """Those with a dot had come back empty, and the optimizer failed."""
+    make, size = keeping(*keys), (2 + len(keys)) * 3 * 256
+    torch.manual_seed(0)
+    plain = [Nested() for _ in range(3)]
+    optimizers = [make(module.parameters()) for module in plain]
+    with nested(make, tmp_path, size) as experts:
+        for step in range(5):
+            train(experts, range(step, step + 1))
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            for module, optimizer in zip(plain, optimizers, strict=True):
+                module(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            experts.checkpoint()
+            experts.restore()
+        assert_equal(states(experts), [module.state_dict() for module in plain])
+        assert experts.residency.peak_bytes <= size < experts.residency.known_bytes
+
+
+@pytest.mark.parametrize("key", ["mean", "ema.grad"])
+def test_state_in_a_checkpoint_of_before_is_found_under_its_key(tmp_path: Path, key: str) -> None:
+    """What was saved under a key with a dot had been left out when it was restored."""
+    make = keeping(key)
+    with build(make, tmp_path / "straight") as straight:
+        train(straight, range(4))
+        want = states(straight)
+    with build(make, tmp_path / "stopped") as experts:
+        train(experts, range(2))
+        for path in experts.checkpoint().glob("*.optimizer.safetensors"):
+            tensors = safetensors.torch.load_file(path)
+            path.unlink()  # a link of the store's
+            as_before = {name.replace("%2E", "."): tensor for name, tensor in tensors.items()}
+            assert as_before.keys() == {f"{key}.weight", f"{key}.bias"}
+            safetensors.torch.save_file(as_before, path)
+    with build(make, tmp_path / "stopped") as experts:
+        experts.restore()
+        train(experts, range(2, 4))
+        assert_equal(states(experts), want)
+
+
+def test_state_of_a_parameter_that_the_expert_has_not_is_refused(tmp_path: Path) -> None:
+    with build(keeping("mean"), tmp_path) as experts:
+        train(experts, range(1))
+        path = experts.checkpoint() / "expert-00001.optimizer.safetensors"
+        tensors = safetensors.torch.load_file(path)
+        path.unlink()
+        safetensors.torch.save_file({"mean.scale": tensors["mean.weight"]}, path)
+        with pytest.raises(CheckpointError, match=r"tensors of weight, bias, got 'mean\.scale'"):
+            experts.restore()
+
+
+@pytest.mark.parametrize("key", [0, ("ema", 1), None])
+def test_tensors_under_other_keys_train_and_cannot_be_saved(tmp_path: Path, key: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 8)
+    optimizer = keeping(key)(plain.parameters())
+    with build(keeping(key), tmp_path) as experts:
+        train(experts, range(3))
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            plain(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal([experts.state_dict(0)], [plain.state_dict()])
+        with pytest.raises(CheckpointError, match=rf"got Tensor \(key={re.escape(repr(key))}\)"):
             experts.checkpoint()
         assert not list(tmp_path.glob("checkpoint-*"))

@@ -103,11 +103,16 @@ class HeldOptimizer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""
+        return {name: state[key] for name, (state, key) in self._places().items()}
+
+    def _places(self) -> dict[str, tuple[dict[Any, Any], str]]:
+        """Return where each of the optimizer's tensors is: in the state of which parameter, under which key."""
         return {
-            f"{key}.{name}": value
+            _full_name(key, name): (state, key)
             for name, parameter in self._parameters.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
+            for state in [self.optimizer.state.get(parameter, {})]
+            for key, value in state.items()
+            if _is_in_part(key, value)
         }
 
     def move_into_a_part(self, beside: Iterable[Part]) -> None:
@@ -153,22 +158,18 @@ class HeldOptimizer:
 
     def _attach(self, flat: Tensor) -> None:
         assert self.part is not None
-        views, known = self.part.layout.views(flat), self._tensors()
-        with torch.inference_mode(False):  # what was cleared while it was absent stays so
-            self._set_state({name: view for name, view in views.items() if name in known})
+        with torch.inference_mode(False):
+            self._set_state(self.part.layout.views(flat))
 
-    def _set_state(self, views: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            suffix = f".{name}"
-            for full_name, view in views.items():
-                if full_name.endswith(suffix) and "." not in full_name[: -len(suffix)]:
-                    self.optimizer.state[parameter][full_name[: -len(suffix)]] = view
+    def _set_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors where there were some; what was cleared while it was absent stays so."""
+        for full_name, (state, key) in self._places().items():
+            if full_name in tensors:
+                state[key] = tensors[full_name]
 
     def _detach(self) -> None:
-        for parameter in self._parameters.values():
-            state = self.optimizer.state.get(parameter, {})
-            for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
-                state[key] = torch.empty(0, dtype=state[key].dtype)
+        for state, key in self._places().values():
+            state[key] = torch.empty(0, dtype=state[key].dtype)
 
     def options(self) -> dict[str, Any]:
         """Return what a checkpoint says about the optimizer beside its tensors.
@@ -178,7 +179,7 @@ class HeldOptimizer:
         """
         state, parameters = self.optimizer.state, {id(p) for p in self._parameters.values()}
         numbers = {
-            name: {k: v for k, v in state.get(parameter, {}).items() if not isinstance(v, Tensor)}
+            name: {k: v for k, v in state.get(parameter, {}).items() if not _is_in_part(k, v)}
             for name, parameter in self._parameters.items()
         }
         of_all = {key: value for key, value in state.items() if id(key) not in parameters}
@@ -200,14 +201,9 @@ class HeldOptimizer:
         """Raise `CheckpointError` for what JSON would not give back."""
         for key, value in entries.items():
             if not _is_plain({key: value}):
-                what = (
-                    " with tensors in it"
-                    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-                    else ""
-                )
                 raise CheckpointError(
                     f"{self.name}: expected tensors of parameters and plain values, under texts, in the optimizer's "
-                    f"state, got {type(value).__name__}{what} (key={reprlib.repr(key)}). Save what it keeps yourself."
+                    f"state, got {_described(value)} (key={reprlib.repr(key)}). Save what it keeps yourself."
                 )
 
     def check_checkpoint(self, folder: Path, options: dict[str, Any], beside: Iterable[Part]) -> None:
@@ -219,7 +215,7 @@ class HeldOptimizer:
             beside: what an update holds with them.
 
         Raises:
-            CheckpointError: their file is missing or no whole safetensors file.
+            CheckpointError: their file is missing or no whole safetensors file, or has tensors of other parameters.
             ValueError: together they exceed the limit.
         """
         layout = self._saved_layout(folder, options)
@@ -230,7 +226,23 @@ class HeldOptimizer:
         """Return how the tensors of a checkpoint lie; `None`: the optimizer had made none, as in experts never used."""
         path = self._file_in(folder)
         has_tensors = options.get("has_tensors", path.exists())  # older checkpoints do not say it
-        return Layout.read(path)[0] if has_tensors else None
+        if not has_tensors:
+            return None
+        layout, _ = Layout.read(path)
+        fields = {_full_name(*self._parsed(full_name)): field for full_name, field in layout.fields.items()}
+        return Layout(fields, layout.num_bytes)
+
+    def _parsed(self, full_name: str) -> tuple[str, str]:
+        """Return a tensor's key, and its parameter's name; older checkpoints have the dots of a key as they are."""
+        pieces = full_name.split(".")
+        splits = ((".".join(pieces[i:]), ".".join(pieces[:i])) for i in range(1, len(pieces)))
+        for name, key in splits:
+            if name in self._parameters:
+                return key.replace("%2E", ".").replace("%25", "%"), name
+        raise CheckpointError(
+            f"{self.name}: expected tensors of {', '.join(self._parameters)}, got {full_name!r}. Restore experts with "
+            "the same parameters."
+        )
 
     def _file_in(self, folder: Path) -> Path:
         return folder / f"{self.name}.safetensors"
@@ -247,10 +259,22 @@ class HeldOptimizer:
                 self.optimizer.state[self._parameters[name]].update(numbers)
         self.optimizer.state.update(options.get("of_all", {}))  # older checkpoints have not got it
         if layout is not None:
-            self._set_state({name: torch.empty(0, dtype=f.dtype) for name, f in layout.fields.items()})
+            for full_name, field in layout.fields.items():
+                key, name = self._parsed(full_name)
+                self.optimizer.state[self._parameters[name]][key] = torch.empty(0, dtype=field.dtype)
             self._residency.adopt(
                 self._new_part(layout), functools.partial(store.link, self._file_in(folder))
             )
+
+
+def _is_in_part(key: object, value: object) -> bool:
+    """Whether a part has this entry of a parameter's state; tensors under other keys stay in memory."""
+    return isinstance(value, Tensor) and isinstance(key, str)
+
+
+def _full_name(key: str, name: str) -> str:
+    """Return the name of a parameter's tensor in the part: whatever the key is, it ends at the first dot."""
+    return f"{key.replace('%', '%25').replace('.', '%2E')}.{name}"
 
 
 def _refuse_step_without_gradients(optimizer: Optimizer, *_: object) -> None:
@@ -269,6 +293,12 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int | float)
+
+
+def _described(value: object) -> str:
+    leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
+    has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
+    return f"{type(value).__name__}{' with tensors in it' if has_tensors else ''}"
 
 
 def _as_kind_of(now: Any, saved: Any) -> Any:
