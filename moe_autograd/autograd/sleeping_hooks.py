@@ -80,15 +80,15 @@ class _Before:
         return self._is_still
 
 
-class _LateSleeper:
+class _LateSleeper(WrappedHook):
     """A hook for after the accumulation of a gradient that does nothing if there was none."""
 
     def __init__(self, hook: Callable[[Tensor], None]) -> None:
-        self._hook = hook
+        super().__init__(hook)
         self.before: _Before | None = None
 
     @left_alone
-    def __call__(self, tensor: Tensor) -> None:
+    def __call__(self, tensor: Tensor) -> Any:
         before, self.before = self.before, None
         if before is None or not before.is_still(tensor.grad):
             return self._hook(tensor)  # PyTorch refuses what is not `None`

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import CheckpointError
 from tests.support.offloading import OPTIMIZERS
 
@@ -140,6 +141,44 @@ def test_a_hook_that_waits_for_grad_is_refused_though_it_comes_later() -> None:
         experts[0](torch.ones(2, 4))
     handle.remove()
     experts[0](torch.ones(2, 4)).sum().backward()
+
+
+# ---- weights that are used outside, too
+
+
+def tied(weight: nn.Parameter) -> Tensor:
+    outside = nn.Linear(4, 4, bias=False)
+    outside.weight = weight
+    return outside(torch.ones(2, 4)).sum()  # type: ignore[no-any-return]
+
+
+def penalty(weight: nn.Parameter) -> Tensor:
+    return weight.square().sum()
+
+
+def in_a_map(weight: nn.Parameter) -> Tensor:
+    return torch.stack(parallel_apply([penalty, penalty], [(weight,), (weight,)])).sum()
+
+
+@pytest.mark.parametrize("use", [tied, penalty, in_a_map])
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_the_gradient_of_another_use_of_a_weight_is_refused_and_not_lost(
+    use: Callable[[nn.Parameter], Tensor], update: str
+) -> None:
+    module = nn.Linear(4, 4)
+    experts, weight, x = offloaded(module, update=update), module.weight, torch.ones(2, 4)
+    with pytest.raises(
+        RuntimeError, match="expert-00000: expected weight to be used in calls of the expert alone"
+    ):
+        (experts[0](x).sum() + use(weight)).backward()
+    assert weight.grad is None
+    experts.zero_grad()
+    before = experts.state_dict(0)["weight"]
+    experts[0](x).sum().backward()
+    experts.step()
+    torch.testing.assert_close(experts.state_dict(0)["weight"], before - 0.2)
+    with torch.no_grad():
+        assert use(weight).isfinite()
 
 
 # ---- results that share memory

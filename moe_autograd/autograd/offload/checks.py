@@ -19,6 +19,7 @@ from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.walks import walk
+from moe_autograd.autograd.wrapped_hooks import innermost
 
 
 def check_training(optimizer: object | None, num_microbatches: int | None, update: str) -> None:
@@ -151,12 +152,37 @@ def check_note(note: Any) -> None:
 def check_hooks(name: str, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise `ValueError` for hooks that would never run: nothing is accumulated in `.grad`."""
     for parameter_name, parameter in parameters.items():
-        hooks = parameter._post_accumulate_grad_hooks  # a dict or None
+        all_hooks: Any = parameter._post_accumulate_grad_hooks or {}
+        hooks = [hook for hook in all_hooks.values() if not isinstance(innermost(hook), _RefusingGradients)]
         if hooks:
             raise ValueError(
                 f"OffloadedExperts: expected no post-accumulate-grad hooks, got {len(hooks)} on {parameter_name} of "
                 f"{name}, whose gradients are not in .grad. Remove them; update='on_backward' updates in the backward."
             )
+
+
+def refuse_gradients_from_elsewhere(name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Have a backward raise from now on that accumulates in `.grad`, which no update would see."""
+    for parameter_name, parameter in parameters.items():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_RefusingGradients(name, parameter_name))
+
+
+class _RefusingGradients:
+    """A hook of a weight; calls of its expert gather gradients, so what arrives in `.grad` is of another use."""
+
+    def __init__(self, name: str, parameter_name: str) -> None:
+        self._name, self._parameter_name = name, parameter_name
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        parameter.grad = None
+        raise RuntimeError(
+            f"{self._name}: expected {self._parameter_name} to be used in calls of the expert alone, got a gradient of "
+            "another use, which no update would see. Give a layer outside a weight of its own, or keep the expert in "
+            "memory; a penalty on weights belongs into the expert's forward."
+        )
 
 
 def check_values(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> None:

@@ -33,6 +33,7 @@ from moe_autograd.autograd.offload.checks import (
     check_memory,
     check_training,
     each_module,
+    refuse_gradients_from_elsewhere,
     refuse_late_state,
 )
 from moe_autograd.autograd.offload.drawing import drawing_in_backwards
@@ -81,8 +82,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
     are any, except for weights, which are found again by place. `step` between a forward and its backward makes
-    that backward raise. The gradient is not differentiable a second time. Hooks run as ever, but for tensor hooks
-    on weights: these run once for each call (and slice of its rows), with what that call adds to the gradient.
+    that backward raise, and so does a gradient that comes to a weight by another use. The gradient is not
+    differentiable a second time. Hooks run as ever, but for tensor hooks on weights: these run once for each call
+    (and slice of its rows), with what that call adds to the gradient.
 
     Threads: any thread may call experts, also one expert from several; `step`, `zero_grad` and `checkpoint` belong
     where no forward or backward runs. With `update="on_backward"` a backward is a `step`, too.
@@ -155,6 +157,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         held = HeldExpert(name, module, optimizer, self.residency, updates_on_backward)
         if held.optimizer is not None:
             refuse_late_state(name, held.optimizer)
+            refuse_gradients_from_elsewhere(name, held.parameters)
         self._held.append(held)
         self._shared.held.append(held)
 
