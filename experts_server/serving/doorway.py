@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Sized
@@ -33,6 +34,7 @@ PATIENCE_S = 600.0  # a large message may be on its way for long
 STALLED_S = 10.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+Metadata = tuple[tuple[str, str | bytes], ...]
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # which the stub leaves out
 
 
@@ -82,7 +84,8 @@ class Doorway:
     async def let_in(self, context: Context, permission: Permission) -> Permission:
         """Give an RPC a place and return what it may do, or raise what is to end it."""
         self._take_place()
-        context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stub wants a class of its own
+        # not the context's own callbacks, which hold it: a cycle, and in it the server, until the collector comes by
+        _current_task().add_done_callback(self._leave)
         return await self.gate.check(context.invocation_metadata(), permission)
 
     async def close(self, timeout_s: float) -> bool:
@@ -103,7 +106,7 @@ class Doorway:
         self._inside.take(1)
         self.num_entered += 1
 
-    def _leave(self, context: Context) -> None:
+    def _leave(self, task: asyncio.Task[Any]) -> None:
         self._inside.give_back(1)
         if self._is_closed and self._inside.in_use == 0:
             self._is_empty.set()
@@ -207,9 +210,17 @@ class Passing:
         """Return whom it comes from, as grpc names connections."""
         return self._context.peer()
 
-    async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
-        """End it with a status, by grpc's own error."""
-        await self._context.abort(code, details)
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Metadata = ()) -> None:
+        """End it with a status, by grpc's own error.
+
+        grpc keeps that with the RPC. So it is to forget where it has been, and what it came of, when it has arrived:
+        their frames hold the RPC, which would stay until the garbage collector comes by, and its server with it.
+        """
+        try:
+            await self._context.abort(code, details, trailing)
+        except grpc.aio.AbortError as error:
+            _current_task().add_done_callback(functools.partial(_forget_way, error))
+            raise
 
     def has_waited_too_long(self, now_s: float) -> bool:
         """Whether its client has kept it waiting for longer than it may."""
@@ -259,6 +270,17 @@ class Passing:
             raise asyncio.CancelledError  # there is nobody to tell, and grpc would log that as our failure
         if not isinstance(error, MoeAutogradError):
             logger.error("a call failed in the server itself", exc_info=error)
-        # The traceback knows what has come; grpc keeps the error until the garbage collector comes by.
-        error.with_traceback(None)
-        await self._context.abort(*rpc_status_of(error))
+        error.with_traceback(None)  # which knows what has come, and is of no use any more
+        await self.abort(*rpc_status_of(error))
+
+
+def _current_task() -> asyncio.Task[Any]:
+    """Return that of the RPC: grpc awaits its handler in it, and writes its answer or status."""
+    task = asyncio.current_task()
+    assert task is not None, "handlers run in tasks"
+    return task
+
+
+def _forget_way(error: BaseException, _: asyncio.Task[Any]) -> None:
+    error.__context__ = None
+    error.with_traceback(None)

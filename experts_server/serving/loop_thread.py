@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 R = TypeVar("R")
+ENDING_S = 0.1  # of a thread whose server has stopped just now
 
 
 class LoopThread:
@@ -24,6 +25,7 @@ class LoopThread:
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _current: ClassVar[LoopThread | None] = None
+    _polled_in: ClassVar[int | None] = None  # the process that grpc.aio polled in when it forked
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -37,12 +39,13 @@ class LoopThread:
         """Return the process's loop thread, started if need be.
 
         Raises:
-            RuntimeError: this process was forked from one whose servers were running.
+            RuntimeError: this process was forked from one whose servers were running, or where grpc.aio was.
         """
-        if cls._current is not None and not cls._current.is_here:
+        if cls._polled_in not in (None, os.getpid()):
             raise RuntimeError(
                 f"process {os.getpid()}: expected one without a server when it was forked, got the fork of "
-                f"{cls._current._process}, where one runs. grpc cannot serve in it: spawn, or fork before."
+                f"{cls._polled_in}, where one runs, or grpc.aio still does for a call that hangs or an error that is "
+                "kept. grpc cannot serve in it: spawn, or fork before."
             )
         with cls._lock:
             if cls._current is None:
@@ -89,3 +92,21 @@ class LoopThread:
         except BaseException:
             asyncio.run_coroutine_threadsafe(end(), self._loop).result()
             raise
+        finally:
+            running.clear()  # the task has its error, whose traceback has this list
+
+
+def _note_poller() -> None:
+    """Before a fork, note whether grpc.aio polls here: a child has no such thread, and waits for it in vain."""
+    if LoopThread._polled_in not in (None, os.getpid()):
+        return  # a child's child has none either
+    pollers = [thread for thread in threading.enumerate() if thread.name.endswith("(_poll_wrapper)")]
+    if LoopThread._current is None:
+        for poller in pollers:
+            poller.join(ENDING_S)
+    is_polling = LoopThread._current is not None or any(poller.is_alive() for poller in pollers)
+    LoopThread._polled_in = os.getpid() if is_polling else None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_note_poller)

@@ -194,6 +194,7 @@ class ExpertServer:
             if self.state != "ready":
                 return
             logger.warning("grpc has stopped serving, and begins anew: %r", error)
+            error.with_traceback(None)  # which has the one that fell, and this one has the error
             await self._grpc.stop(None)  # its end may still be on its way
             server = self._with_handlers()
             open_port(server, self.config.model_copy(update={"listen": self.address}))
@@ -241,6 +242,7 @@ class ExpertServer:
     def _close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
+        self._grpc = None  # with it ends the thread that grpc.aio polls in, which no forked child has
         self.saver.close()
         self._close_memory()
 

@@ -208,6 +208,7 @@ class PassStream:
         except RemoteError as refusal:
             if isinstance(parcel.head, self._kind):
                 self._settings.registry.note_refused(parcel.head.expert)
+            refusal.with_traceback(None)  # which may lead to the parcel, and that back to it
             self._answer(parcel.number, refusal, None)
             return None
         call.tag = parcel.number

@@ -1,6 +1,7 @@
-"""What was refused goes at once, with the tensors that came with it: no garbage collector is needed.
+"""What was refused goes at once, with the tensors that came with it, and its RPC: no garbage collector is needed.
 
-grpc keeps the error that ends an RPC, in a cycle, and it may be long until the collector comes by.
+grpc keeps the error that ends an RPC with it, and the way of that error leads back to the RPC: a cycle, if it is not
+forgotten. It may be long until the collector comes by.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ REFUSED: dict[str, Callable[[WireClient], object]] = {
 
 
 def num_left() -> int:
-    """Return how many tensors only the garbage collector would free."""
+    """Return how many tensors and RPCs only the garbage collector would free."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
-        return sum(isinstance(thing, torch.Tensor) for thing in gc.garbage)
+        return sum(
+            isinstance(thing, torch.Tensor) or type(thing).__name__ == "RPCState" for thing in gc.garbage
+        )
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
