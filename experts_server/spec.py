@@ -59,7 +59,7 @@ def infer_spec(module: nn.Module) -> InputSpec:
 
 def _certain_spec(module: nn.Module, rank: int | None = None) -> InputSpec | None:
     """Return what a module takes whose input reaches a linear layer through no code but torch's and ours."""
-    forward = type(module).forward
+    forward = _forward_of(module)
     if is_watched(module):
         return None
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
@@ -78,9 +78,14 @@ def _likely_spec(module: nn.Module) -> InputSpec:
     leaf = next((m for m in module.modules() if next(m.children(), None) is None), None)
     if not isinstance(leaf, nn.Linear):
         return InputSpec()
-    return InputSpec(_dtype_of(leaf) if type(leaf).forward is nn.Linear.forward else None, leaf.in_features)
+    return InputSpec(_dtype_of(leaf) if _forward_of(leaf) is nn.Linear.forward else None, leaf.in_features)
 
 
 def _dtype_of(layer: nn.Linear) -> torch.dtype | None:
     # Not `layer.weight`: where that is computed, a look at it goes on with the power iteration of a spectral norm.
     return next((p.dtype for p in layer.parameters() if p.is_floating_point() or p.is_complex()), None)
+
+
+def _forward_of(module: nn.Module) -> object:
+    """Return the forward of its class; `None`: that has none by itself, as of what `torch.jit` has scripted."""
+    return getattr(type(module), "forward", None)

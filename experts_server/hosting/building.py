@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from experts_server.configuration.config import ExpertConfig, OptimizerConfig, ScheduleConfig, UpdateMode
-from experts_server.hosting.checks import check_weights
+from experts_server.hosting.checks import check_calls, check_weights
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.hosting.training import Training
 from moe_autograd.errors import ConfigError
@@ -69,6 +69,7 @@ def build_module(name: str, config: ExpertConfig, seed: int) -> nn.Module:
         raise ConfigError(
             f"{place}, key 'class': expected a torch.nn.Module, got {type(module).__name__} from {config.class_name!r}."
         )
+    check_calls(f"{place}, key 'class'", module)
     check_weights(f"{place}, key 'args'", module)
     return module.eval() if config.eval_only else module.train()
 

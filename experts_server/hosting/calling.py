@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.calls import Outputs
-from experts_server.hosting.checks import check_weights
+from experts_server.hosting.checks import check_calls, check_weights
 from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
@@ -48,6 +48,7 @@ class ModuleCaller:
         self.name = name
         self.eval_only = eval_only
         self.module = module
+        check_calls(f"expert {name!r}", module)
         check_weights(f"expert {name!r}", module)
         self.spec = infer_spec(module)
         self.random = RandomStream(module)

@@ -14,6 +14,26 @@ from moe_autograd.autograd.offload.flat import is_made_of_others
 from moe_autograd.errors import ConfigError, ExpertFailedError, ExpertNotFoundError, InvalidCallError
 
 
+def check_calls(place: str, module: nn.Module) -> None:
+    """Raise `ConfigError` for a module of which every call would fail: it has no forward, or no mode to be set to."""
+    kind = type(module)
+    if kind.__call__ is nn.Module.__call__ and _forward_of(module) in (None, nn.Module.forward):
+        raise ConfigError(
+            f"{place}: expected a module with a forward, got {kind.__name__}, which has none of its own. Host one that "
+            "calls its parts, such as nn.Sequential."
+        )
+    if not hasattr(module, "training"):
+        raise ConfigError(
+            f"{place}: expected a module that trains or evaluates, got {kind.__name__} without a mode. If torch.jit "
+            "has frozen it, host it as it was before."
+        )
+
+
+def _forward_of(module: nn.Module) -> object:
+    forward = getattr(module, "forward", None)
+    return getattr(forward, "__func__", forward)
+
+
 def check_weights(place: str, module: nn.Module) -> None:
     """Raise `ConfigError` for weights that cannot be sent, saved or found in memory."""
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:

@@ -183,7 +183,8 @@ def shared_modules(modules: Sequence[Sequence[nn.Module]]) -> list[list[nn.Modul
 
 def may_be_changed(module: nn.Module) -> bool:
     """Whether a module computes otherwise with other weights, or in another mode."""
-    code = getattr(type(module).forward, "__code__", None)
+    forward = getattr(type(module), "forward", None)  # not of what is scripted
+    code = getattr(forward, "__code__", None)
     return bool(module._parameters or module._buffers) or "training" in getattr(code, "co_names", ())
 
 

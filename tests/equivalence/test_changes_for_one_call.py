@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_autograd import parallel_apply
 from tests.support.comparing_modules import assert_same_without_error
 from tests.support.comparison import MapFunction
 from tests.support.module_programs import leaves, seeded
@@ -169,3 +171,12 @@ def test_calls_whose_modules_have_a_mode_alone_are_in_their_own() -> None:
         return say(apply, template, waits, calls, [(x,) for x in xs], *xs)
 
     assert_same_without_error(program)
+
+
+def test_calls_that_switch_the_mode_of_a_scripted_module_they_share_take_turns() -> None:
+    """Its class has no forward by itself: a look at it raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # later interpreters have it from torch.jit
+        shared = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    inputs = [(shared, torch.randn(3, 4)) for _ in range(3)]
+    torch.testing.assert_close(parallel_apply([in_eval_mode] * 3, inputs), [shared[0](x) for _, x in inputs])
