@@ -5,6 +5,7 @@ What is checked here says what is expected; `mistakes` puts that into words that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
@@ -35,6 +36,27 @@ Count = Annotated[int, Field(gt=0, le=1 << 20)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 
 
+def _check_args(args: dict[str, Any]) -> dict[str, Any]:
+    if not _is_finite(args):
+        raise ValueError("expected numbers that are finite")
+    return args
+
+
+def _is_finite(value: object) -> bool:
+    match value:
+        case float():
+            return math.isfinite(value)
+        case Mapping():
+            return all(map(_is_finite, value.values()))
+        case list() | tuple():
+            return all(map(_is_finite, value))
+        case _:
+            return True
+
+
+Args = Annotated[dict[str, Any], AfterValidator(_check_args)]
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -55,7 +77,7 @@ class ScheduleConfig(_Frozen):
     """A learning-rate schedule: a class of `torch.optim.lr_scheduler`, stepped once per update."""
 
     name: str
-    args: dict[str, Any] = {}
+    args: Args = {}
 
 
 class OptimizerConfig(_Frozen):
@@ -63,7 +85,7 @@ class OptimizerConfig(_Frozen):
 
     name: str = "adam"
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    args: dict[str, Any] = {}
+    args: Args = {}
     clip_grad_value: Annotated[float, Field(gt=0)] | None = None
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: ScheduleConfig | None = None
@@ -144,7 +166,7 @@ class ExpertConfig(_Frozen):
     """One expert: its class, the class's arguments, and how it is trained."""
 
     class_name: str = Field(alias="class", min_length=1)
-    args: dict[str, Any] = {}
+    args: Args = {}
     optimizer: OptimizerChoice | None = None
     update: UpdateMode | None = None
     samples_per_update: Count | None = None

@@ -187,6 +187,11 @@ def _with_dtype(place: str, make: Callable[..., Any], args: dict[str, Any]) -> d
         raise ConfigError(
             f"{place}, key 'args.dtype': expected the name of a torch.dtype, such as 'bfloat16', got {name!r}."
         )
+    if make in BUILT_IN.values() and not dtype.is_floating_point:
+        raise ConfigError(
+            f"{place}, key 'args.dtype': expected a floating dtype, such as 'bfloat16', got {name!r}, which what is "
+            "built in does not compute with."
+        )
     return {**args, "dtype": dtype}
 
 

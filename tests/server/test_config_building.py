@@ -74,6 +74,10 @@ class Script(torch.nn.Module):
             "(TypeError: FeedForwardExpert: expected activation to be a function of a tensor, got 'relu'.",
         ),
         (
+            {"class": "swiglu", "args": {"d_model": 4, "d_ff": 8, "dtype": "complex64"}},
+            "key 'args.dtype': expected a floating dtype, such as 'bfloat16', got 'complex64'",
+        ),
+        (
             {"class": "ffn", "args": {"d_model": 4, "dtype": "bf16"}},
             "key 'args.dtype': expected the name of a torch.dtype, such as 'bfloat16', got 'bf16'.",
         ),
@@ -130,7 +134,7 @@ def test_what_cannot_be_built_names_expert_key_and_value(expert: dict[str, Any],
     assert len(str(refused.value).splitlines()) == 1
 
 
-class Named(torch.nn.Module):
+class Named(torch.nn.Identity):
     """Takes the name of a dtype, and not a dtype."""
 
     def __init__(self, dtype: str) -> None:

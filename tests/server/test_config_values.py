@@ -78,3 +78,23 @@ def test_true_is_no_number(key: tuple[str, ...]) -> None:
     table[key[-1]] = True
     with pytest.raises(ConfigError, match=rf"key '{'.'.join(key)}': expected .*, got True"):
         load_config(flags=settings, environment={})
+
+
+ARGS = [key for key in keys() if key[-1] == "args"]
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("-inf"), [[float("nan")]], {"x": float("inf")}], ids=str
+)
+@pytest.mark.parametrize("key", ARGS, ids=".".join)
+def test_arguments_are_finite_as_all_numbers_are(key: tuple[str, ...], value: Any) -> None:
+    """Training with others would be without sense, and a checkpoint of it is refused."""
+    settings: dict[str, Any] = {"experts": {"e": {"class": "ffn", "args": {"d_model": 8}}}}
+    table = settings
+    for name in key[:-1]:
+        table = table.setdefault(name, {})
+    table["args"] = {"x": value}
+    with pytest.raises(
+        ConfigError, match=rf"key '{'.'.join(key)}': expected numbers that are finite, got .*'x'"
+    ):
+        load_config(flags=settings, environment={})
