@@ -5,7 +5,7 @@
         manifest.json               every file with its length and checksum; itself checksummed
         ffn.0.safetensors           weights, optimizer state, gathered gradients; plain values as metadata
         ...
-      generation-00000006/          the one before; the last `keep` stay
+      generation-00000006/          the one before; the last `keep` stay, and damaged ones between them
       writing-00000008/             one that was not finished: removed at the next save or start
       lock                          held by the server that writes here
 
@@ -62,7 +62,7 @@ class CheckpointFolder:
 
     Args:
         folder: made if it is not there.
-        keep: how many generations stay.
+        keep: how many generations stay, of those that no read has found damaged.
 
     Raises:
         CheckpointError: the folder cannot be used, or another server uses it.
@@ -73,6 +73,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder = folder
         self.keep = keep
+        self._damaged: set[int] = set()
         self._lock = take_folder("checkpoint_dir", folder, "lock", CheckpointError)
 
     def close(self) -> None:
@@ -113,6 +114,7 @@ class CheckpointFolder:
             _flush_folder(writing)
             writing.rename(self.folder / name)
             _flush_folder(self.folder)
+            self._damaged.discard(number)  # that one was moved away
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint_dir {str(self.folder)!r}: expected a folder that takes {name}, got "
@@ -139,7 +141,10 @@ class CheckpointFolder:
                     path.unlink()
 
     def _remove_old(self) -> None:
-        for number in sorted(self.generations())[: -self.keep]:
+        there = [number for number in self.generations() if (self.folder / _name_of(number)).is_dir()]
+        whole = [number for number in there if number not in self._damaged]
+        oldest = min(whole[-self.keep :], default=0)
+        for number in [number for number in there if number < oldest]:
             removing = self.folder / f"removing-{number:08}"
             with contextlib.suppress(OSError):  # it is tried again after the next save
                 (self.folder / _name_of(number)).rename(removing)
@@ -190,6 +195,7 @@ class CheckpointFolder:
             try:
                 return name, _read_generation(self.folder / name)
             except _Damaged as error:
+                self._damaged.add(number)
                 logger.error("%s. Falling back to the generation before.", error)
         if numbers:
             raise CheckpointError(

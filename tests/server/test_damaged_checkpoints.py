@@ -103,3 +103,42 @@ def test_if_no_generation_is_whole_the_server_refuses_to_start_afresh(tmp_path: 
         flip_a_byte(generation)
     with pytest.raises(CheckpointError, match="expected a whole generation, got 2 damaged"):
         served(tmp_path).start()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("generation-*"))
+
+
+def test_what_was_found_damaged_takes_no_place_of_a_whole_generation(tmp_path: Path) -> None:
+    with CheckpointFolder(tmp_path, keep=2) as folder:
+        for number in (1, 2, 3):
+            folder.write([snapshot_of("ffn.0", number)])
+        flip_a_byte(tmp_path / "generation-00000003")
+        assert (folder.read_newest() or ("",))[0] == "generation-00000002"
+        folder.write([snapshot_of("ffn.0", 4)])
+        assert names_in(tmp_path) == [f"generation-0000000{number}" for number in (2, 3, 4)]
+        folder.write([snapshot_of("ffn.0", 5)])
+        assert names_in(tmp_path) == [f"generation-0000000{number}" for number in (4, 5)]
+
+
+def test_a_generation_in_the_place_of_a_damaged_one_that_was_moved_away_is_whole(tmp_path: Path) -> None:
+    with CheckpointFolder(tmp_path, keep=1) as folder:
+        for number in (1, 2):
+            folder.write([snapshot_of("ffn.0", number)])
+        flip_a_byte(tmp_path / "generation-00000002")
+        with pytest.raises(CheckpointError, match="got 1 damaged"):
+            folder.read_newest()
+        (tmp_path / "generation-00000002").rename(tmp_path / "damaged")
+        for number in (1, 2):
+            folder.write([snapshot_of("ffn.0", number)])
+        assert names_in(tmp_path) == ["generation-00000002"]
+
+
+def test_a_file_that_is_named_as_a_generation_takes_no_place_of_one_and_stays(tmp_path: Path) -> None:
+    with CheckpointFolder(tmp_path, keep=2) as folder:
+        (tmp_path / "generation-00000099").write_text("mine")
+        for number in (100, 101, 102):
+            assert folder.write([snapshot_of("ffn.0", number)]) == f"generation-00000{number}"
+        (tmp_path / "generation-00000200").write_text("mine")
+        folder.write([snapshot_of("ffn.0", 201)])
+        assert names_in(tmp_path) == [f"generation-00000{number}" for number in ("099", 102, 200, 201)]
