@@ -36,7 +36,7 @@ Count = Annotated[int, Field(gt=0, le=1 << 20)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 
 
-def _check_args(args: dict[str, Any]) -> dict[str, Any]:
+def _check_finite(args: dict[str, Any]) -> dict[str, Any]:
     if not _is_finite(args):
         raise ValueError("expected numbers that are finite")
     return args
@@ -54,7 +54,7 @@ def _is_finite(value: object) -> bool:
             return True
 
 
-Args = Annotated[dict[str, Any], AfterValidator(_check_args)]
+FiniteArgs = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 
 
 class _Frozen(BaseModel):
@@ -77,7 +77,7 @@ class ScheduleConfig(_Frozen):
     """A learning-rate schedule: a class of `torch.optim.lr_scheduler`, stepped once per update."""
 
     name: str
-    args: Args = {}
+    args: FiniteArgs = {}
 
 
 class OptimizerConfig(_Frozen):
@@ -85,7 +85,7 @@ class OptimizerConfig(_Frozen):
 
     name: str = "adam"
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    args: Args = {}
+    args: FiniteArgs = {}
     clip_grad_value: Annotated[float, Field(gt=0)] | None = None
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     schedule: ScheduleConfig | None = None
@@ -166,7 +166,7 @@ class ExpertConfig(_Frozen):
     """One expert: its class, the class's arguments, and how it is trained."""
 
     class_name: str = Field(alias="class", min_length=1)
-    args: Args = {}
+    args: dict[str, Any] = {}
     optimizer: OptimizerChoice | None = None
     update: UpdateMode | None = None
     samples_per_update: Count | None = None
