@@ -9,11 +9,11 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from types import FrameType
 
 from experts_server.command.logs import flush_log
-from experts_server.command.stdout import forget_stdout
 from experts_server.configuration.config import ServerConfig
 from experts_server.configuration.names import counted
 from experts_server.serving.configured import from_config
@@ -104,11 +104,20 @@ def _stop_at(numbers: Sequence[signal.Signals]) -> asyncio.Event:
 def _say_ready(server: ExpertServer) -> None:
     if server.metrics is not None:
         logger.info("metrics at http://%s/metrics", server.metrics.address)
+    if sys.stdout is not None:  # it is closed
+        line = ready_line(len(server.registry), server.address)
+        threading.Thread(target=_write_to_stdout, args=(f"{line}\n".encode(),), daemon=True).start()
+
+
+def _write_to_stdout(line: bytes) -> None:
+    """Write past Python's buffer, which would be locked for ever, on a thread that nobody waits for.
+
+    A pipe that nobody reads may be full, and a terminal suspended: that is no reason not to serve, or not to stop.
+    """
     try:
-        print(ready_line(len(server.registry), server.address), flush=True)
+        os.write(sys.stdout.fileno(), line)
     except OSError as error:  # its terminal has just gone; how to stop is a signal's business
         logger.warning("expected somebody to read stdout, got %s", error)
-        forget_stdout()
 
 
 def _let_signals_end_it() -> list[signal.Signals]:

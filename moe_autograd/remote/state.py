@@ -66,7 +66,7 @@ class _Arrivals:
         self._to_come = list(layouts)[::-1]
         self._num_left = 0
         self._states: dict[str, State] = {}
-        self._name = ""
+        self._name, self._keys = "", frozenset[str]()
 
     def put(self, parcel: Parcel) -> None:
         """Take what has come; raises `CorruptDataError` if it should not have."""
@@ -76,6 +76,7 @@ class _Arrivals:
         if isinstance(head, pb.StateUpdate) and self._num_left == 0 and self._to_come:
             self._name, self._num_left = self._to_come.pop(), head.num_entries
             self._states[self._name] = {}
+            self._keys = frozenset(entry.key for entry in self._layouts[self._name].entries)
         elif isinstance(head, pb.StateEntry) and self._is_next(head) and len(parcel.tensors) == 1:
             (tensor,) = parcel.tensors
             if tensor is None:
@@ -93,7 +94,8 @@ class _Arrivals:
         return f"the state of expert {self._to_come[-1]!r}" if self._to_come else "no more"
 
     def _is_next(self, head: pb.StateEntry) -> bool:
-        return self._num_left > 0 and head.expert == self._name and head.key not in self._states[self._name]
+        is_new = head.key in self._keys and head.key not in self._states[self._name]
+        return self._num_left > 0 and head.expert == self._name and is_new
 
     def complete(self) -> dict[str, State]:
         """Return all states; raises `CorruptDataError` if something has not come."""

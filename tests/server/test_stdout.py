@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from experts_server.configuration.config import ServingConfig
+from moe_autograd.remote import connect
 from tests.support.servers import ROOT, START_S, WireClient, wait_until
 from tests.support.subprocesses import run_command
 
@@ -99,6 +102,30 @@ def test_serve_goes_on_with_a_stdout_that_takes_nothing_and_exits_0() -> None:
         log = process.stderr.read()
     assert "No space left on device" in told
     assert (process.returncode, log.splitlines()[-1].endswith("stopped")) == (0, True), log
+
+
+def test_serve_serves_and_stops_though_nobody_reads_a_full_pipe() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)  # again, as pipes are
+    flags = ("serve", "--expert", "identity", "--listen", "127.0.0.1:0")
+    with subprocess.Popen(
+        [sys.executable, "-m", "experts_server", *flags], stdout=writing, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        said = next(found for line in process.stderr if (found := re.search(r"ready: .* at (\S+)", line)))
+        try:
+            with connect(said[1]) as experts:
+                assert len(experts) == 1
+            process.terminate()
+            assert process.wait(START_S) == 0
+        finally:
+            process.kill()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_the_file_called_minus_is_stdout_and_stdin(
