@@ -4,7 +4,7 @@ Begin with `parallel`, which draws the three steps of a map. The first line of e
 
     the maps                parallel, alone, in_turn, grouping, units, runs, notes, uncompiled
     what only computes      arithmetic, known_arithmetic, function_reading, bytecode, bytecode_loops, spatial
-    a call of a function    emulated, isolated, function_calls
+    a call of a function    emulated, isolated, function_calls, unrecorded
     a call of a module      module_calls, module_results, joined_modules, used_results, uses, upper_cuts, entry, walks
     one node for all calls  join, joined, left, histories, this_backward, boxed, grad_dtypes, accumulating, sums
     what calls hold         closures, in_modules, in_objects, reaching, named, compiled, ranks

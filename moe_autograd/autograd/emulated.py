@@ -247,12 +247,11 @@ def _checked(
 
 def _refuse_nan(func: type[Function], grads: Sequence[Tensor | None]) -> None:
     """Raise if one is not a number, as the engine does while anomalies are detected."""
-    with torch.no_grad():
-        for index, grad in enumerate(grads):
-            if grad is not None and grad.isnan().any():
-                raise RuntimeError(
-                    f"Function '{func.__name__}Backward' returned nan values in its {index}th output."
-                )
+    for index, grad in enumerate(grads):
+        if grad is not None and grad.detach().isnan().any():
+            raise RuntimeError(
+                f"Function '{func.__name__}Backward' returned nan values in its {index}th output."
+            )
 
 
 def _trimmed(func: type[Function], grads: tuple[Any, ...], num_arguments: int) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ Neither makes a graph, or a thread (`emulated` has the context and how the funct
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from moe_autograd.autograd.emulated import (
 )
 from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes, differs
 from moe_autograd.autograd.uncompiled import uncompiled
+from moe_autograd.autograd.unrecorded import unrecorded
 
 _COMPLEX_AND_REAL = (
     "Expected isFloatingType(grad.scalar_type()) || (input_is_complex == grad_is_complex) to be true, but got false.  "
@@ -72,17 +74,20 @@ def run_isolated_forward(func: type[Function], *args: Any) -> tuple[EmulatedAuto
         (tensor([9.]), (tensor([6.]),))
     """
     check_is_function("run_isolated_forward", func)
-    with torch.no_grad():
-        args = arguments_of(func, args)
-        ctx, returned = call_forward(func, args, detach=True)
-        ctx._emulated_arguments = tuple(map(_argument, args))
-        results = returned if isinstance(returned, tuple) else (returned,)
-        ctx._emulated_result_options = options_of(results)
-        declared_grad_dtypes(ctx, results)
-        ctx._emulated_kept = tuple(map(_kept, ctx.to_save))
-        ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
-        outputs = tuple(map(detached, results))
-        return ctx, outputs if isinstance(returned, tuple) else outputs[0]
+    return unrecorded(partial(_forward, func, args))
+
+
+def _forward(func: type[Function], args: tuple[Any, ...]) -> tuple[EmulatedAutogradContext, Any]:
+    args = arguments_of(func, args)
+    ctx, returned = call_forward(func, args, detach=True)
+    ctx._emulated_arguments = tuple(map(_argument, args))
+    results = returned if isinstance(returned, tuple) else (returned,)
+    ctx._emulated_result_options = options_of(results)
+    declared_grad_dtypes(ctx, results)
+    ctx._emulated_kept = tuple(map(_kept, ctx.to_save))
+    ctx.to_save = ctx.dirty_tensors = ctx.non_differentiable = ()
+    outputs = tuple(map(detached, results))
+    return ctx, outputs if isinstance(returned, tuple) else outputs[0]
 
 
 @uncompiled
@@ -116,12 +121,17 @@ def run_isolated_backward(
     """
     check_is_function("run_isolated_backward", func)
     _check_grad_outputs(func, ctx, grad_outputs)
-    with torch.no_grad():
-        if ctx.materialize_grads:
-            grad_outputs = tuple(materialize(grad_outputs, ctx._emulated_result_options))
-        grads = call_backward(func, ctx, as_declared(ctx, grad_outputs))
-        _check_grads(func, ctx, grads)
-        return tuple(map(_fitted, grads, ctx._emulated_arguments))
+    return unrecorded(partial(_backward, func, ctx, grad_outputs))
+
+
+def _backward(
+    func: type[Function], ctx: EmulatedAutogradContext, grad_outputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    if ctx.materialize_grads:
+        grad_outputs = tuple(materialize(grad_outputs, ctx._emulated_result_options))
+    grads = call_backward(func, ctx, as_declared(ctx, grad_outputs))
+    _check_grads(func, ctx, grads)
+    return tuple(map(_fitted, grads, ctx._emulated_arguments))
 
 
 class _Argument(NamedTuple):

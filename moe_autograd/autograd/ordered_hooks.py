@@ -27,12 +27,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_autograd._random import running
+from moe_autograd.autograd.unrecorded import unrecorded
 
 
 class Box:
@@ -164,8 +166,8 @@ class OrderedHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Call the caller's first hook."""
-        with self._lock, torch.no_grad():
-            return self._pack(tensor)
+        with self._lock:
+            return unrecorded(partial(self._pack, tensor))
 
     def unpack(self, packed: Any) -> Tensor:
         """Call the caller's second hook."""

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.nn import ModuleDict
 from torch.utils._pytree import tree_leaves
@@ -43,6 +43,7 @@ from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_
 from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.autograd.units import must_be_in_turn, run_units
+from moe_autograd.autograd.unrecorded import unrecorded
 from moe_autograd.timeline import is_recording
 
 _NOT_RUN = cast(FunctionCall, None)
@@ -158,10 +159,9 @@ def _run_forwards(
         with hooks.of(index):  # for graphs within the call; what the call itself saves meets them at the join
             forward(index)
 
-    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # as torch runs a forward
-        chosen = forward if hooks is None else forward_in_order
-        computes_elsewhere = has_streams and any(map(are_elsewhere, args_per_call))
-        run_calls(chosen, the_map, "forward", computes_elsewhere=computes_elsewhere)
+    chosen = forward if hooks is None else forward_in_order
+    computes_elsewhere = has_streams and any(map(are_elsewhere, args_per_call))
+    unrecorded(partial(run_calls, chosen, the_map, "forward", computes_elsewhere=computes_elsewhere))
     changed = [call.changed for call in calls]
     if any(changed):
         taken = [call.inputs for call in calls]

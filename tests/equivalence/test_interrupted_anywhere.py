@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import dropout
 
-from moe_autograd import parallel_apply
+from moe_autograd import (
+    map_with_parallel_backward,
+    parallel_apply,
+    run_isolated_backward,
+    run_isolated_forward,
+)
 from tests.support.interrupting import interrupted_everywhere
 from tests.support.servers import wait_until
 
@@ -52,6 +60,51 @@ def assert_steps_go_on(experts: list[Dropping], **options: Any) -> None:
             seeded_step(), expected, rtol=0, atol=0, msg=lambda text, at=point: f"{at}: {text}"
         )
     assert num_points > 300
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad + 0 * ctx.saved_tensors[0]
+
+
+def mapped() -> None:
+    xs = torch.randn(3, D, requires_grad=True)
+    sum(map_with_parallel_backward(Scaled, *[(x,) for x in xs])).sum().backward()
+
+
+def isolated() -> None:
+    context, y = run_isolated_forward(Scaled, torch.randn(D, requires_grad=True))
+    run_isolated_backward(Scaled, context, torch.ones_like(y))
+
+
+@pytest.mark.parametrize(
+    ("program", "hooks"),
+    [
+        (mapped, contextlib.nullcontext()),
+        (isolated, contextlib.nullcontext()),
+        (mapped, saved_tensors_hooks(lambda tensor: 1 * tensor, lambda tensor: tensor)),
+    ],
+    ids=["map", "isolated", "map under hooks"],
+)
+def test_after_ctrl_c_gradients_are_on_as_before(
+    program: Callable[[], None], hooks: contextlib.AbstractContextManager[None]
+) -> None:
+    num_points = 0
+    with hooks:
+        for point in interrupted_everywhere(program):
+            num_points += 1
+            is_on = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+            torch.set_grad_enabled(True)
+            torch._C._set_fwd_grad_enabled(True)
+            assert is_on == (True, True), point
+            wait_until(lambda: torch.random.default_generator is OWN_GENERATOR)
+    assert num_points > 50
 
 
 @pytest.mark.parametrize("num_experts", [1, 2])

@@ -329,7 +329,9 @@ def test_what_is_said_of_other_weights_is_in_one_line_and_says_what_was_expected
 
 def test_entries_that_no_layout_has_are_not_gathered_up_to_the_number_that_it_says(liar, expert):
     liar.state = state(("x.0", torch.ones(1)), ("x.1", torch.ones(1)), num_entries=1 << 40)
-    with pytest.raises(CorruptDataError, match=r"expected \d+ more entries of expert .*got StateEntry 'x\.0'"):
+    with pytest.raises(
+        CorruptDataError, match=r"expected \d+ more entries of expert .*got StateEntry 'x\.0'"
+    ):
         expert.state_dict()
 
 
