@@ -148,13 +148,17 @@ def concatenate(outputs: Sequence[Tensor]) -> Tensor:
     """Return the rows of all of `outputs`, in the widest of their dtypes.
 
     Under autocast to bfloat16 `torch.cat` refuses float16, which experts may return that are so elsewhere, and the
-    other way round.
+    other way round. It is switched off by functions of C: Ctrl-C that comes when `torch.autocast` is left, in Python,
+    would leave its cache of weights filled for good.
     """
     kind = outputs[0].device.type
     if not torch.is_autocast_enabled(kind):
         return torch.cat(tuple(outputs))
-    with torch.autocast(kind, enabled=False):
+    try:
+        torch.set_autocast_enabled(kind, False)
         return torch.cat(tuple(outputs))
+    finally:
+        torch.set_autocast_enabled(kind, True)
 
 
 class _Gather(torch.autograd.Function):

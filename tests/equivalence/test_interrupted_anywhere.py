@@ -18,6 +18,7 @@ from moe_autograd import (
     run_isolated_backward,
     run_isolated_forward,
 )
+from moe_autograd.moe.dispatch import concatenate
 from tests.support.interrupting import interrupted_everywhere
 from tests.support.servers import wait_until
 
@@ -105,6 +106,17 @@ def test_after_ctrl_c_gradients_are_on_as_before(
             assert is_on == (True, True), point
             wait_until(lambda: torch.random.default_generator is OWN_GENERATOR)
     assert num_points > 50
+
+
+def test_after_ctrl_c_in_a_layer_autocast_ends_where_it_would_have() -> None:
+    """Else the weights that it has cast would be kept beyond the next update."""
+    outputs = [torch.ones(2, D, dtype=torch.float16), torch.ones(1, D)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        points = interrupted_everywhere(lambda: concatenate(outputs))
+        for point in points:
+            assert torch.is_autocast_enabled("cpu"), point
+            torch.autocast_increment_nesting()
+            assert torch.autocast_decrement_nesting() == 1, point
 
 
 @pytest.mark.parametrize("num_experts", [1, 2])
