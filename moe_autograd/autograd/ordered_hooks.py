@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_autograd._interrupts import unwindable
 from moe_autograd._random import running
 from moe_autograd.autograd.unrecorded import unrecorded
 
@@ -107,7 +108,7 @@ class OrderedHooks:
         self._num_packed = 0  # calls, from the first on
         self._has_failed = False
 
-    @contextlib.contextmanager
+    @unwindable
     def of(self, index: int) -> Iterator[None]:
         """Put what call `index` saves into boxes, and pack them when their turn has come."""
         boxes = self._waiting[index]
@@ -118,7 +119,7 @@ class OrderedHooks:
             return box
 
         try:
-            with handing_on(put, self._pack), torch.autograd.graph.saved_tensors_hooks(put, Box.unpack):
+            with handing_on(put, self._pack), _saving_by(put, Box.unpack):
                 yield
             self._end(index)
         except BaseException:
@@ -185,6 +186,16 @@ def unpack_ahead(boxes: Sequence[weakref.ref[Box]]) -> None:
 def counts(pack: Callable[[Tensor], Any]) -> bool:
     """Whether a hook relies on the order in which it sees tensors: that of checkpoint, or one that hands on to it."""
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint" or getattr(pack, "counts", False)
+
+
+@unwindable
+def _saving_by(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Do as `saved_tensors_hooks`; those are left in Python, and Ctrl-C that comes there leaves them on for good."""
+    try:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from moe_autograd._habits import habit_of
+from moe_autograd._interrupts import unwinding
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd._streams import Lanes, lanes_from_here
 from moe_autograd._workers import run_all
@@ -66,6 +67,7 @@ class Map(NamedTuple):
         return index if self.numbers is None else self.numbers[index]
 
 
+@unwinding
 def run_calls(
     call: Callable[[int], None],
     the_map: Map,

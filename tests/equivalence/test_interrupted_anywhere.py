@@ -79,6 +79,11 @@ def mapped() -> None:
     sum(map_with_parallel_backward(Scaled, *[(x,) for x in xs])).sum().backward()
 
 
+def applied() -> None:
+    xs = torch.randn(3, D, requires_grad=True)
+    sum(parallel_apply([Scaled.apply] * 3, [(x,) for x in xs])).sum().backward()
+
+
 def isolated() -> None:
     context, y = run_isolated_forward(Scaled, torch.randn(D, requires_grad=True))
     run_isolated_backward(Scaled, context, torch.ones_like(y))
@@ -90,20 +95,23 @@ def isolated() -> None:
         (mapped, contextlib.nullcontext()),
         (isolated, contextlib.nullcontext()),
         (mapped, saved_tensors_hooks(lambda tensor: 1 * tensor, lambda tensor: tensor)),
+        (applied, saved_tensors_hooks(lambda tensor: 1 * tensor, lambda tensor: tensor)),
     ],
-    ids=["map", "isolated", "map under hooks"],
+    ids=["map", "isolated", "map under hooks", "modules under hooks"],
 )
-def test_after_ctrl_c_gradients_are_on_as_before(
+def test_after_ctrl_c_gradients_and_hooks_are_on_as_before(
     program: Callable[[], None], hooks: contextlib.AbstractContextManager[None]
 ) -> None:
-    num_points = 0
+    num_points, top_hooks = 0, torch._C._autograd._top_saved_tensors_default_hooks
     with hooks:
+        before = top_hooks(True)
         for point in interrupted_everywhere(program):
             num_points += 1
             is_on = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
             torch.set_grad_enabled(True)
             torch._C._set_fwd_grad_enabled(True)
             assert is_on == (True, True), point
+            assert top_hooks(True) == before, point
             wait_until(lambda: torch.random.default_generator is OWN_GENERATOR)
     assert num_points > 50
 

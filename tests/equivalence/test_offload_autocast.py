@@ -94,28 +94,27 @@ def test_a_grad_scaler_is_used_as_the_page_says_and_leaves_out_steps_that_are_no
     routers = [TopKRouter(8, 5, top_k=2) for _ in range(2)]
     routers[1].load_state_dict(routers[0].state_dict())
     layers = [MixtureOfExperts(routers[0], experts), MixtureOfExperts(routers[1], plain)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     of_router, of_all = make(routers[0].parameters()), make(layers[1].parameters())
-    page: dict[str, Any] = {"torch": torch, "experts": experts, "scaler": scalers[0], "optimizer": of_router}
+    page: dict[str, Any] = {"torch": torch, "experts": experts}
     clipping, scaling = (
         part.removeprefix("python") for part in PAGE.split("## Clipping")[1].split("```")[1:4:2]
     )
     exec(clipping.split("def clip")[0], page)
-    registering, each_step = scaling.split("scaler.scale(loss)")
-    exec(registering, page)
+    exec(scaling.replace('("cpu")', '("cpu", init_scale=64.0)'), page)
     for step in range(5):
         x, losses = torch.randn(12, 8), []
         for layer in layers:
             with torch.autocast("cpu", dtype=dtype):
                 losses.append(layer(x).float().square().mean() * (float("inf") if step == 2 else 1.0))
-        exec(f"scaler.scale(loss){each_step}", page | {"loss": losses[0]})
-        scalers[1].scale(losses[1]).backward()
-        scalers[1].step(of_all)
-        scalers[1].update()
+        page["train"](losses[0], of_router)
+        scaler.scale(losses[1]).backward()
+        scaler.step(of_all)
+        scaler.update()
         for one in (experts, of_router, of_all):
             one.zero_grad()
         got = [routers[0].state_dict(), *(experts.state_dict(i) for i in range(5))]
         want = [module.state_dict() for module in (routers[1], *plain)]
         # one bit of float32 decides between two neighbours in half precision
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
-        assert scalers[0].get_scale() == scalers[1].get_scale() == (64.0 if step < 2 else 32.0)
+        assert page["scaler"].get_scale() == scaler.get_scale() == (64.0 if step < 2 else 32.0)
