@@ -117,7 +117,8 @@ class Crew:
         try:
             if self._habit.want_all_cores:
                 end_team()
-                if outer is None and not lookout.is_watching and self._cores > 1:
+                is_alone = outer is None and not lookout.is_watching
+                if is_alone and self._cores > 1 and not self.has_grown:
                     self._count_in(min(self._cores, self._limit) - 1)
             lookout.watch(self)
             self._work()
