@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_autograd import _crew, _threads
+from moe_autograd import _crew, _threads, _workers
 from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
 from moe_autograd._habits import Habit
 from moe_autograd._intraop import (
@@ -35,11 +35,14 @@ def test_calls_that_wait_for_each_other_all_run_at_once() -> None:
     assert run_all(lambda _: void(barrier.wait(60)), range(64)) == {}
 
 
-@pytest.mark.parametrize("only_wait", [False, True])
-def test_a_bound_is_kept(only_wait: bool) -> None:
+@pytest.mark.parametrize(
+    ("only_wait", "want_all_cores"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_a_bound_is_kept(only_wait: bool, want_all_cores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at a time meet at a barrier, so three do run at once; a fourth would be counted."""
+    monkeypatch.setattr(_workers, "num_cores", lambda: 4)
     habit = Habit()
-    habit.only_wait = only_wait
+    habit.only_wait, habit.want_all_cores = only_wait, want_all_cores  # both: two maps of a kind at a time
     running, most, lock, barrier = set[int](), [0], threading.Lock(), threading.Barrier(3)
 
     def call(index: int) -> None:
