@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 from torch.autograd.graph import _engine_run_backward
 
+from moe_autograd._frames import on_each_thread
 from moe_autograd._interrupts import uninterrupted
 from moe_autograd._intraop import end_team
 from moe_autograd._switching import interval
@@ -126,14 +127,14 @@ def _some_compute() -> bool:
 
 def _some_are_within_backwards() -> bool:
     """Whether a thread is beneath torch's engine, such as in the backward of an autograd function."""
-    innermost = sys._current_frames()
-    for thread in tuple(_threads):
-        frame = innermost.get(thread.ident or 0)
-        while frame is not None:
-            if frame.f_code is _engine_run_backward.__code__:
-                return True
-            frame = frame.f_back
-    return False
+    is_within = on_each_thread(_is_within_backward)
+    return any(is_within.get(thread.ident or 0) for thread in tuple(_threads))
+
+
+def _is_within_backward(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _cpu_s(thread: threading.Thread) -> float:

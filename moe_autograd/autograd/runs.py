@@ -22,6 +22,7 @@ from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd._streams import Lanes, lanes_from_here
 from moe_autograd._workers import run_all
 from moe_autograd.autograd.notes import add_note
+from moe_autograd.autograd.this_backward import with_its_schedule
 from moe_autograd.timeline import add_span, is_recording
 
 
@@ -122,7 +123,7 @@ def run_calls(
         computes_elsewhere=computes_elsewhere,
     )
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
-        _raise_lowest(run_chosen(), the_map, phase)
+        _raise_lowest(with_its_schedule(run_chosen) if is_backward else run_chosen(), the_map, phase)
     finally:
         if lanes is not None:
             lanes.rejoin()

@@ -10,6 +10,7 @@ threads come at once, one of them makes what all get, by an operation that the i
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 import weakref
 from collections.abc import Callable, Collection
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from moe_autograd._frames import on_each_thread
 
 T = TypeVar("T")
 _ANY_THREAD = contextlib.nullcontext()
@@ -76,7 +79,7 @@ def _asked_for_by_name() -> Collection[tuple[int, int]]:
     here = _asked_in(sys._getframe())
     if here is not None:
         return here
-    return frozenset().union(*[_asked_in(frame) or () for frame in sys._current_frames().values()])
+    return frozenset().union(*[asked or () for asked in _seen_by_devices(_asked_in)])
 
 
 def is_first_part_of_a_schedule() -> bool:
@@ -86,16 +89,29 @@ def is_first_part_of_a_schedule() -> bool:
     whose weights are elsewhere has nothing to do. So all that such a node ever computes, it computes now.
     """
     schedules: Any = sys.modules.get("torch.distributed.pipelining._backward")
-    if schedules is None:
+    if schedules is None or this_backward() < 0:
         return False
     first_part = schedules.stage_backward_input.__code__
     return kept_by_this_backward(first_part, lambda: _runs_beneath(first_part))
 
 
+def with_its_schedule(run: Callable[[], T]) -> T:
+    """Run calls of a map's backward; those on workers are told whether it is the first part of a schedule."""
+    is_first_part = is_first_part_of_a_schedule()
+    if is_first_part == _is_told_first_part.get():
+        return run()
+    context = contextvars.copy_context()
+    context.run(_is_told_first_part.set, is_first_part)
+    return context.run(run)
+
+
+_is_told_first_part = contextvars.ContextVar("_is_told_first_part", default=False)
+
+
 def _runs_beneath(code: CodeType) -> bool:
     """Whether this backward runs for a function of this code, and not for one that another backward has begun inside.
 
-    A call's own, on a worker or on the engine's thread for a device, runs for whatever other threads do.
+    One on a worker does if that was told so; one on the engine's thread for a device, if any thread is beneath it.
     """
     frame: FrameType | None = sys._getframe()
     is_asking = False  # whether the engine runs for a frame further out
@@ -108,7 +124,12 @@ def _runs_beneath(code: CodeType) -> bool:
             if not module.startswith(("torch.", "moe_autograd.")):
                 return False
         frame = frame.f_back
-    return frame is not None or any(_has(others, code) for others in sys._current_frames().values())
+    return frame is not None or _is_told_first_part.get() or any(_seen_by_devices(lambda of: _has(of, code)))
+
+
+def _seen_by_devices(look: Callable[[FrameType], T]) -> Collection[T]:
+    """Return what is seen on all threads, where this one may be the engine's for a device."""
+    return () if torch.accelerator.current_accelerator() is None else on_each_thread(look).values()
 
 
 def _has(frame: FrameType | None, code: CodeType) -> bool:

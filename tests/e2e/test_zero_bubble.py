@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -93,7 +95,14 @@ class Within(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["offloaded", "remote"])
-def test_experts_within_calls_of_a_map_are_trained_too(where: str, request: pytest.FixtureRequest) -> None:
+def test_experts_within_calls_of_a_map_are_trained_too(
+    where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise AssertionError("expected nobody to look at what other threads execute")
+
+    monkeypatch.setattr(sys, "_current_frames", refuse)
+
     def train_within(
         members: Sequence[nn.Module], update: Callable[[], object], backward: Backward
     ) -> Tensor:
@@ -109,6 +118,34 @@ def test_experts_within_calls_of_a_map_are_trained_too(where: str, request: pyte
     expected = train_within(here, sgd([p for expert in here for p in expert.parameters()]).step, at_once)
     found = train_within(*request.getfixturevalue(where), in_two_parts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_another_threads_first_part_trains_nothing_of_this_one(
+    where: str, request: pytest.FixtureRequest
+) -> None:
+    members, update = request.getfixturevalue(where)
+    x = torch.randn(3, D, requires_grad=True)
+    before = members[0](x).detach()
+    loss = torch.stack(parallel_apply([Within(member) for member in members], [(x,)] * NUM_EXPERTS)).sum()
+
+    class Meanwhile(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            other = threading.Thread(target=torch.autograd.grad, args=[loss, x])
+            other.start()
+            other.join()
+            return grad
+
+    elsewhere = torch.randn(3, D, requires_grad=True)
+    y = Meanwhile.apply(elsewhere)  # type: ignore[no-untyped-call]
+    stage_backward_input([y], [torch.ones_like(y)], [elsewhere], iter(()))
+    update()
+    torch.testing.assert_close(members[0](x).detach(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("where", ["offloaded", "remote"])

@@ -23,10 +23,12 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd._random": (),
     "moe_autograd._habits": ("moe_autograd._intraop",),
     "moe_autograd._switching": (),
+    "moe_autograd._frames": (),
     "moe_autograd._interrupts": (),
     "moe_autograd._waiting": ("moe_autograd._interrupts",),
     "moe_autograd._streams": ("moe_autograd.errors",),
     "moe_autograd._threads": (
+        "moe_autograd._frames",
         "moe_autograd._interrupts",
         "moe_autograd._intraop",
         "moe_autograd._switching",
@@ -47,6 +49,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.wire": ("moe_autograd.errors",),
     "moe_autograd.autograd": (
         "moe_autograd._ambient",
+        "moe_autograd._frames",
         "moe_autograd._habits",
         "moe_autograd._interrupts",
         "moe_autograd._intraop",
