@@ -106,6 +106,17 @@ class Asking(nn.Module):
         return self.out(x)
 
 
+class Adapted(nn.Linear):
+    """A class of a user's that calls its base: a layer with an adapter of low rank."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__(d_model, d_model)
+        self.down, self.up = nn.Linear(d_model, 8, bias=False), nn.Linear(8, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(self.down(x)) * 0.5
+
+
 class Recurrent(nn.Module):
     """One operator for each token of a sequence, after the one before."""
 
@@ -163,6 +174,7 @@ SIZES = {
     "tiny, own class": Size(32, (8,), 32, 64, repeats=20, make=Gated),
     "tiny, layers": Size(32, (8,), 32, 64, repeats=20, make=Layered),
     "tiny, asking": Size(32, (8,), 32, 64, repeats=20, make=Asking),
+    "tiny, adapted": Size(32, (8,), 32, 64, repeats=20, make=Adapted),
     "tiny, cells": Size(32, (8,), 32, 32, repeats=20, make=nn.GRUCell),
     "tiny images": Size(16, (2,), 4, 8, repeats=10, make=convolutions, image=(8, 8)),
     "small images": Size(8, (4,), 8, 16, repeats=10, make=convolutions, image=(16, 16)),

@@ -5,8 +5,8 @@ nor be waited for may be called in turn (`in_turn`). So a class is read, once, a
 
 1. it takes arguments besides `self`, which are tensors, numbers and tuples of them, and its bytecode names nothing
    that does more (`function_reading`);
-2. of `self` it calls only parts, functions that compute and methods that are read as it is, with loops in one of all
-   these at most;
+2. of `self` it calls only parts, functions that compute and methods that are read as it is, those of bases by `super()`
+   too, with loops in one of all these at most, and none beside `super()`;
 3. of `self` it takes only parameters, buffers and numbers, of an instance or its parts: what a class defines under such
    a name may be a property, unless it is a number.
 """
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from moe_autograd.autograd.function_reading import LISTS, PLAIN, FunctionReading, is_function, read_function
 from moe_autograd.autograd.known_arithmetic import IN_PLACE, RESHAPING, is_torchs_own
 
+Place = tuple[int, str]  # of a method: where in the order of the bases the search begins, and the name
+
 # Of parts and methods. Ten methods of which each calls the next one twice are a thousand calls.
 MOST_CALLS = 1 << 6
 
@@ -32,7 +34,8 @@ class Reading(NamedTuple):
     """What a class's forward names, where it only computes.
 
     Args:
-        methods: what `forward` names, and what the methods do that it calls, by their names.
+        methods: what `forward` names, and what the methods do that it calls.
+        names: of those that an instance must have nothing else under.
         called: attributes of an instance that these call, with how many arguments at most.
         taken: those whose value they take.
         of_class: those among them that the class has.
@@ -47,7 +50,8 @@ class Reading(NamedTuple):
         has_loops: whether one of them goes round in a loop.
     """
 
-    methods: Mapping[str, FunctionReading]
+    methods: Mapping[Place, FunctionReading]
+    names: frozenset[str]
     called: Mapping[str, float]
     taken: frozenset[str]
     of_class: frozenset[str]
@@ -65,9 +69,11 @@ class Reading(NamedTuple):
         """Whether the class still has these methods, and nothing of its own under the other names."""
         if not _is_called_as_usual(kind):
             return False
-        for name, reading in self.methods.items():
-            method, is_method = _method_of(kind, name)
+        for place, reading in self.methods.items():
+            method, is_method = _method_of(kind, place)
             if method is None or is_method is not reading.is_method or not reading.is_true_of(method):
+                return False
+            if not self.methods.keys() >= {*_of_bases(kind, method, reading)}:
                 return False
         if self.of_class != _plain_of(kind, self.taken):
             return False
@@ -106,7 +112,7 @@ class Reading(NamedTuple):
         for name, attribute in self.of_parts:
             if name in own or not _has_plain(parts.get(name), attribute):
                 return False
-        return own.keys().isdisjoint(self.methods)
+        return own.keys().isdisjoint(self.names)
 
     def rounds(self, module: nn.Module) -> tuple[int, int]:
         """Return how often the loops of an instance that fits go round, and how often they use the same part again."""
@@ -138,19 +144,22 @@ def reading_of(kind: type) -> Reading | None:
 
 def _read(kind: type[nn.Module]) -> Reading | None:
     """Read the forward of a class, and the methods that it calls; return `None` if it may do more than arithmetic."""
-    methods = dict[str, FunctionReading]()
-    if not _num_calls(kind, "forward", methods, {}):
+    methods = dict[Place, FunctionReading]()
+    if not _num_calls(kind, (0, "forward"), methods, {}):
         return None
     read = methods.values()
-    if sum(one.has_loops for one in read) > 1:  # one of them may be called in the other's loop
-        return None
+    num_with_loops = sum(one.has_loops for one in read)
+    if num_with_loops > 1 or (num_with_loops and any(one.of_bases for one in read)):
+        return None  # one of them may be called in the other's loop
+    by_name = {name: one for (begin, name), one in methods.items() if begin == 0}
     called = dict[str, float]()
     for one in read:
-        for name in one.called.keys() - methods.keys():
+        for name in one.called.keys() - by_name.keys():
             called[name] = max(called.get(name, 0), *one.called[name])
     taken = frozenset(name for one in read for name in one.taken)
     reading = Reading(
         methods,
+        frozenset(by_name),
         called,
         taken,
         _plain_of(kind, taken),
@@ -159,7 +168,7 @@ def _read(kind: type[nn.Module]) -> Reading | None:
         frozenset(name for one in read for name in one.listed),
         frozenset(name for one in read for name in one.numbers),
         sum(one.num_rounds for one in read),
-        _used(methods, {name for one in read for name in one.repeated}),
+        _used(by_name, {name for one in read for name in one.repeated}),
         any(one.draws for one in read),
         any(one.reshapes for one in read),
         any(one.has_loops for one in read),
@@ -168,28 +177,41 @@ def _read(kind: type[nn.Module]) -> Reading | None:
 
 
 def _num_calls(
-    kind: type[nn.Module], name: str, methods: dict[str, FunctionReading], known: dict[str, int]
+    kind: type[nn.Module], place: Place, methods: dict[Place, FunctionReading], known: dict[Place, int]
 ) -> int:
     """Add a method and those that it calls, unless they are read already.
 
     Return how many calls it makes, itself and by methods; 0 if one may do more than compute, or if there are too many.
     """
-    if name in known:
-        return known[name]
-    known[name] = 0  # a method that calls itself finds this
-    method, is_method = _method_of(kind, name)
+    if place in known:
+        return known[place]
+    known[place] = 0  # a method that calls itself finds this
+    method, is_method = _method_of(kind, place)
     reading = None if method is None else read_function(method, is_method=is_method)
-    if reading is None:
+    if method is None or reading is None:
         return 0
-    methods[name] = reading
+    methods[place] = reading
     num_calls = 1
-    for other, times in reading.called.items():
-        each = _num_calls(kind, other, methods, known) if hasattr(kind, other) else 1
-        num_calls += each * len(times)
+    others = [((0, name), len(times)) for name, times in reading.called.items()]
+    others += [(other, len(reading.of_bases[other[1]])) for other in _of_bases(kind, method, reading)]
+    for other, num_times in others:
+        each = _num_calls(kind, other, methods, known) if other[0] or hasattr(kind, other[1]) else 1
+        num_calls += each * num_times
         if not each or num_calls > MOST_CALLS:
             return 0
-    known[name] = num_calls
+    known[place] = num_calls
     return num_calls
+
+
+def _of_bases(kind: type, method: types.FunctionType, reading: FunctionReading) -> list[Place]:
+    """Return the methods that a method calls by `super()`: of bases behind the class that it is defined in."""
+    if not reading.of_bases:
+        return []
+    cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+    order = kind.__mro__
+    defined_in = cells["__class__"].cell_contents
+    begin = order.index(defined_in) + 1 if defined_in in order else len(order)
+    return [(begin, name) for name in reading.of_bases]
 
 
 def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> frozenset[str]:
@@ -201,9 +223,9 @@ def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> fro
     return frozenset().union(*used)
 
 
-def _method_of(kind: type[nn.Module], name: str) -> tuple[types.FunctionType | None, bool]:
+def _method_of(kind: type[nn.Module], place: Place) -> tuple[types.FunctionType | None, bool]:
     """Return a method, and whether it takes `self`; `None` if it is something else, or torch's own."""
-    base, method = _in_class(kind, name)
+    base, method = _in_class(kind, place)
     is_method = type(method) is not staticmethod
     if not is_method:
         method = method.__func__
@@ -214,12 +236,13 @@ def _method_of(kind: type[nn.Module], name: str) -> tuple[types.FunctionType | N
 
 def _plain_of(kind: type[nn.Module], names: Collection[str]) -> frozenset[str]:
     """Return the names under which the class has a number."""
-    return frozenset([name for name in names if type(_in_class(kind, name)[1]) in PLAIN])
+    return frozenset([name for name in names if type(_in_class(kind, (0, name))[1]) in PLAIN])
 
 
-def _in_class(kind: type, name: str) -> tuple[type | None, Any]:
-    """Return what a class has under a name, and which of its bases; `NotImplemented` if there is nothing."""
-    for base in kind.__mro__:
+def _in_class(kind: type, place: Place) -> tuple[type | None, Any]:
+    """Return what a class has there, and which of its bases; `NotImplemented` if there is nothing."""
+    begin, name = place
+    for base in kind.__mro__[begin:]:
         if name in base.__dict__:
             return base, base.__dict__[name]
     return None, NotImplemented

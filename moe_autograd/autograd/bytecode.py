@@ -25,8 +25,9 @@ class Step(NamedTuple):
     """One thing that a function does.
 
     Args:
-        name: `LOAD` and `STORE` of a variable, `ATTRIBUTE`, `METHOD` (an attribute that is called next), `CALL`,
-            `IN_PLACE` and `FORWARD` (a jump); of all else that of the instruction.
+        name: `LOAD` and `STORE` of a variable, `ATTRIBUTE`, `METHOD` (an attribute that is called next), `OF_BASES`
+            (one of `super()`, from 3.12 on), `CALL`, `IN_PLACE` and `FORWARD` (a jump); of all else that of the
+            instruction.
         value: what it names; of a call how many arguments it has, and how high the stack is above what is called;
             of an operator its symbol.
         effect: how much higher the stack is after it.
@@ -70,6 +71,8 @@ def _told_alike(one: dis.Instruction) -> list[tuple[str, Any, int]]:
         case "LOAD_ATTR":
             is_method = sys.version_info >= (3, 12) and bool(arg & 1)
             return [("METHOD" if is_method else "ATTRIBUTE", one.argval, 0)]
+        case "LOAD_SUPER_ATTR":
+            return [("OF_BASES", one.argval, -2)]
         case "PUSH_NULL":
             return [("PUSH_NULL", None, 0)]
         case "CALL":

@@ -2,8 +2,9 @@
 
 Rule 1. It has no functions of its own, changes nothing in place, and has no loops but those over parts of `self` or
         over numbers (`bytecode_loops`), and none within another.
-Rule 2. Of `self` it calls and takes attributes and attributes of parts, and it calls the parts that it loops over, or
-        takes from a list by their number. What these are is for the instance to say (`arithmetic`).
+Rule 2. Of `self` it calls and takes attributes and attributes of parts, it calls the parts that it loops over, or takes
+        from a list by their number, and by `super()` methods of bases. What all these are is for the instance and its
+        class to say (`arithmetic`).
 Rule 3. Of globals it names torch's modules and functions of theirs that compute (`FUNCTIONS`), numbers, errors to
         raise, what Python has for numbers (`PYTHONS`), and functions of a file that it calls, and which by these rules
         do no more themselves, nor call others.
@@ -73,6 +74,7 @@ class FunctionReading(NamedTuple):
         code: of the method. What reloads a file that was edited may put another into the same function.
         is_method: whether it takes `self`; others are static methods, and functions of a file.
         called: attributes of `self` that it calls, each time with how many arguments.
+        of_bases: those of `super()`, likewise.
         taken: those whose value it takes.
         of_parts: parts, and an attribute of each, whose value it takes.
         looped: those with whose parts it goes round in a loop.
@@ -90,6 +92,7 @@ class FunctionReading(NamedTuple):
     code: types.CodeType
     is_method: bool
     called: Mapping[str, Sequence[float]]
+    of_bases: Mapping[str, Sequence[float]]
     taken: frozenset[str]
     of_parts: frozenset[tuple[str, str]]
     looped: frozenset[str]
@@ -162,7 +165,7 @@ class _Reader:
         self._function = function
         self._this = function.__code__.co_varnames[0] if is_method else None
         self._steps = [*steps_of(function.__code__)]
-        self._called = dict[str, list[float]]()
+        self._called, self._of_bases = dict[str, list[float]](), dict[str, list[float]]()
         self._taken, self._of_parts = set[str](), set[tuple[str, str]]()
         self._listed, self._repeated = set[str](), set[str]()
         self._of_globals: dict[str, object] = {}
@@ -190,6 +193,7 @@ class _Reader:
             self._function.__code__,
             self._this is not None,
             self._called,
+            self._of_bases,
             frozenset(self._taken),
             frozenset(self._of_parts),
             frozenset([name for loop in self._loops for name in (*loop.lists, *loop.lengths)]),
@@ -212,6 +216,10 @@ class _Reader:
                 return self._is_used_as_what_it_is(place, step.value)
             case "STORE":
                 return bool(step.value != self._this)
+            case "COPY_FREE_VARS":  # there are none but what `super()` takes
+                return self._function.__code__.co_freevars == ("__class__",)
+            case "LOAD_GLOBAL" if step.value == "super":
+                return self._calls_base(place)
             case "LOAD_GLOBAL":
                 return self._names_function(place)
             case "ATTRIBUTE" | "METHOD":
@@ -250,6 +258,20 @@ class _Reader:
         if any(loop.next.offset < step.offset < loop.next.value for loop in self._loops):
             self._repeated.add(name)
         return True
+
+    def _calls_base(self, place: int) -> bool:
+        """Note which method of a base is called by `super()`."""
+        of_self = [("LOAD_DEREF", "__class__"), ("LOAD", self._this)]  # which Python 3.11 leaves out
+        before = [("CALL", (0, 0))] if self._steps[place + 1].name == "CALL" else of_self
+        *given, method = self._steps[place + 1 : place + 2 + len(before)]
+        if [(step.name, step.value) for step in given] != before or method.name not in ("METHOD", "OF_BASES"):
+            return False
+        if any(step.is_target for step in (*given, method)) or not self._is_from_python("super", (super,)):
+            return False
+        last = place + 1 + len(before)
+        self._understood.update(range(place, last + 1))
+        self._of_bases.setdefault(method.value, []).append(self._num_arguments(last))
+        return self._this is not None and self._num_arguments(last) < math.inf
 
     def _is_of_a_part(self, place: int) -> bool:
         """Whether an attribute is looked up there that tensors do not have."""

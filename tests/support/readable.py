@@ -97,7 +97,11 @@ class Expert(nn.Module):
 def assert_means_the_loop(forward: Any) -> None:
     """Assert that calls of it are made in turn, in the caller's graph, and give what a loop gives."""
     kind = type("Own", (Expert,), {"forward": forward})
-    modules = [kind() for _ in range(3)]
+    assert_modules_mean_the_loop([kind() for _ in range(3)])
+
+
+def assert_modules_mean_the_loop(modules: list[Any]) -> None:
+    """Assert that calls of these are made in turn, in the caller's graph, and give what a loop gives."""
     xs = [torch.randn(3, 4, requires_grad=True) for _ in modules]
     assert all(map(only_computes, modules))
     assert in_turn.call_in_turn(modules, [(x,) for x in xs], [{}] * 3) is not None

@@ -30,14 +30,6 @@ from tests.support.readable import (
 PATIENCE_S = 60.0
 
 
-def test_what_super_does_is_not_known() -> None:
-    class Inherits(Expert):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x)
-
-    assert not only_computes(Inherits())
-
-
 @pytest.mark.parametrize("name", ["__call__", "__getattr__", "__getattribute__", "_call_impl"])
 def test_a_class_that_is_called_or_asked_in_another_way_is_not_known(name: str) -> None:
     same = getattr(nn.Module, name)
