@@ -26,9 +26,12 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/python examples/demo.py --out demo-out
 
+# pytest-timeout needs the interpreter lock. A test that freezes with it is told of in C, and ends its process.
+FROZEN := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
+
 test: setup .venv-triton/.ready
 	[ ! -e .venv-triton/.ready ] || export TRITONCLIENT_PYTHON=$(CURDIR)/.venv-triton/bin/python; \
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(FROZEN)
 
 lint: setup
 	$(BIN)/ruff format --check .
