@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,17 +94,26 @@ def record_timeline() -> Iterator[Timeline]:
     >>> timeline.spans
     [Span(name='ffn.0', phase='forward', start_s=1.0, end_s=1.5)]
     """
-    global _recordings
     timeline = Timeline()
     with uninterrupted() as section:
-        with _lock:
-            _recordings = (*_recordings, timeline)
+        _change(lambda known: (*known, timeline))
         try:
             with section.opened():
                 yield timeline
         finally:
-            with _lock:
-                _recordings = tuple(other for other in _recordings if other is not timeline)
+            _change(lambda known: tuple(other for other in known if other is not timeline))
+
+
+def _change(change: Callable[[tuple[Timeline, ...]], tuple[Timeline, ...]]) -> None:
+    """Change who records. A new tuple may have garbage collected, and among it a block that was left: it ends here."""
+    global _recordings
+    while True:
+        known = _recordings
+        changed = change(known)
+        with _lock:  # nothing is allocated inside
+            if _recordings is known:
+                _recordings = changed
+                return
 
 
 def is_recording() -> bool:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from moe_autograd.timeline import Span, add_span, is_recording, record_timeline
+from tests.support.subprocesses import assert_prints
 
 
 def test_nothing_is_recorded_outside_of_a_recording() -> None:
@@ -49,6 +50,38 @@ def test_a_recording_ends_with_its_block_also_when_that_raises() -> None:
     except KeyError:
         pass
     assert not is_recording()
+
+
+def test_a_block_that_was_left_may_be_collected_wherever_another_begins_or_ends() -> None:
+    program = """
+        import gc
+        from moe_autograd.timeline import is_recording, record_timeline
+
+        def watch():
+            with record_timeline() as timeline:
+                yield timeline
+
+        class Holder:
+            pass
+
+        def leave():
+            holder = Holder()
+            holder.own, holder.watching = holder, watch()
+            next(holder.watching)
+
+        gc.freeze()
+        gc.disable()
+        for allocation in range(1, 60):
+            leave()
+            gc.set_threshold(gc.get_count()[0] + allocation)
+            gc.enable()
+            with record_timeline():
+                pass
+            gc.disable()
+            gc.collect()
+            assert not is_recording(), allocation
+        """
+    assert_prints(program, "", limit_s=60)
 
 
 def test_the_chrome_trace_has_one_named_lane_an_expert_and_microseconds(tmp_path: Path) -> None:
