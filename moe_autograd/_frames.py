@@ -28,16 +28,33 @@ def on_each_thread(look: Callable[[FrameType], T]) -> dict[int, T]:
     Args:
         look: may follow `f_back`; short, since others wait for its end.
     """
+    global _is_paused
     with _looking:
-        collects = gc.isenabled()
+        _is_paused = gc.isenabled()
         gc.disable()
         try:
             return {thread: look(frame) for thread, frame in sys._current_frames().items()}
         finally:
-            if collects:
-                gc.enable()
+            _go_on()
 
 
 _looking = threading.Lock()
+_is_paused = False  # whether the collector is off, and would not be but for us
+
+
+def _go_on() -> None:
+    global _is_paused
+    if _is_paused:
+        gc.enable()
+        _is_paused = False
+
+
+def _go_on_in_child() -> None:
+    """Who looked when a child was forked is not in it."""
+    global _looking
+    _looking = threading.Lock()
+    _go_on()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_looking._at_fork_reinit)  # type: ignore[attr-defined]  # not in the stub
+    os.register_at_fork(after_in_child=_go_on_in_child)

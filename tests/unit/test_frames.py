@@ -105,3 +105,29 @@ def test_nothing_is_collected_as_long_as_one_of_two_looks(collects: bool) -> Non
     second.join()
     assert set(found) == {False}
     assert gc.isenabled() is collects
+
+
+@pytest.mark.parametrize("collects", ["enable", "disable"])
+def test_a_child_forked_meanwhile_collects_as_its_parent_does(collects: str) -> None:
+    program = f"""
+        import gc, os, threading
+        from moe_autograd._frames import on_each_thread
+        gc.{collects}()
+        begun, go_on = threading.Event(), threading.Event()
+
+        def look(frame):
+            begun.set()
+            go_on.wait()
+
+        looking = threading.Thread(target=on_each_thread, args=[look])
+        looking.start()
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            on_each_thread(bool)  # nobody holds the lock
+            os._exit(gc.isenabled() is {collects == "enable"})
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        go_on.set()
+        looking.join()
+        """
+    assert_prints(program, "1", limit_s=60)
