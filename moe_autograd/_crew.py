@@ -248,7 +248,9 @@ class Crew:
         """
         if self._have_all:
             return 0, self._num_running
-        known = tuple(self._progress.values())
+        # No tuple: it would be allocated in the midst of the walk, which may collect garbage. What runs for that lets
+        # threads come and go, and the walk would raise.
+        known = [*self._progress.values()]
         num_computing, num_looks_again = max(0, self._num_running - len(known)), 0
         waiting: list[Progress] = []
         for progress in known:

@@ -89,6 +89,14 @@ class Lookout:
             self._dozes_until_s = 0.0 if crew.has_grown else crew.next_look_s + DOZE_S
 
     def _stand(self) -> None:
+        try:
+            self._look_on()
+        except BaseException:
+            with self._lock:
+                self._is_standing = False  # the next crew finds another one
+            raise
+
+    def _look_on(self) -> None:
         while True:
             with self._lock:
                 now_s = time.perf_counter()

@@ -117,7 +117,7 @@ def _rest_before_exit() -> None:
 
 def _some_compute() -> bool:
     """Look for 5 ms whether a thread computes, or would if it had a core, or what it reads from a disk."""
-    before_s = {thread: _cpu_s(thread) for thread in tuple(_threads)}
+    before_s = {thread: _cpu_s(thread) for thread in [*_threads]}
     time.sleep(0.005)  # the interpreter lock is theirs
     return any(
         thread.is_alive() and (_cpu_s(thread) > cpu_s or state_of(thread.native_id) in (RUNNING, READING))
@@ -128,7 +128,7 @@ def _some_compute() -> bool:
 def _some_are_within_backwards() -> bool:
     """Whether a thread is beneath torch's engine, such as in the backward of an autograd function."""
     is_within = on_each_thread(_is_within_backward)
-    return any(is_within.get(thread.ident or 0) for thread in tuple(_threads))
+    return any(is_within.get(thread.ident or 0) for thread in [*_threads])
 
 
 def _is_within_backward(frame: FrameType | None) -> bool:

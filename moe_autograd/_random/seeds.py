@@ -237,7 +237,7 @@ class GivenSeeds(CallSeeds):
 
 
 def _forget(gone: weakref.ref[CallSeeds]) -> None:
-    for base in [base for base, known in tuple(_apart.items()) if known is gone]:
+    for base in [base for base, known in _apart.copy().items() if known is gone]:
         del _apart[base]
 
 

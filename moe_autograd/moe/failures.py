@@ -89,7 +89,7 @@ class Rests:
         now_s = time.monotonic()
         return {
             index: f"left alone for another {rest.until_s - now_s:.1f} s, since it failed: {rest.reason}"
-            for index, rest in tuple(self._rests.items())
+            for index, rest in self._rests.copy().items()
             if now_s < rest.until_s
         }
 

@@ -255,7 +255,7 @@ class Channel:
         """Cancel what is under way and disconnect."""
         with interrupts_held_back():
             self._link.close()
-            for call in tuple(self._told):  # those on a gRPC channel that was replaced
+            for call in [*self._told]:  # those on a gRPC channel that was replaced
                 call.cancel()
             self.end_left()
 

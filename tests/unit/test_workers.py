@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_autograd import _crew, _threads, _workers
+from moe_autograd import _crew, _lookout, _threads, _workers
 from moe_autograd._crew import MOST_LOOKS_AGAIN, Crew
 from moe_autograd._habits import Habit
 from moe_autograd._intraop import (
@@ -20,6 +20,7 @@ from moe_autograd._intraop import (
 from moe_autograd._lookout import lookout
 from moe_autograd._workers import run_all
 from tests.support.servers import wait_until
+from tests.support.subprocesses import assert_prints
 
 ROOT = Path(__file__).parents[2]
 
@@ -271,3 +272,54 @@ def test_a_thread_that_waited_and_now_computes_is_seen() -> None:
         *[Looked(computes=False, seemed_to_wait=True)] * 50,
     ]
     assert crew_of(threads).census(0.0) == (1, 50)
+
+
+def test_after_a_look_that_failed_another_lookout_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    jobs: list[Callable[[], None]] = []
+    monkeypatch.setattr(_lookout, "_look", fail)
+    monkeypatch.setattr(_lookout, "start_soon", jobs.append)
+    anew = _lookout.Lookout()
+    crew = Crew(lambda _: None, range(2), 2, contextlib.nullcontext, False, Habit(), 2)
+    anew.watch(crew)
+    with pytest.raises(MemoryError):
+        jobs[0]()
+    anew.watch(crew)
+    assert len(jobs) == 2
+
+
+def test_threads_may_come_as_a_collection_delays_the_look_at_them() -> None:
+    """A finalizer gives away the interpreter lock in the midst of it: here wherever the look allocates something."""
+    program = """
+        import gc, sys, threading, time
+        import torch
+        from moe_autograd import parallel_apply
+
+        class Slow:
+            def __init__(self):
+                self.own = self
+
+            def __del__(self):
+                time.sleep(0.003)
+
+        def make_garbage(phase, info):
+            beneath = sys._getframe().f_back
+            if phase == "start" and beneath is not None and beneath.f_code.co_name == "census":
+                Slow()
+
+        gc.callbacks.append(make_garbage)
+        gc.freeze()
+        for _ in range(40):
+            class Waits(torch.nn.Module):  # a kind that no map has had
+                def forward(self, x, barrier):
+                    barrier.wait()
+                    return x
+
+            barrier = threading.Barrier(64)
+            gc.set_threshold(1, 10, 10)
+            parallel_apply([Waits() for _ in range(64)], [(torch.ones(1), barrier) for _ in range(64)])
+            gc.set_threshold(700)
+        """
+    assert_prints(program, "", limit_s=100)
