@@ -123,6 +123,24 @@ def test_inputs_are_other_tensors() -> None:
     assert returned[1:] == (False, Tensor, False)
 
 
+@of(
+    "Under autocast it is cast for each use; a loop casts a leaf once and adds up its gradients in the lower precision"
+)
+def test_inputs_under_autocast() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return x @ torch.ones(2, 1) + x @ torch.full((2, 1), 2.0**-9)  # in bfloat16 the sum of both is 1
+
+    grads = []
+    for call in (twice, lambda x: in_call(twice, x)):
+        x = leaf()
+        with torch.autocast("cpu"):
+            y = call(x)
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None
+        grads.append(x.grad[0].item())
+    assert grads == [1.0, 1.0 + 2.0**-9]
+
+
 @of("(`unsqueeze_`, `t_`), **no history** (`detach_`) **or other memory** (`.data = `) raises")
 def test_other_shapes_no_history_and_other_memory() -> None:
     def sets_data(x: Tensor) -> Tensor:
