@@ -23,6 +23,7 @@ from moe_autograd._interrupts import unwinding
 from moe_autograd._random import seeds_elsewhere
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import CorruptDataError, RemoteError
+from moe_autograd.remote.abandoned import close_apart
 from moe_autograd.remote.calls import Outcome
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.compression import Compression
@@ -71,7 +72,7 @@ class Connection:
         self.left_forwards = LeftForwards(partial(self._delivery.forget, self.numbering.client_id))
         self._updates = Updates(self._delivery, self.numbering)
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
-        self._closing = weakref.finalize(self, self._delivery.close)
+        self._closing = weakref.finalize(self, close_apart, self._delivery)
         self._closing.atexit = False
 
     @property

@@ -28,6 +28,7 @@ from moe_autograd.remote.operations import Operation
 from moe_autograd.wire import experts_pb2 as pb
 from tests.support.hosting import sgd
 from tests.support.servers import wait_until
+from tests.support.subprocesses import assert_prints
 
 ENDLESS = RetryPolicy(patience_s=1e6)  # a call that waits for a closed connection would not return
 PASSAGE = GATE.passage(may_interrupt=False)
@@ -121,6 +122,48 @@ def test_a_connection_that_nobody_holds_any_more_is_closed(addresses, no_gc, kep
         assert connection() is None
     wait_until(lambda: num_threads() <= threads)
     wait_until(lambda: num_open() <= files + 2)  # what others open meanwhile
+
+
+COLLECTED_AT_A_BAD_MOMENT = """
+import gc, socket, threading
+from torch import nn
+from experts_server import ExpertsServer
+from moe_autograd.remote import connect
+from moe_autograd.remote.forking import GATE
+from moe_autograd.wire import experts_pb2 as pb
+
+gc.disable()
+with ExpertsServer({{"ffn.0": nn.Linear(4, 4)}}) as server:
+    experts = connect(server.address)
+channel = experts.connection._delivery._channel(server.address)
+experts.itself = experts
+del experts
+host, port = server.address.split(":")
+with socket.create_server((host, int(port))):  # which says nothing: calls are under way until they are cancelled
+    channel._link._reconnect(3_000)
+    for _ in range(2):
+        channel.tell("Expect", pb.ExpectRequest(experts=["ffn.0"]))
+    told = tuple(channel._told)
+    {collect}
+    print(*(call.code().name for call in told))
+"""
+ON_GRPCS_THREAD = """
+    call, is_collected = channel._link.stubs().unary["Expect"].future(b""), threading.Event()
+    call.add_done_callback(lambda _: (gc.collect(), is_collected.set()))
+    call.cancel()
+    is_collected.wait()
+"""
+UNDER_THE_GATES_LOCK = """
+    with GATE._lock:
+        gc.collect()
+"""
+
+
+@pytest.mark.parametrize("collect", [ON_GRPCS_THREAD, UNDER_THE_GATES_LOCK], ids=["grpc's", "lock"])
+def test_a_connection_is_closed_wherever_the_garbage_collector_comes_upon_it(collect):
+    """It waited for the thread that it was on, or for one that waited for a lock of it, and nothing was collected."""
+    program = COLLECTED_AT_A_BAD_MOMENT.format(collect=collect.strip())
+    assert_prints(program, "CANCELLED CANCELLED", limit_s=30)
 
 
 class ClosedInBetween(Channel):
