@@ -46,6 +46,8 @@ class ExpertsServer:
 
     Threads: an event loop on one background thread, shared by all servers of the process, and workers. `start` and
         `stop` may be called from any: one after the other, and a `stop` beside another one returns when it has stopped.
+        On the loop's own, where a finalizer may run, `start` is refused, and `stop` returns at once: another thread
+        stops the server, and prints what fails.
 
     >>> import torch
     >>> make_adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)
@@ -119,9 +121,15 @@ class ExpertsServer:
         """Serve; return when it is ready.
 
         Raises:
-            RuntimeError: it serves already, or this process is the fork of one where a server runs.
+            RuntimeError: it serves already, this process is the fork of one where a server runs, or this thread is the
+                servers' event loop's.
             ConfigError, CheckpointError: see above.
         """
+        if LoopThread.is_calling():
+            raise RuntimeError(
+                "ExpertsServer: expected a thread that may wait for the event loop of servers, got that loop's own. "
+                "Start it from another one."
+            )
         with self._changing:
             if self._loop_thread is not None:
                 raise RuntimeError(
@@ -143,9 +151,13 @@ class ExpertsServer:
         Raises:
             CheckpointError: the last save failed; it has stopped all the same.
         """
-        if self._loop_thread is not None and self._loop_thread.is_here:  # in a child the lock may stay taken
-            with self._changing:
-                self._end()
+        if self._loop_thread is None or not self._loop_thread.is_here:  # in a child the lock may stay taken
+            return
+        if LoopThread.is_calling():  # a finalizer, wherever the garbage collector came upon it
+            threading.Thread(target=self.stop, name="experts-server-stop").start()
+            return
+        with self._changing:
+            self._end()
 
     def _end(self) -> None:
         if self._loop_thread is None:  # another thread has stopped it

@@ -53,6 +53,12 @@ class LoopThread:
             cls._current._num_users += 1
             return cls._current
 
+    @classmethod
+    def is_calling(cls) -> bool:
+        """Whether the loop's own thread calls: it must not wait for what the loop does."""
+        current = cls._current  # which another thread may release
+        return current is not None and current._thread is threading.current_thread()
+
     @property
     def is_here(self) -> bool:
         """Whether this process has it; a forked child has not."""

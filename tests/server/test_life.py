@@ -25,6 +25,7 @@ from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.gated import Gated, Waiting
 from tests.support.servers import ROOT, START_S, WireClient, tokens, wait_until
+from tests.support.subprocesses import assert_prints
 
 D = 8
 
@@ -339,6 +340,42 @@ def test_of_threads_that_start_a_server_one_does_and_all_may_stop_it() -> None:
         assert together(server.stop) == [None] * 4
         assert server.state == "stopped"
         wait_until(lambda: not has_threads_since(before))
+
+
+ON_THE_LOOPS_THREAD = """
+import gc
+from torch import nn
+from experts_server import ExpertsServer
+from tests.support.servers import WireClient, tokens, wait_until
+
+class Holder:
+    def __init__(self):
+        self.server, self.itself = ExpertsServer({"e": nn.Linear(8, 8)}).start(), self
+
+    def __del__(self):
+        self.server.stop()
+
+def start():
+    try:
+        ExpertsServer({"e": nn.Linear(8, 8)}).start()
+    except RuntimeError as error:
+        print(str(error).partition(", got ")[2], flush=True)
+
+gc.disable()
+other = ExpertsServer({"e": nn.Linear(8, 8)}).start()
+server = Holder().server
+for do in (start, gc.collect):
+    other._loop_thread._loop.call_soon_threadsafe(do)
+wait_until(lambda: server._loop_thread is None)
+with WireClient(other.address) as client:
+    print(server.state, client.forward("e", tokens(1, 8)).code)
+other.stop()
+"""
+
+
+def test_on_the_loops_own_thread_a_start_is_refused_and_a_finalizer_may_stop_a_server() -> None:
+    """It waited for itself, and no server of the process answered any more."""
+    assert_prints(ON_THE_LOOPS_THREAD, "that loop's own. Start it from another one. stopped OK", limit_s=60)
 
 
 def has_threads_since(before: set[threading.Thread]) -> bool:
