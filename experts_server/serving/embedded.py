@@ -146,7 +146,7 @@ class ExpertsServer:
         return self
 
     def stop(self) -> None:
-        """Drain and stop; return when it has. In a forked child: nothing to do.
+        """Drain and stop; return when it has. In a forked child, or in a finalizer after `atexit`: nothing to do.
 
         Raises:
             CheckpointError: the last save failed; it has stopped all the same.

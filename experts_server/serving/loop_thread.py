@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
@@ -61,8 +62,8 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has it; a forked child has not."""
-        return self._process == os.getpid()
+        """Whether this process has it; a forked child has not, nor an interpreter that takes itself apart."""
+        return self._process == os.getpid() and not sys.is_finalizing()
 
     def release(self) -> None:
         """Give it back; the last one stops it."""

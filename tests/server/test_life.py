@@ -370,6 +370,7 @@ wait_until(lambda: server._loop_thread is None)
 with WireClient(other.address) as client:
     print(server.state, client.forward("e", tokens(1, 8)).code)
 other.stop()
+left = Holder()  # until the interpreter takes itself apart, which has no thread for the loop any more
 """
 
 
