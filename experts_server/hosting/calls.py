@@ -25,7 +25,7 @@ class Call:
         arrived_at, started_at: on the same clock.
         tag: the asker's own.
         num_tokens: rows of its inputs, or of the gradients of its outputs.
-        num_bytes: of its tensors.
+        num_bytes: of its tensors, when it came.
         is_finite: whether all their values are known to be.
         reply_encoding: how the tensors of the answer will travel.
 
@@ -48,6 +48,9 @@ class Call:
     is_finite: bool = False
     reply_encoding: pb.Encoding = pb.RAW
 
+    def let_go(self) -> None:
+        """Keep no tensors any more: it has its result, which may wait for long until its client takes it."""
+
 
 @dataclass(slots=True)
 class ForwardCall(Call):
@@ -60,6 +63,10 @@ class ForwardCall(Call):
     evaluate: bool = False
     random_seed: int = 0  # what its random numbers follow from; 0: from the expert's own stream
     may_train: bool = True  # else it leaves the expert's buffers as they were
+
+    def let_go(self) -> None:
+        """See `Call`."""
+        self.inputs = ()
 
 
 @dataclass(slots=True)
@@ -78,6 +85,10 @@ class BackwardCall(Call):
     random_seed: int = 0  # with inputs: that of the forward
     replica: int = 0  # with inputs: that made the forward; 0: whichever
     wants_no_step: bool = False  # set when its gradients are taken in: they are applied without a step
+
+    def let_go(self) -> None:
+        """See `Call`."""
+        self.grad_outputs, self.inputs = (), None
 
     @property
     def wants_nothing(self) -> bool:

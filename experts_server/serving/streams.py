@@ -141,7 +141,7 @@ class PassStream:
     def _leaves_too_much(self) -> bool:
         """Tell whether more calls of this client have to wait until it has taken answers."""
         untaken = self._num_untaken_bytes()
-        unanswered = untaken + sum([call.num_bytes for call in self._outstanding.values()])
+        unanswered = untaken + self._num_bytes_at_work()
         of_all = self._settings.unanswered
         of_all[self] = unanswered
         return untaken > UNTAKEN_BYTES or (
@@ -152,6 +152,11 @@ class PassStream:
         """Return about how much memory the answers have that are on their way, or wait for it."""
         results = [result for _, result in list(self._results)]  # in one go, as below
         return self._writer.num_bytes + sum(map(_num_bytes, results))
+
+    def _num_bytes_at_work(self) -> int:
+        """Return how many bytes the calls have that have no result yet: the others have let go of their tensors."""
+        done = [call.num_bytes for call, _ in list(self._results)]
+        return sum([call.num_bytes for call in self._outstanding.values()]) - sum(done)
 
     async def _receive_one(self) -> None:
         """Take the next message, or note that all have come."""
@@ -209,7 +214,7 @@ class PassStream:
             if isinstance(parcel.head, self._kind):
                 self._settings.registry.note_refused(parcel.head.expert)
             refusal.with_traceback(None)  # which may lead to the parcel, and that back to it
-            self._answer(parcel.number, refusal, None)
+            self._answer(parcel.number, status_of(refusal), None)
             return None
         call.tag = parcel.number
         call.arrived_at = time.monotonic()
@@ -243,6 +248,9 @@ class PassStream:
             return
         if call.reply_encoding != pb.RAW:  # encoded here, which takes long: the loop has others to serve
             result = encoded(result, call.reply_encoding)
+        if isinstance(result, BaseException):
+            result = status_of(result)  # an error's traceback knows the tensors of the call that failed
+        call.let_go()
         self._results.append((call, result))
         has_all = len(self._results) >= len(self._outstanding)
         if has_all and threading.get_ident() == self._thread_id:
@@ -307,24 +315,24 @@ class PassStream:
         if isinstance(result, Outputs):
             tensors = result.tensors
             plain.is_sequence, plain.has_drawn = result.is_sequence, result.has_drawn
-        elif isinstance(result, BaseException):
+        elif isinstance(result, pb.Status):
             head = plain.message()
-            head.status.CopyFrom(status_of(result))
+            head.status.CopyFrom(result)
         else:
             tensors = result
             plain.wants_no_step = isinstance(call, BackwardCall) and call.wants_no_step
         try:
             self._writer.add(head, tensors, pb.RAW if call is None else call.reply_encoding)
         except TypeError as error:  # the module returned something that cannot travel
-            self._answer(number, error, call)
+            self._answer(number, status_of(error), call)
         if call is None:
             self._wake.set()
 
 
 def _num_bytes(result: Any) -> int:
-    """Return about how much memory an answer has: tensors, as they are or as they travel, or an exception."""
+    """Return about how much memory an answer has: tensors, as they are or as they travel, or a status."""
     tensors = result.tensors if isinstance(result, Outputs) else result
-    if isinstance(tensors, BaseException):
+    if isinstance(tensors, pb.Status):
         return PARCEL_BYTES
     forms = [tensor.plain if isinstance(tensor, Travelling) else tensor for tensor in tensors]
     return PARCEL_BYTES + sum([form.nbytes for form in forms if form is not None])
