@@ -87,6 +87,8 @@ class PassStream:
         rpc.at_work = self._outstanding
         self._num_calls = 0
         self._num_held = 0
+        self._num_call_bytes = 0  # of those that are outstanding, when they came
+        self._num_leaving_bytes = 0  # of the message that is being written
         self._has_all = False
         self._is_over = False
         self._failure: BaseException | None = None
@@ -141,22 +143,23 @@ class PassStream:
     def _leaves_too_much(self) -> bool:
         """Tell whether more calls of this client have to wait until it has taken answers."""
         untaken = self._num_untaken_bytes()
-        unanswered = untaken + self._num_bytes_at_work()
-        of_all = self._settings.unanswered
-        of_all[self] = unanswered
+        unanswered = self._note_unanswered()
         return untaken > UNTAKEN_BYTES or (
-            unanswered > UNTAKEN_BYTES and sum(of_all.values()) > UNANSWERED_BYTES
+            unanswered > UNTAKEN_BYTES and sum(self._settings.unanswered.values()) > UNANSWERED_BYTES
         )
+
+    def _note_unanswered(self) -> int:
+        """Let the other streams know how many bytes the calls and answers of this one have; return how many."""
+        done = [call.num_bytes for call, _ in list(self._results)]  # which have let go of their tensors
+        unanswered = self._num_untaken_bytes() + self._num_call_bytes - sum(done)
+        if not self._is_over:
+            self._settings.unanswered[self] = unanswered
+        return unanswered
 
     def _num_untaken_bytes(self) -> int:
         """Return about how much memory the answers have that are on their way, or wait for it."""
         results = [result for _, result in list(self._results)]  # in one go, as below
-        return self._writer.num_bytes + sum(map(_num_bytes, results))
-
-    def _num_bytes_at_work(self) -> int:
-        """Return how many bytes the calls have that have no result yet: the others have let go of their tensors."""
-        done = [call.num_bytes for call, _ in list(self._results)]
-        return sum([call.num_bytes for call in self._outstanding.values()]) - sum(done)
+        return self._num_leaving_bytes + self._writer.num_bytes + sum(map(_num_bytes, results))
 
     async def _receive_one(self) -> None:
         """Take the next message, or note that all have come."""
@@ -222,6 +225,7 @@ class PassStream:
         for tensor in parcel.tensors:
             if tensor is not None:
                 call.num_bytes += tensor.nbytes
+        self._num_call_bytes += call.num_bytes
         self._outstanding[parcel.number] = call
         return name, call
 
@@ -271,6 +275,7 @@ class PassStream:
         self._is_look_due = False  # before the look: a worker adds its result, and looks here afterwards
         if not self._results:
             return
+        self._note_unanswered()
         if self._num_seen == 0:
             self._gathers_since = time.monotonic()
         if self._are_enough():
@@ -296,10 +301,15 @@ class PassStream:
             while self._results:
                 call, result = self._results.popleft()
                 self._outstanding.pop(call.tag, None)
+                self._num_call_bytes -= call.num_bytes
                 self._answer(call.tag, result, call)
             while (message := self._writer.next_message()) is not None:
+                self._num_leaving_bytes = len(message)
+                self._note_unanswered()
                 await self._rpc.write(message)
+                self._num_leaving_bytes = 0
                 self._has_written.set()
+            self._note_unanswered()
             if self._failure is not None:
                 raise self._failure
             if self._has_all and not self._outstanding:

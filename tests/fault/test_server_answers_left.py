@@ -40,6 +40,17 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.UntypedStor
     return found
 
 
+def staying(writer: ParcelWriter, takes: Event) -> Iterator[bytes]:
+    """Send what is there, and stay without sending more."""
+    yield from messages_of(writer)
+    takes.wait(START_S)
+
+
+def num_answers(call: Iterator[bytes]) -> int:
+    reader = ParcelReader()
+    return len([parcel for message in call for parcel in reader.feed(message)])
+
+
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("rpc", ["Forward", "Backward"])
 @pytest.mark.parametrize("value", [1.0, torch.nan], ids=["answered", "refused"])
@@ -47,7 +58,7 @@ def test_nothing_of_a_call_stays_with_an_answer_that_nobody_takes(
     given: list[weakref.ref[Any]], value: float, rpc: str
 ) -> None:
     with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
-        writer, leaves = ParcelWriter(), Event()
+        writer, takes = ParcelWriter(), Event()
         for number in range(NUM_CALLS):
             x = torch.full((ROWS, D), value if number > 4 else 1.0)  # the first fill the way
             if rpc == "Forward":
@@ -55,14 +66,28 @@ def test_nothing_of_a_call_stays_with_an_answer_that_nobody_takes(
             else:
                 writer.add(*client.backward_call("e", torch.ones(ROWS, D), call_id=number, inputs=[x]))
 
-        def messages() -> Iterator[bytes]:
-            yield from messages_of(writer)
-            leaves.wait(START_S)
-
-        call = client.channel.stream_stream(methods.path(rpc))(messages(), timeout=START_S)
+        call = client.channel.stream_stream(methods.path(rpc))(staying(writer, takes), timeout=START_S)
         num_tensors = NUM_CALLS * (1 if rpc == "Forward" else 2)
         wait_until(lambda: len(given) == num_tensors)
         wait_until(lambda: all(ref() is None for ref in given))
-        leaves.set()
-        reader = ParcelReader()
-        assert len([parcel for message in call for parcel in reader.feed(message)]) == NUM_CALLS
+        takes.set()
+        assert num_answers(call) == NUM_CALLS
+
+
+def test_answers_that_come_and_go_count_before_their_client_sends_more() -> None:
+    rows, width = 1 << 14, 32 * D
+    with serving({"e": nn.Linear(D, width)}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        unanswered = server._server.service.unanswered
+        writer, takes = ParcelWriter(), Event()
+        writer.add(*client.forward_call("e", torch.zeros(rows, D), keep_graph=False))
+        call = client.channel.stream_stream(methods.path("Forward"))(staying(writer, takes), timeout=START_S)
+        answer_bytes = rows * width * 4
+        wait_until(lambda: sum(unanswered.values()) > answer_bytes // 2)  # grpc has taken its beginning
+        reader, num_come = ParcelReader(), 0
+        while not num_come:
+            num_come += len(reader.feed(next(call)))
+        wait_until(lambda: list(unanswered.values()) == [0])
+        takes.set()
+        assert list(call) == []
+        wait_until(lambda: not unanswered)
