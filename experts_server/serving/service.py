@@ -26,6 +26,7 @@ from experts_server.queues.registry import Registry
 from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_message
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
+from experts_server.serving.unanswered import Unanswered
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -68,7 +69,7 @@ class Service:
         self.server_id = secrets.token_hex(8)
         self.mark = mark_of(self.server_id)
         self.received = Budget(limits.received_bytes, "bytes of unfinished calls")
-        self.unanswered: dict[object, int] = {}
+        self.unanswered = Unanswered(limits.max_queued_bytes)
         self.weights_under_way = Budget(
             MAX_WEIGHTS_UNDER_WAY, "RPCs that fetch or set weights", retry_after_s=1.0, is_configured=False
         )

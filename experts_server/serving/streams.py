@@ -30,6 +30,7 @@ from experts_server.hosting.calls import BackwardCall, Call, Outputs, encoded
 from experts_server.queues.registry import Registry
 from experts_server.serving.arriving import backward_call, forward_call
 from experts_server.serving.doorway import EOF, Passing
+from experts_server.serving.unanswered import Unanswered
 from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import BACKWARD, FORWARD, Head, ResultHead
@@ -44,9 +45,6 @@ GATHER_S = 0.002
 LONGEST_GATHER_S = 0.01
 LARGE_BYTES = 1 << 20
 UNTAKEN_BYTES = 64 << 20  # of answers: while a client leaves more of them, no more of its calls are taken
-# Of calls and answers of all streams: while there are more, a stream that has more than `UNTAKEN_BYTES` of them waits.
-# What is computed no longer counts as queued, so clients that read nothing had each a whole queue of it kept for them.
-UNANSWERED_BYTES = 2 << 30
 
 
 class PassSettings(Protocol):
@@ -58,7 +56,7 @@ class PassSettings(Protocol):
     latency_s: float
     mark: int
     received: Budget
-    unanswered: dict[object, int]  # bytes, by stream
+    unanswered: Unanswered
 
 
 class PassStream:
@@ -93,7 +91,7 @@ class PassStream:
         self._is_over = False
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
-        self._has_written = asyncio.Event()
+        self._may_have_room = asyncio.Event()
         self._results: deque[tuple[Call, Any]] = deque()
         self._is_look_due = False  # guarded by the GIL: somebody will look for results
         self._num_seen = 0  # results at the last look
@@ -119,10 +117,10 @@ class PassStream:
             # Its traceback leads back here, and the cycle collector rarely comes by beside torch.
             self._failure = None
             self._hold(0)
-            self._settings.unanswered.pop(self, None)
             for call in self._outstanding.values():
                 call.is_cancelled = True
             self._is_over = True
+            self._settings.unanswered.note(self, 0)
             self._outstanding.clear()  # calls know the stream, by their `reply`
             self._results.clear()
 
@@ -132,8 +130,8 @@ class PassStream:
         try:
             while not self._has_all:
                 while self._leaves_too_much():
-                    self._has_written.clear()
-                    await self._has_written.wait()
+                    self._may_have_room.clear()
+                    await self._may_have_room.wait()
                 await self._receive_one()
         except BaseException as error:
             if not self._is_over:  # else nobody takes it from here, and its traceback leads back
@@ -142,18 +140,19 @@ class PassStream:
 
     def _leaves_too_much(self) -> bool:
         """Tell whether more calls of this client have to wait until it has taken answers."""
-        untaken = self._num_untaken_bytes()
-        unanswered = self._note_unanswered()
-        return untaken > UNTAKEN_BYTES or (
-            unanswered > UNTAKEN_BYTES and sum(self._settings.unanswered.values()) > UNANSWERED_BYTES
-        )
+        has_some = self._note_unanswered() > 0
+        return (has_some and self._settings.unanswered.are_many) or self._num_untaken_bytes() > UNTAKEN_BYTES
+
+    def look_again(self) -> None:
+        """See `Leaving`."""
+        self._may_have_room.set()
 
     def _note_unanswered(self) -> int:
         """Let the other streams know how many bytes the calls and answers of this one have; return how many."""
         done = [call.num_bytes for call, _ in list(self._results)]  # which have let go of their tensors
         unanswered = self._num_untaken_bytes() + self._num_call_bytes - sum(done)
         if not self._is_over:
-            self._settings.unanswered[self] = unanswered
+            self._settings.unanswered.note(self, unanswered)
         return unanswered
 
     def _num_untaken_bytes(self) -> int:
@@ -308,7 +307,7 @@ class PassStream:
                 self._note_unanswered()
                 await self._rpc.write(message)
                 self._num_leaving_bytes = 0
-                self._has_written.set()
+                self._may_have_room.set()
             self._note_unanswered()
             if self._failure is not None:
                 raise self._failure

@@ -138,9 +138,7 @@ def test_calls_of_many_clients_that_leave_their_answers_are_not_all_taken_while_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A queue is emptied as it is computed: each client could fill it anew, and leave all of the answers."""
-    most_of_one, most_of_all, num_clients, num_calls = 2 << 20, 8 << 20, 4, 16
-    monkeypatch.setattr(streams_module, "UNTAKEN_BYTES", most_of_one)
-    monkeypatch.setattr(streams_module, "UNANSWERED_BYTES", most_of_all)
+    most_of_all, num_clients, num_calls = 8 << 20, 4, 16
     leaves_too_much = streams_module.PassStream._leaves_too_much
 
     def noting(stream: streams_module.PassStream) -> bool:
@@ -152,6 +150,9 @@ def test_calls_of_many_clients_that_leave_their_answers_are_not_all_taken_while_
     monkeypatch.setattr(streams_module.PassStream, "_leaves_too_much", noting)
     expert = Gated()
     with serving({"e": expert}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        unanswered = server._server.service.unanswered
+        unanswered.most = most_of_all
         writer = ParcelWriter()
         for call_id in range(num_calls):
             writer.add(*client.forward_call("e", torch.zeros(1 << 15, D), call_id=call_id, keep_graph=False))
@@ -159,15 +160,13 @@ def test_calls_of_many_clients_that_leave_their_answers_are_not_all_taken_while_
         begin = client.channel.stream_stream(methods.path("Forward"))
         streams = [begin(iter(messages), timeout=START_S) for _ in range(num_clients)]
         wait_until(lambda: len(waiting) == num_clients)
-        assert server._server is not None
-        kept = sum(server._server.service.unanswered.values())
-        assert kept <= most_of_all + num_clients * (most_of_one + MAX_MESSAGE_BYTES)
-        assert kept < num_clients * num_calls << 20
+        assert most_of_all < unanswered.num_bytes <= most_of_all + num_clients * MAX_MESSAGE_BYTES
+        assert unanswered.num_bytes < num_clients * num_calls << 20
         expert.let_go()
         for answers in streams:
             reader = ParcelReader()
             assert len([parcel for message in answers for parcel in reader.feed(message)]) == num_calls
-        wait_until(lambda: not server._server.service.unanswered)
+        wait_until(lambda: unanswered.num_bytes == 0)
 
 
 def test_more_calls_than_a_pass_may_have_are_refused_and_the_others_served() -> None:
