@@ -30,7 +30,8 @@ class Own(nn.Linear):
     """May do anything in its forward, as far as that can be read."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        (y,) = map(super().forward, [x])
+        return y
 
 
 class Pooling(nn.Module):
