@@ -141,9 +141,8 @@ def test_many_clients_that_leave_all_answers_keep_what_is_allowed_and_others_get
         num_before = num_of[bytes([least])]
         for call in calls[:least] + calls[least + 1 :]:
             call.cancel()
-        wait_until(
-            lambda: num_of[bytes([least])] > num_before
-        )  # though it takes nothing: the others have gone
+        # though it takes nothing: the others have gone
+        wait_until(lambda: num_of[bytes([least])] > num_before)
         takes.set()
         assert num_answers(calls[least]) == NUM_CALLS
         for channel in channels:
