@@ -1,0 +1,220 @@
+"""How much work a call of a module is, of which is known that it only computes (rules 1 to 3 of `in_turn`).
+
+Work is counted in multiply-adds of the forward; one core makes 2^20 of them in about 50 us, and their backward in 100.
+A forward that is read may also multiply rows with buffers, with rows, as attention does, or columns with columns; and
+it may call a part again in each round of a loop. Convolutions multiply at each position, not for each row (`spatial`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from moe_autograd.autograd.arithmetic import Reading, reading_of
+from moe_autograd.autograd.function_reading import PLAIN
+from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
+
+MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking through them would not end
+
+DROPOUTS = frozenset(
+    [nn.AlphaDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout]
+)
+# Each with the number of its parameters; where one is missing, something else stands in its place.
+ONLY_COMPUTE: Mapping[type, int] = {
+    **dict.fromkeys([nn.Flatten, nn.Identity, nn.ModuleList, nn.Sequential, nn.Unflatten], 0),
+    **dict.fromkeys([nn.GroupNorm, nn.LayerNorm, nn.Linear], 2),
+    **dict.fromkeys([nn.PReLU, nn.RMSNorm], 1),
+    **dict.fromkeys([nn.GRUCell, nn.LSTMCell, nn.RNNCell], 4),
+    **dict.fromkeys([nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh], 0),
+    **dict.fromkeys([nn.LeakyReLU, nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU], 0),
+    **dict.fromkeys([nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softplus, nn.Softsign, nn.Tanh], 0),
+    **dict.fromkeys(DROPOUTS, 0),
+    **SPATIAL,
+}
+
+# Those which may return what they are given, or a view of it.
+_PASS_ON = frozenset([*DROPOUTS, nn.Flatten, nn.Identity, nn.Unflatten])
+_HOLD_OTHERS = frozenset([nn.ModuleList, nn.Sequential])
+_PLAIN_DICTS = frozenset([dict, OrderedDict])  # others may fetch what is asked for
+
+
+class Size(NamedTuple):
+    """How large the tensors are that a call takes.
+
+    Args:
+        num_rows: of all together.
+        fewest_rows: of one of them.
+        num_elements: of all together.
+        width: of the widest.
+        is_here: whether they are on the CPU.
+    """
+
+    num_rows: int
+    fewest_rows: int
+    num_elements: int
+    width: int
+    is_here: bool
+
+
+def size_of(taken: Sequence[Any]) -> Size | None:
+    """Return the size of what a call takes, in which each row of one tensor may meet each row of another.
+
+    `None` if there is something else among it than tensors of torch's own class, on one kind of device, numbers, and
+    tuples of these.
+    """
+    size: Size | None = None
+    values = [*taken]
+    for value in values:  # which grows
+        kind = type(value)
+        if kind is not Tensor and kind is not nn.Parameter:
+            if kind is tuple:
+                values += value
+            elif kind not in PLAIN:
+                return None
+            continue
+        if value.is_nested:
+            return None
+        shape = value.shape
+        width = shape[-1] if shape else 1
+        num_elements = value.numel()
+        num_rows = num_elements // max(1, width)
+        if size is None:
+            size = Size(num_rows, num_rows, num_elements, width, value.is_cpu)
+        elif size.is_here != value.is_cpu:
+            return None
+        else:
+            size = Size(
+                size.num_rows + num_rows,
+                min(size.fewest_rows, num_rows),
+                size.num_elements + num_elements,
+                max(size.width, width),
+                size.is_here,
+            )
+    return size
+
+
+class Work(NamedTuple):
+    """How much work a call is, at least and at most, and whether it may draw random numbers."""
+
+    least: int
+    most: int
+    draws: bool
+
+
+def work_of(module: Any, size: Size, readings: dict[type, Reading | None]) -> Work | None:
+    """Return the work of a call that only computes (rules 1 and 2); `None` if it may do more than that.
+
+    Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
+    Each class is looked at once for all calls: `readings` keeps what was found.
+    """
+    num_parameters = num_elsewhere = num_in_buffers = num_read = 0
+    num_times = 1
+    draws = is_spatial = reshapes = takes_single_parts = False
+    in_place: list[Any] = []
+    parts: list[Any] = [module]
+    for part in parts:  # which grows
+        kind = type(part)
+        count = ONLY_COMPUTE.get(kind)
+        if count is None:
+            says_so = kind.__dict__.get("only_computes")
+            if says_so is None:
+                if kind not in readings:
+                    readings[kind] = reading_of(kind)
+                reading = readings[kind]
+                if reading is None or not reading.fits(part):
+                    return None
+                draws, reshapes = draws or reading.draws, reshapes or reading.reshapes
+                num_read += 1
+                takes_single_parts = takes_single_parts or bool(reading.looped or reading.listed)
+                if reading.has_loops:
+                    num_rounds, num_uses = reading.rounds(part)
+                    num_read += num_rounds
+                    num_times *= max(1, num_uses)
+                for buffer in part._buffers.values():
+                    if not _is_plain_buffer(buffer):
+                        return None
+                    num_in_buffers += 0 if buffer is None else buffer.numel()
+            elif type(says_so) is not FunctionType or not isinstance(part, nn.Module) or not says_so(part):
+                return None
+            else:
+                takes_single_parts = True  # for all that is known
+        elif kind in DROPOUTS:
+            draws = draws or part.training
+        elif kind in SPATIAL:
+            if not makes_no_more_positions(part) or not all(map(_is_plain_buffer, part._buffers.values())):
+                return None
+            is_spatial = True
+        own = part.__dict__
+        if "forward" in own or "_call_impl" in own or "_modules" not in own:
+            return None
+        if own.get("inplace"):
+            in_place.append(part)
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return None
+        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return None
+        parameters = own["_parameters"]
+        if count is not None and len(parameters) != count:
+            return None
+        if parameters:
+            if type(parameters) not in _PLAIN_DICTS:
+                return None
+            if count is None:
+                num_elsewhere -= num_parameters
+            for parameter in parameters.values():
+                if type(parameter) is nn.Parameter:
+                    num_parameters += parameter.numel()
+                elif parameter is not None:
+                    return None
+            if count is None:
+                num_elsewhere += num_parameters
+        if children := own["_modules"]:
+            if type(children) not in _PLAIN_DICTS:
+                return None
+            parts += children.values()
+            if len(parts) > MOST_PARTS:
+                return None
+    if in_place and (takes_single_parts or not _changes_its_own(parts, in_place)):
+        return None
+    multiplied = 0
+    if is_spatial:  # how often weights are multiplied is not told by the rows, nor how seldom
+        num_counted, multiplied = work_among(parts, size.num_elements)
+        num_parameters -= num_counted
+        num_elsewhere = num_parameters
+    least = size.fewest_rows * max(num_parameters - num_elsewhere, 0 if num_read else size.width)
+    most = multiplied + size.num_rows * max(num_parameters, size.width)
+    if num_read:
+        widest = max(size.num_elements, size.width**2 if reshapes else 0)
+        most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read)
+        most = (multiplied + most) * num_times
+    return Work(least, most, draws)
+
+
+def _is_plain_buffer(buffer: Any) -> bool:
+    return buffer is None or type(buffer) is Tensor
+
+
+def _changes_its_own(parts: Sequence[Any], in_place: Sequence[Any]) -> bool:
+    """Whether parts that change what they are given, such as `nn.ReLU(inplace=True)`, change what only the call has.
+
+    That is what a part before made, one after the other in a `Sequential`: what is changed there is nobody else's.
+    """
+    changing = set(map(id, in_place))
+    if id(parts[0]) in changing:
+        return False
+    for parent in parts:
+        is_its_own = False
+        for part in parent._modules.values():
+            kind = type(part)
+            if id(part) in changing:
+                if type(parent) is not nn.Sequential or not is_its_own:
+                    return False
+            elif kind not in ONLY_COMPUTE or kind in _HOLD_OTHERS:
+                is_its_own = False
+            elif kind not in _PASS_ON:
+                is_its_own = True
+    return True
