@@ -3,7 +3,8 @@
 Begin with `parallel`, which draws the three steps of a map. The first line of each file says what it is for::
 
     the maps                parallel, alone, in_turn, grouping, units, runs, notes, uncompiled
-    what only computes      arithmetic, known_arithmetic, function_reading, bytecode, bytecode_loops, work, spatial
+    what only computes      arithmetic, callees, known_arithmetic, work, spatial
+    how functions are read  function_reading, readings, bytecode, bytecode_loops
     a call of a function    emulated, isolated, function_calls, unrecorded
     a call of a module      module_calls, module_results, joined_modules, used_results, uses, upper_cuts, entry, walks
     one node for all calls  join, joined, left, histories, this_backward, boxed, grad_dtypes, accumulating, sums

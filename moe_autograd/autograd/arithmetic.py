@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from moe_autograd.autograd.function_reading import LISTS, PLAIN, FunctionReading, is_function, read_function
+from moe_autograd.autograd.function_reading import LISTS, is_function, read_function
 from moe_autograd.autograd.known_arithmetic import IN_PLACE, RESHAPING, is_torchs_own
+from moe_autograd.autograd.readings import PLAIN, FunctionReading
 
 Place = tuple[int, str]  # of a method: where in the order of the bases the search begins, and the name
 
@@ -37,6 +38,7 @@ class Reading(NamedTuple):
         methods: what `forward` names, and what the methods do that it calls.
         names: of those that an instance must have nothing else under.
         called: attributes of an instance that these call, with how many arguments at most.
+        asked: parts, and a method of each that they call; of functions alone (`callees`).
         taken: those whose value they take.
         of_class: those among them that the class has.
         of_parts: parts, and an attribute of each, whose value they take.
@@ -53,6 +55,7 @@ class Reading(NamedTuple):
     methods: Mapping[Place, FunctionReading]
     names: frozenset[str]
     called: Mapping[str, float]
+    asked: frozenset[tuple[str, str]]
     taken: frozenset[str]
     of_class: frozenset[str]
     of_parts: frozenset[tuple[str, str]]
@@ -86,7 +89,7 @@ class Reading(NamedTuple):
         )
         return not any(hasattr(kind, name) for name in (*names, *(self.taken - self.of_class)))
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Any) -> bool:
         """Whether an instance has what the forward takes of it. Written out: it is asked before each call."""
         own = module.__dict__
         if "_modules" not in own:  # its `__init__` was not called
@@ -112,9 +115,9 @@ class Reading(NamedTuple):
         for name, attribute in self.of_parts:
             if name in own or not _has_plain(parts.get(name), attribute):
                 return False
-        return own.keys().isdisjoint(self.names)
+        return self.names.isdisjoint(own)
 
-    def rounds(self, module: nn.Module) -> tuple[int, int]:
+    def rounds(self, module: Any) -> tuple[int, int]:
         """Return how often the loops of an instance that fits go round, and how often they use the same part again."""
         lists = [module._modules[name] for name in self.looped]
         num_rounds = sum([len(one._modules) for one in lists if one is not None]) + self.num_rounds
@@ -123,44 +126,49 @@ class Reading(NamedTuple):
         return num_rounds, 1 if self.repeated <= module.__dict__.keys() else num_rounds
 
 
-_readings: WeakKeyDictionary[type, Reading | None] = WeakKeyDictionary()
+_readings: WeakKeyDictionary[type, dict[str, Reading | None]] = WeakKeyDictionary()
 
 
-def reading_of(kind: type) -> Reading | None:
-    """Return what the forward of a class names if it does nothing but arithmetic, as long as its parts do not either.
+def reading_of(kind: type, method: str = "forward") -> Reading | None:
+    """Return what a method of a class names if it does nothing but arithmetic, as long as its parts do not either.
 
     Threads: any.
     """
     if not issubclass(kind, nn.Module):
         return None
-    try:
-        reading = _readings[kind]
-    except KeyError:
-        reading = _readings[kind] = _read(kind)
-    if reading is not None and not reading.is_true_of(kind):
-        reading = _readings[kind] = _read(kind)
-    return reading
+    known = _readings.setdefault(kind, {})
+    if method not in known or ((reading := known[method]) is not None and not reading.is_true_of(kind)):
+        known[method] = _read(kind, method)
+    return known[method]
 
 
-def _read(kind: type[nn.Module]) -> Reading | None:
-    """Read the forward of a class, and the methods that it calls; return `None` if it may do more than arithmetic."""
+def _read(kind: type[nn.Module], method: str) -> Reading | None:
+    """Read a method of a class, and those that it calls; return `None` if it may do more than arithmetic."""
     methods = dict[Place, FunctionReading]()
-    if not _num_calls(kind, (0, "forward"), methods, {}):
+    if not _num_calls(kind, (0, method), methods, {}):
         return None
     read = methods.values()
     num_with_loops = sum(one.has_loops for one in read)
     if num_with_loops > 1 or (num_with_loops and any(one.of_bases for one in read)):
         return None  # one of them may be called in the other's loop
+    reading = summed(methods, kind)
+    return reading if reading.is_true_of(kind) else None
+
+
+def summed(methods: Mapping[Place, FunctionReading], kind: type) -> Reading:
+    """Return what methods of a class name together."""
+    read = methods.values()
     by_name = {name: one for (begin, name), one in methods.items() if begin == 0}
     called = dict[str, float]()
     for one in read:
         for name in one.called.keys() - by_name.keys():
             called[name] = max(called.get(name, 0), *one.called[name])
     taken = frozenset(name for one in read for name in one.taken)
-    reading = Reading(
+    return Reading(
         methods,
         frozenset(by_name),
         called,
+        frozenset(both for one in read for both in one.methods),
         taken,
         _plain_of(kind, taken),
         frozenset(both for one in read for both in one.of_parts),
@@ -173,7 +181,6 @@ def _read(kind: type[nn.Module]) -> Reading | None:
         any(one.reshapes for one in read),
         any(one.has_loops for one in read),
     )
-    return reading if reading.is_true_of(kind) else None
 
 
 def _num_calls(

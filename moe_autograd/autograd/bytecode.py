@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 _LOADS = (
@@ -48,6 +48,19 @@ def steps_of(code: types.CodeType) -> Iterator[Step]:
         if one.opname != "PRECALL":
             for place, (name, value, effect) in enumerate(_told_alike(one)):
                 yield Step(name, value, effect, one.offset, one.is_jump_target and place == 0)
+
+
+def with_attributes(steps: Iterable[Step], names: Collection[str], this: str) -> Iterator[Step]:
+    """Return the steps with free variables, and other variables of these names, as attributes of a variable `this`."""
+    for step in steps:
+        is_one = step.name == "LOAD_DEREF" or (step.name in ("LOAD", "LOAD_GLOBAL") and step.value in names)
+        if is_one:
+            yield step._replace(name="LOAD", value=this)
+            yield Step("ATTRIBUTE", step.value, 0, step.offset, False)
+        elif step.name == "STORE" and step.value in names:
+            yield step._replace(value=this)
+        else:
+            yield step
 
 
 def _told_alike(one: dis.Instruction) -> list[tuple[str, Any, int]]:

@@ -10,6 +10,9 @@ Rule 3. Of globals it names torch's modules and functions of theirs that compute
         do no more themselves, nor call others.
 Rule 4. Of all that comes of these, tensors and numbers, it names only what tensors have for arithmetic (`METHODS`,
         `OPERATORS`).
+Rule 5. A function that a map is to call has no `self`. What it takes from around itself (free variables, arguments that
+        need not be given, modules and tensors among its globals) is looked at as attributes of one would be, and
+        methods of what is there may be called, too (`callees`).
 
 What is not known here is more than arithmetic: another function, such as one that somebody has put in the place of
 torch's, and an instruction of a Python that is not known.
@@ -22,13 +25,13 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from moe_autograd.autograd.bytecode import Step, steps_of
+from moe_autograd.autograd.bytecode import Step, steps_of, with_attributes
 from moe_autograd.autograd.bytecode_loops import Loop, is_index, loops_of
 from moe_autograd.autograd.known_arithmetic import (
     DRAWING,
@@ -41,8 +44,9 @@ from moe_autograd.autograd.known_arithmetic import (
     RESHAPING,
     is_torchs_own,
 )
+from moe_autograd.autograd.readings import PLAIN, FunctionReading, around_of, takes_no_functions
 
-PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype])
+AROUND = "<around>"  # stands for `self` in a function that has none
 LISTS = frozenset([nn.ModuleList, nn.Sequential])  # whose parts may be looped over
 
 # What needs no look at what it names.
@@ -61,87 +65,31 @@ _HARMLESS = frozenset(
 _LEAVES_ORDER = ("COPY", "FORWARD", "FOR_ITER", "JUMP_BACKWARD", "SWAP", "UNPACK_SEQUENCE")
 _WRAPPERS = (enumerate, range, zip)  # as long as nobody has put something else under these names
 _MAPS = ("BUILD_CONST_KEY_MAP", "BUILD_MAP")
-_BUILTINS = "__builtins__"  # of a function; typeshed does not always know of it
 _TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-
-
-class FunctionReading(NamedTuple):
-    """What a method names that only computes.
-
-    It holds no function, which would hold its file's globals, and these the class: a class that was read can go.
-
-    Args:
-        code: of the method. What reloads a file that was edited may put another into the same function.
-        is_method: whether it takes `self`; others are static methods, and functions of a file.
-        called: attributes of `self` that it calls, each time with how many arguments.
-        of_bases: those of `super()`, likewise.
-        taken: those whose value it takes.
-        of_parts: parts, and an attribute of each, whose value it takes.
-        looped: those with whose parts it goes round in a loop.
-        listed: those of whose parts it takes one, or the number.
-        numbers: those which say how often it goes round.
-        num_rounds: how often it does besides.
-        repeated: those that it calls or takes within a loop.
-        of_globals: globals, and what they were.
-        functions: globals that are functions of Python's which it calls, and what these do.
-        of_others: attributes of torch's modules and classes, and of Python's own: whose, the name, and what they were.
-        draws: whether it names a function that may draw random numbers.
-        reshapes: whether it names what may put columns into the place of rows.
-    """
-
-    code: types.CodeType
-    is_method: bool
-    called: Mapping[str, Sequence[float]]
-    of_bases: Mapping[str, Sequence[float]]
-    taken: frozenset[str]
-    of_parts: frozenset[tuple[str, str]]
-    looped: frozenset[str]
-    listed: frozenset[str]
-    numbers: frozenset[str]
-    num_rounds: int
-    repeated: frozenset[str]
-    of_globals: Mapping[str, object]
-    functions: Mapping[str, FunctionReading]
-    of_others: Collection[tuple[object, str, object]]
-    draws: bool
-    reshapes: bool
-
-    @property
-    def has_loops(self) -> bool:
-        """Whether it goes round in a loop."""
-        return bool(self.looped or self.numbers or self.num_rounds)
-
-    def is_true_of(self, function: types.FunctionType) -> bool:
-        """Whether it still has that code, and its file, torch and Python what it names."""
-        if function.__code__ is not self.code or getattr(function, _BUILTINS) is not vars(builtins):
-            return False
-        namespace = function.__globals__
-        return (
-            takes_no_functions(function)
-            and all(namespace.get(name) is value for name, value in self.of_globals.items())
-            and all(getattr(owner, name, None) is value for owner, name, value in self.of_others)
-            and all(_is_still(reading, namespace.get(name)) for name, reading in self.functions.items())
-        )
-
-
-def _is_still(reading: FunctionReading, function: object) -> bool:
-    return isinstance(function, types.FunctionType) and reading.is_true_of(function)
 
 
 def read_function(function: types.FunctionType, *, is_method: bool = True) -> FunctionReading | None:
     """Return what a method names, or a function; `None` if it may do more than arithmetic."""
     code = function.__code__
-    if code.co_argcount < is_method or code.co_flags & _TAKES_ANY or type(function.__globals__) is not dict:
+    if code.co_argcount < is_method or not _is_plain(function) or not takes_no_functions(function):
         return None
-    if any(map(_may_change, code.co_consts)) or not takes_no_functions(function):
-        return None
-    return _Reader(function, is_method=is_method).reading()
+    return _Reader(function, code.co_varnames[0] if is_method else None, [*steps_of(code)]).reading()
 
 
-def takes_no_functions(function: types.FunctionType) -> bool:
-    """Whether those of its arguments that need not be given are numbers then."""
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return all(type(one) in PLAIN for one in defaults)
+def read_callee(function: types.FunctionType) -> FunctionReading | None:
+    """Return what a function names that a map is to call (rule 5); `None` if it may do more than arithmetic."""
+    if not _is_plain(function):
+        return None
+    around = around_of(function)
+    steps = [*with_attributes(steps_of(function.__code__), around, AROUND)]
+    return _Reader(function, AROUND, steps, around).reading()
+
+
+def _is_plain(function: types.FunctionType) -> bool:
+    code = function.__code__
+    if code.co_flags & _TAKES_ANY or type(function.__globals__) is not dict:
+        return False
+    return not any(map(_may_change, code.co_consts))
 
 
 def _may_change(constant: object) -> bool:
@@ -159,12 +107,24 @@ def is_function(value: object, num_arguments: float, known: Mapping[Any, float] 
 
 
 class _Reader:
-    """Reads one method, or a function."""
+    """Reads one method, or a function.
 
-    def __init__(self, function: types.FunctionType, *, is_method: bool) -> None:
-        self._function = function
-        self._this = function.__code__.co_varnames[0] if is_method else None
-        self._steps = [*steps_of(function.__code__)]
+    Args:
+        function: is read.
+        this: the name of `self`; `None`: there is none.
+        steps: what the function does.
+        around: what it takes from around itself, by rule 5.
+    """
+
+    def __init__(
+        self,
+        function: types.FunctionType,
+        this: str | None,
+        steps: Sequence[Step],
+        around: frozenset[str] | None = None,
+    ) -> None:
+        self._function, self._this, self._steps, self._around = function, this, steps, around
+        self._methods = set[tuple[str, str]]()
         self._called, self._of_bases = dict[str, list[float]](), dict[str, list[float]]()
         self._taken, self._of_parts = set[str](), set[tuple[str, str]]()
         self._listed, self._repeated = set[str](), set[str]()
@@ -190,10 +150,12 @@ class _Reader:
         named += [getattr(value, "__name__", "") for value in self._of_globals.values()]
         functions = self._functions.values()
         return FunctionReading(
-            self._function.__code__,
-            self._this is not None,
+            weakref.ref(self._function.__code__),
+            self._this is not None and self._around is None,
+            self._around,
             self._called,
             self._of_bases,
+            frozenset(self._methods),
             frozenset(self._taken),
             frozenset(self._of_parts),
             frozenset([name for loop in self._loops for name in (*loop.lists, *loop.lengths)]),
@@ -216,8 +178,8 @@ class _Reader:
                 return self._is_used_as_what_it_is(place, step.value)
             case "STORE":
                 return bool(step.value != self._this)
-            case "COPY_FREE_VARS":  # there are none but what `super()` takes
-                return self._function.__code__.co_freevars == ("__class__",)
+            case "COPY_FREE_VARS":  # of a method there are none but what `super()` takes
+                return self._around is not None or self._function.__code__.co_freevars == ("__class__",)
             case "LOAD_GLOBAL" if step.value == "super":
                 return self._calls_base(place)
             case "LOAD_GLOBAL":
@@ -242,7 +204,7 @@ class _Reader:
         if (step := self._attribute_at(place)) is None:
             return False
         name = step.value
-        if step.name == "METHOD":
+        if step.name == "METHOD" or (self._around is not None and self._num_arguments(place) < math.inf):
             self._called.setdefault(name, []).append(self._num_arguments(place))
         elif self._is_measured(place):
             self._listed.add(name)
@@ -253,6 +215,8 @@ class _Reader:
                 return True  # in each round another
         elif self._is_of_a_part(place + 1):
             self._of_parts.add((name, self._steps[place + 1].value))
+        elif self._is_asked(place + 1):
+            self._methods.add((name, self._steps[place + 1].value))
         else:
             self._taken.add(name)
         if any(loop.next.offset < step.offset < loop.next.value for loop in self._loops):
@@ -271,7 +235,15 @@ class _Reader:
         last = place + 1 + len(before)
         self._understood.update(range(place, last + 1))
         self._of_bases.setdefault(method.value, []).append(self._num_arguments(last))
-        return self._this is not None and self._num_arguments(last) < math.inf
+        is_method = self._this is not None and self._around is None
+        return is_method and self._num_arguments(last) < math.inf
+
+    def _is_asked(self, place: int) -> bool:
+        """Whether a method that tensors do not have is called there, of what a function takes from around itself."""
+        step = self._steps[place]
+        if self._around is None or step.name != "METHOD" or step.value in METHODS:
+            return False
+        return self._num_arguments(place) < math.inf and self._attribute_at(place) is not None
 
     def _is_of_a_part(self, place: int) -> bool:
         """Whether an attribute is looked up there that tensors do not have."""

@@ -1,4 +1,4 @@
-"""Calls of modules that only compute, where threads would gain nothing: for them the plain loop is the map.
+"""Calls that only compute, where threads would gain nothing: for them the plain loop is the map.
 
 A call that can neither wait nor be waited for may as well be made in turn, in the caller's own graph: nobody can
 tell, but by the clock. And the clock is for it where a call is
@@ -12,8 +12,9 @@ So a map is made as the loop that it means, if each of its calls is small, large
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its arguments, which are
    tensors, numbers and tuples of them: one of `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not
-   inherited) that returns `True`, or one without, whose `forward` can be read to do no more (`arithmetic`). Calls that
-   draw for a dropout have random numbers of their own, as on threads;
+   inherited) that returns `True`, or one without, whose `forward` can be read to do no more (`arithmetic`). Functions
+   and methods of modules can be read, too (`callees`). Calls that draw for a dropout have random numbers of their own,
+   as on threads;
 2. nothing of a user's runs within it: no hooks, no `forward` or `_call_impl` put into the instance, nothing put in the
    place of what torch's classes compute, no tensors of other classes. Modes see what is computed, as on threads: both
    runs of a checkpoint are alike, also if one is under a mode;
@@ -45,6 +46,7 @@ from torch.nn.modules import module as module_globals
 from moe_autograd._intraop import num_cores
 from moe_autograd._random import CallSeeds, own_streams, running
 from moe_autograd.autograd.arithmetic import Reading
+from moe_autograd.autograd.callees import Callees
 from moe_autograd.autograd.known_arithmetic import is_torchs_own
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.runs import name_of_call
@@ -87,9 +89,17 @@ def call_in_turn(
     if any(_HOOKS_OF_ALL) or not _compute_as_usual():
         return None
     most, readings, draws = most_small(), dict[type, Reading | None](), _is_seen_by_others()
+    callees = Callees()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
-        size = size_of((*own_args, *own_kwargs.values()) if own_kwargs else own_args)
-        if size is None or (work := work_of(module, size, readings)) is None:
+        taken = (*own_args, *own_kwargs.values()) if own_kwargs else own_args
+        callee = None
+        if not isinstance(module, nn.Module):
+            callee = callees.callee(module, own_args, own_kwargs)
+            if callee is None:
+                return None
+            taken = (*taken, *callee.taken)
+        size = size_of(taken)
+        if size is None or (work := work_of(module, size, readings, callee)) is None:
             return None
         if size.is_here and work.most > most and work.least < least_large():
             return None

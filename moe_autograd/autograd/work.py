@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from moe_autograd.autograd.arithmetic import Reading, reading_of
-from moe_autograd.autograd.function_reading import PLAIN
+from moe_autograd.autograd.callees import Callee
+from moe_autograd.autograd.readings import PLAIN
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
 
 MOST_PARTS = 1 << 9  # one may lead back to what it is a part of, and looking through them would not end
@@ -105,8 +106,12 @@ class Work(NamedTuple):
     draws: bool
 
 
-def work_of(module: Any, size: Size, readings: dict[type, Reading | None]) -> Work | None:
+def work_of(
+    module: Any, size: Size, readings: dict[type, Reading | None], callee: Callee | None = None
+) -> Work | None:
     """Return the work of a call that only computes (rules 1 and 2); `None` if it may do more than that.
+
+    Of a function or a method `callee` says what it calls.
 
     Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
     Each class is looked at once for all calls: `readings` keeps what was found.
@@ -116,6 +121,9 @@ def work_of(module: Any, size: Size, readings: dict[type, Reading | None]) -> Wo
     draws = is_spatial = reshapes = takes_single_parts = False
     in_place: list[Any] = []
     parts: list[Any] = [module]
+    if callee is not None:
+        parts[:], num_read, num_times = callee.parts, callee.num_read, callee.num_times
+        draws, reshapes, takes_single_parts = callee.draws, callee.reshapes, True
     for part in parts:  # which grows
         kind = type(part)
         count = ONLY_COMPUTE.get(kind)

@@ -1,0 +1,188 @@
+"""Whether a function, or a method of a module, that a map is to call does nothing but arithmetic on its arguments.
+
+Where experts are slices of one weight, a call is mostly a function, and others are methods of modules, or either with
+arguments given beforehand::
+
+    def expert(x, up, down): return F.linear(F.silu(F.linear(x, up)), down)
+    lambda x: expert(x) * scale              lambda x, expert=expert: expert(x)
+    block.mlp                                functools.partial(expert, scale=2.0)
+
+What a function takes from around itself is looked at anew for each call, by rules 2 and 3 of `arithmetic`: it calls
+only modules, functions that compute, and methods of modules that are read as these are; it takes only tensors and
+numbers. A module's parts are looked at where it is called (`work`).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from moe_autograd.autograd.arithmetic import Reading, reading_of, summed
+from moe_autograd.autograd.function_reading import read_callee
+from moe_autograd.autograd.readings import around_of, defaults_of
+
+
+class Callee(NamedTuple):
+    """What a callable does that only computes.
+
+    Args:
+        parts: modules that it calls, or goes through in a loop.
+        taken: tensors and numbers that it takes from around itself, or is given beforehand.
+        num_read: how many functions and methods were read, and how often they go round in loops.
+        num_times: how often it calls a part at most.
+        draws: whether it may draw random numbers.
+        reshapes: whether it may put columns into the place of rows.
+        defaults: arguments of which this is only so as long as they are not given.
+    """
+
+    parts: list[nn.Module]
+    taken: list[Any]
+    num_read: int
+    num_times: int
+    draws: bool
+    reshapes: bool
+    defaults: frozenset[str] = frozenset()
+
+
+_readings: WeakKeyDictionary[types.CodeType, dict[frozenset[str], Reading | None]] = WeakKeyDictionary()
+
+
+class Callees:
+    """What the callables of one map do that are no modules. Many are the same function, or made of the same code."""
+
+    def __init__(self) -> None:
+        self._known: dict[types.FunctionType, Callee | None] = {}
+        self._readings: dict[tuple[types.CodeType, int, frozenset[str]], Reading | None] = {}
+
+    def callee(self, call: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Callee | None:
+        """Return what a callable does; `None` if it may do more than arithmetic."""
+        given: list[object] = []
+        while type(call) is functools.partial:
+            args, kwargs = (*call.args, *args), {**call.keywords, **kwargs}
+            given += (*call.args, *call.keywords.values())
+            call = call.func
+        callee = None
+        if isinstance(call, nn.Module):
+            callee = _called(call)
+        elif type(call) is types.MethodType:
+            callee = _of_method(call.__self__, call.__func__)
+        elif type(call) is types.FunctionType:
+            callee = self._of_function(call, args, kwargs)
+        return callee._replace(taken=[*callee.taken, *given]) if callee is not None and given else callee
+
+    def _of_function(
+        self, function: types.FunctionType, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Callee | None:
+        if function not in self._known:
+            self._known[function] = self._look_at(function)
+        callee = self._known[function]
+        if callee is None or not callee.defaults:
+            return callee
+        given = function.__code__.co_varnames[: len(args)]  # these would be taken instead
+        return callee if callee.defaults.isdisjoint(given) and callee.defaults.isdisjoint(kwargs) else None
+
+    def _look_at(self, function: types.FunctionType) -> Callee | None:
+        names = around_of(function)
+        key = function.__code__, id(function.__globals__), names
+        if key not in self._readings:
+            self._readings[key] = _reading_of(function, names)
+        reading = self._readings[key]
+        around = None if reading is None else _what_is_around(function, names)
+        if reading is None or around is None or not reading.fits(around):
+            return None
+        callee = _callee(reading, around)._replace(defaults=names)
+        for name, method in reading.asked:
+            module = around._modules.get(name)
+            asked = _of_method(module, getattr(type(module), method, None))
+            if asked is None:
+                return None
+            callee = Callee(
+                [*callee.parts, *asked.parts],
+                [*callee.taken, *asked.taken],
+                callee.num_read + asked.num_read,
+                callee.num_times * asked.num_times,
+                callee.draws or asked.draws,
+                callee.reshapes or asked.reshapes,
+                names,
+            )
+        return callee
+
+
+def _called(module: nn.Module) -> Callee:
+    return Callee([module], [], 0, 1, draws=False, reshapes=False)
+
+
+def _of_method(module: object, function: Any) -> Callee | None:
+    """Return what a method does; `None` too where it is not what the module's class has under that name."""
+    name = getattr(function, "__name__", "")
+    is_own = isinstance(module, nn.Module) and name not in module.__dict__
+    if not is_own or getattr(type(module), name, None) is not function:
+        return None
+    assert isinstance(module, nn.Module)
+    if name == "forward":
+        return _called(module)
+    reading = reading_of(type(module), name)
+    return _callee(reading, module) if reading is not None and reading.fits(module) else None
+
+
+def _reading_of(function: types.FunctionType, names: frozenset[str]) -> Reading | None:
+    """Return what was read of a function's code, as long as all that it names is still so."""
+    code = function.__code__
+    place = 0, code.co_name
+    known = _readings.setdefault(code, {})
+    if names not in known or (
+        (own := known[names]) is not None and not own.methods[place].is_true_of(function)
+    ):
+        read = read_callee(function)
+        known[names] = None if read is None else summed({place: read}, object)
+    return known[names]
+
+
+def _what_is_around(function: types.FunctionType, names: frozenset[str]) -> Any:
+    """Return an object that has what a function takes from around itself as a module has its parts.
+
+    `None` if some of it is not there yet.
+    """
+    values = {name: function.__globals__.get(name) for name in names}
+    values |= {name: value for name, value in defaults_of(function) if name in names}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:
+            return None
+    parts = {name: value for name, value in values.items() if isinstance(value, nn.Module)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    others = {name: values[name] for name in values.keys() - parts.keys() - tensors.keys()}
+    around = types.SimpleNamespace(**others)
+    around._modules, around._parameters, around._buffers = parts, tensors, {}
+    return around
+
+
+def _callee(reading: Reading, holder: Any) -> Callee:
+    """Return what is done by a method of `holder`, or by a function that takes it from around itself."""
+    own, parts = holder.__dict__, holder._modules
+    num_rounds, num_times = reading.rounds(holder) if reading.has_loops else (0, 1)
+    names = (*reading.called, *reading.looped, *reading.listed)
+    taken = [_found(own, name) for name in reading.taken - reading.of_class]
+    taken += [_found(parts[part].__dict__, name) for part, name in reading.of_parts]
+    return Callee(
+        [part for name in names if (part := parts.get(name)) is not None],
+        taken,
+        1 + num_rounds,
+        max(1, num_times),
+        reading.draws,
+        reading.reshapes,
+    )
+
+
+def _found(own: Mapping[str, Any], name: str) -> Any:
+    """Return what a module has under a name, or its parameter or buffer."""
+    if name in own:
+        return own[name]
+    parameters: Mapping[str, Any] = own["_parameters"]
+    return parameters[name] if name in parameters else own["_buffers"].get(name)

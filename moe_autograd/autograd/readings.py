@@ -1,0 +1,106 @@
+"""What was read of a function, and whether it is still so (`function_reading`)."""
+
+from __future__ import annotations
+
+import builtins
+import types
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype])
+_BUILTINS = "__builtins__"  # of a function; typeshed does not always know of it
+
+
+class FunctionReading(NamedTuple):
+    """What a method names that only computes.
+
+    It holds no function, which would hold its file's globals, and these the class: a class that was read can go.
+
+    Args:
+        code: of the method, if it is still there. What reloads a file that was edited may put another into the same
+            function.
+        is_method: whether it takes `self`; others are static methods, and functions.
+        around: arguments and globals that a function of rule 5 takes from around itself; `None`: it is none.
+        called: attributes of `self` that it calls, each time with how many arguments.
+        of_bases: those of `super()`, likewise.
+        methods: attributes, and a method of each that it calls; of rule 5 alone.
+        taken: those whose value it takes.
+        of_parts: parts, and an attribute of each, whose value it takes.
+        looped: those with whose parts it goes round in a loop.
+        listed: those of whose parts it takes one, or the number.
+        numbers: those which say how often it goes round.
+        num_rounds: how often it does besides.
+        repeated: those that it calls or takes within a loop.
+        of_globals: globals, and what they were.
+        functions: globals that are functions of Python's which it calls, and what these do.
+        of_others: attributes of torch's modules and classes, and of Python's own: whose, the name, and what they were.
+        draws: whether it names a function that may draw random numbers.
+        reshapes: whether it names what may put columns into the place of rows.
+    """
+
+    code: weakref.ref[types.CodeType]
+    is_method: bool
+    around: frozenset[str] | None
+    called: Mapping[str, Sequence[float]]
+    of_bases: Mapping[str, Sequence[float]]
+    methods: frozenset[tuple[str, str]]
+    taken: frozenset[str]
+    of_parts: frozenset[tuple[str, str]]
+    looped: frozenset[str]
+    listed: frozenset[str]
+    numbers: frozenset[str]
+    num_rounds: int
+    repeated: frozenset[str]
+    of_globals: Mapping[str, object]
+    functions: Mapping[str, FunctionReading]
+    of_others: Collection[tuple[object, str, object]]
+    draws: bool
+    reshapes: bool
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether it goes round in a loop."""
+        return bool(self.looped or self.numbers or self.num_rounds)
+
+    def is_true_of(self, function: types.FunctionType) -> bool:
+        """Whether it still has that code, and its file, torch and Python what it names."""
+        if function.__code__ is not self.code() or getattr(function, _BUILTINS) is not vars(builtins):
+            return False
+        namespace = function.__globals__
+        has_same = takes_no_functions(function) if self.around is None else self.around == around_of(function)
+        return (
+            has_same
+            and all(namespace.get(name) is value for name, value in self.of_globals.items())
+            and all(getattr(owner, name, None) is value for owner, name, value in self.of_others)
+            and all(_is_still(reading, namespace.get(name)) for name, reading in self.functions.items())
+        )
+
+
+def _is_still(reading: FunctionReading, function: object) -> bool:
+    return isinstance(function, types.FunctionType) and reading.is_true_of(function)
+
+
+def takes_no_functions(function: types.FunctionType) -> bool:
+    """Whether those of its arguments that need not be given are numbers then."""
+    return all(type(value) in PLAIN for _, value in defaults_of(function))
+
+
+def around_of(function: types.FunctionType) -> frozenset[str]:
+    """Return which arguments that need not be given, and which globals, are to be looked at as attributes."""
+    code, namespace = function.__code__, function.__globals__
+    names = [name for name in code.co_names if name not in code.co_varnames]  # of attributes, too
+    found = [name for name in names if isinstance(namespace.get(name), nn.Module | Tensor)]
+    return frozenset([*found, *(name for name, value in defaults_of(function) if type(value) not in PLAIN)])
+
+
+def defaults_of(function: types.FunctionType) -> list[tuple[str, object]]:
+    """Return those of its arguments that need not be given, and what they are then."""
+    code = function.__code__
+    by_place = zip(
+        code.co_varnames[: code.co_argcount][::-1], (function.__defaults__ or ())[::-1], strict=False
+    )
+    return [*by_place, *(function.__kwdefaults__ or {}).items()]
