@@ -38,7 +38,7 @@ class Reading(NamedTuple):
         methods: what `forward` names, and what the methods do that it calls.
         names: of those that an instance must have nothing else under.
         called: attributes of an instance that these call, with how many arguments at most.
-        asked: parts, and a method of each that they call; of functions alone (`callees`).
+        asked: parts, and a method or a part of each that they call; of functions alone (`callees`).
         taken: those whose value they take.
         of_class: those among them that the class has.
         of_parts: parts, and an attribute of each, whose value they take.

@@ -5,7 +5,7 @@ arguments given beforehand::
 
     def expert(x, up, down): return F.linear(F.silu(F.linear(x, up)), down)
     lambda x: expert(x) * scale              lambda x, expert=expert: expert(x)
-    block.mlp                                functools.partial(expert, scale=2.0)
+    block.mlp                                functools.partial(expert, down=down)
 
 What a function takes from around itself is looked at anew for each call, by rules 2 and 3 of `arithmetic`: it calls
 only modules, functions that compute, and methods of modules that are read as these are; it takes only tensors and
@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from moe_autograd.autograd.arithmetic import Reading, reading_of, summed
-from moe_autograd.autograd.function_reading import read_callee
+from moe_autograd.autograd.function_reading import is_function, read_callee
+from moe_autograd.autograd.known_arithmetic import IN_PLACE, RESHAPING
 from moe_autograd.autograd.readings import around_of, defaults_of
 
 
@@ -37,7 +38,7 @@ class Callee(NamedTuple):
         num_times: how often it calls a part at most.
         draws: whether it may draw random numbers.
         reshapes: whether it may put columns into the place of rows.
-        defaults: arguments of which this is only so as long as they are not given.
+        defaults: arguments that must not be given, or all this would be of something else.
     """
 
     parts: list[nn.Module]
@@ -73,6 +74,8 @@ class Callees:
             callee = _of_method(call.__self__, call.__func__)
         elif type(call) is types.FunctionType:
             callee = self._of_function(call, args, kwargs)
+        if callee is None and is_function(call, len(args) + len(kwargs)) and IN_PLACE.isdisjoint(kwargs):
+            callee = _COMPUTES._replace(reshapes=call.__name__ in RESHAPING)
         return callee._replace(taken=[*callee.taken, *given]) if callee is not None and given else callee
 
     def _of_function(
@@ -95,10 +98,11 @@ class Callees:
         around = None if reading is None else _what_is_around(function, names)
         if reading is None or around is None or not reading.fits(around):
             return None
-        callee = _callee(reading, around)._replace(defaults=names)
+        used = {*reading.called, *reading.looped, *reading.listed, *reading.numbers}
+        used.update(name for name, _ in (*reading.asked, *reading.of_parts))
+        callee = _callee(reading, around)._replace(defaults=names & used)
         for name, method in reading.asked:
-            module = around._modules.get(name)
-            asked = _of_method(module, getattr(type(module), method, None))
+            asked = _of_part_or_method(around._modules.get(name), method)
             if asked is None:
                 return None
             callee = Callee(
@@ -108,13 +112,21 @@ class Callees:
                 callee.num_times * asked.num_times,
                 callee.draws or asked.draws,
                 callee.reshapes or asked.reshapes,
-                names,
+                callee.defaults,
             )
         return callee
 
 
+_COMPUTES = Callee([], [], 1, 1, draws=False, reshapes=False)
+
+
 def _called(module: nn.Module) -> Callee:
-    return Callee([module], [], 0, 1, draws=False, reshapes=False)
+    return _COMPUTES._replace(parts=[module], num_read=0)
+
+
+def _of_part_or_method(module: nn.Module | None, name: str) -> Callee | None:
+    part = None if module is None or hasattr(type(module), name) else module._modules.get(name)
+    return _of_method(module, getattr(type(module), name, None)) if part is None else _called(part)
 
 
 def _of_method(module: object, function: Any) -> Callee | None:

@@ -95,15 +95,15 @@ def call_in_turn(
         callee = None
         if not isinstance(module, nn.Module):
             callee = callees.callee(module, own_args, own_kwargs)
-            if callee is None:
+            if callee is None or hasattr(module, "call_group"):
                 return None
             taken = (*taken, *callee.taken)
+        elif hasattr(type(module), "call_group") or "call_group" in module.__dict__:
+            return None
         size = size_of(taken)
         if size is None or (work := work_of(module, size, readings, callee)) is None:
             return None
         if size.is_here and work.most > most and work.least < least_large():
-            return None
-        if hasattr(type(module), "call_group") or "call_group" in module.__dict__:
             return None
         draws = draws or work.draws
     compute = _computed if _are_called_as_usual() else _called
@@ -166,8 +166,8 @@ def _called(module: Any, x: Tensor) -> Any:
 
 def _computed(module: Any, x: Tensor) -> Any:
     """Return what `module` returns, of which `work_of` knows that nobody watches it."""
-    kind, own = type(module), module.__dict__
-    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in own or kind in _WARN:
+    kind = type(module)
+    if kind not in ONLY_COMPUTE or "_compiled_call_impl" in module.__dict__ or kind in _WARN:
         return module(x)
     if kind is nn.Sequential:
         for part in module._modules.values():

@@ -27,7 +27,7 @@ class FunctionReading(NamedTuple):
         around: arguments and globals that a function of rule 5 takes from around itself; `None`: it is none.
         called: attributes of `self` that it calls, each time with how many arguments.
         of_bases: those of `super()`, likewise.
-        methods: attributes, and a method of each that it calls; of rule 5 alone.
+        methods: attributes, and a method or a part of each that it calls; of rule 5 alone.
         taken: those whose value it takes.
         of_parts: parts, and an attribute of each, whose value it takes.
         looped: those with whose parts it goes round in a loop.
