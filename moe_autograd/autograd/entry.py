@@ -40,6 +40,12 @@ Hook = Callable[[Tensor], Tensor | None]
 Flat = tuple[list[Any], TreeSpec | None]
 
 
+ESCAPED = (
+    "parallel_apply: expected tensors with history to leave a call as its result, got one that left by another way "
+    "(kept by a module, closure or argument, in a set or function). Return it, also in an object."
+)
+
+
 class _Entry(Function):
     """Rule 1. The anchor is a leaf that makes the alias part of a graph."""
 
@@ -50,10 +56,7 @@ class _Entry(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(  # Rule 9
-            "parallel_apply: expected tensors with history to leave a call as its result, got one that left by "
-            "another way (kept by a module, closure or argument, in a set or function). Return it, also in an object."
-        )
+        raise RuntimeError(ESCAPED)  # Rule 9
 
 
 _ENTRY_NODE = _Entry._backward_cls

@@ -180,7 +180,10 @@ def _ask(joined: Joined, leading: Any, grad_outputs: Tensors) -> Sequence[Wanted
     if has_missing(grad_outputs):  # the engine goes on to the leaves of such calls all the same
         leaf_nodes: Any = [node for node in nodes if type(node) is ACCUMULATE_GRAD]
         let_hooks_sleep(node.variable for node in leaf_nodes)
-    return joined.ask(joined.in_order(nodes))
+    wanted = joined.ask(joined.in_order(nodes))
+    if not is_backward_compiled():
+        joined.refuse_escaped(wanted)
+    return wanted
 
 
 # ---- apart

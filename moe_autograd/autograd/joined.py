@@ -138,6 +138,16 @@ class Joined:
         """
         return []
 
+    def refuse_escaped(self, wanted: Sequence[Wanted]) -> None:
+        """Raise if this backward comes to the calls by another way than their results.
+
+        Args:
+            wanted: one for each input of all calls.
+
+        Raises:
+            RuntimeError: it does.
+        """
+
     def collect(self) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[Tensor]]:
         """Return the results, and what is to be saved and marked, of all calls."""
         results: list[Tensor] = []

@@ -28,7 +28,8 @@ from moe_autograd.autograd.changes import (
 )
 from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import may_compile
-from moe_autograd.autograd.entry import Entrance, flatten
+from moe_autograd.autograd.entry import Entrance, flatten, is_entry
+from moe_autograd.autograd.escaped import Escaping, refuse_escaped
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
@@ -41,7 +42,9 @@ from moe_autograd.autograd.runs import Map, name_guilty, run_calls
 from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
+from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.turns import Turns
+from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import looked_at
 from moe_autograd.autograd.uses import Known, lead_to_used, looks_of_this_backward
 
@@ -81,6 +84,16 @@ class JoinedModules(Joined):
             for call, own in zip(self.calls, split(nodes, counts), strict=True):
                 call.histories = own
 
+    def refuse_escaped(self, wanted: Sequence[Wanted]) -> None:
+        """See `Joined`."""
+        entries = [
+            edge.node
+            for call, own in zip(self.calls, split(wanted, self.num_inputs), strict=True)
+            for (edge, _), is_wanted in zip(call.cuts, own, strict=False)
+            if is_wanted and is_entry(edge.node)
+        ]
+        refuse_escaped(entries)
+
     def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""
         call, own = self._call_of(place)
@@ -106,6 +119,9 @@ class JoinedModules(Joined):
             inputs = [tensor for call in self.calls for _, tensor in call.cuts]
             reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
             self._prepare(inputs, reached)
+            escaping = Escaping(
+                edge.node for call in self.calls for edge, _ in call.cuts if is_entry(edge.node)
+            )
             token = looked_at.set(looks_of_this_backward(self.calls))
             try:
                 if torch.is_grad_enabled():
@@ -116,6 +132,8 @@ class JoinedModules(Joined):
             finally:
                 looked_at.reset(token)
             self.entrance.move_hooks()
+            if not (keeps_graph() or is_backward_compiled()):
+                escaping.refuse()
         return grads
 
     def _prepare(self, inputs: Sequence[Tensor], reached: Sequence[int]) -> None:
