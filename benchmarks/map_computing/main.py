@@ -1,6 +1,6 @@
 """Experts that compute: `parallel_apply` against the plain loop that uses all cores inside each operator.
 
-Feed-forward experts of four sizes, tiny ones of a user's class, and experts of many small operators, float32. A step is
+Feed-forward experts of four sizes, tiny ones of other kinds, and experts of many small operators, float32. A step is
 a forward and a backward (no optimizer: it would take the same time on both sides). Peak memory is what the process
 holds at most beyond what it held before the first step, each kind in a process of its own, by the kernel's count
 (`VmHWM`): once as things are, and once with pages of its own for every tensor, so that none is counted that the C
@@ -128,6 +128,37 @@ class Recurrent(nn.Module):
         return self.out(self.gru(x)[0])
 
 
+class Weights(nn.Module):
+    """What a function computes with; a slice, mostly, of the weights of all experts."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.up, self.down = (
+            nn.Parameter(torch.randn(d_ff, d_model)),
+            nn.Parameter(torch.randn(d_model, d_ff)),
+        )
+
+
+def of_slices(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, up)), down)
+
+
+# What is called, with what.
+Calls = tuple[list[Callable[..., Any]], list[tuple[Tensor, ...]]]
+
+
+def modules(experts: Sequence[nn.Module], xs: Sequence[Tensor]) -> Calls:
+    return [*experts], [(x,) for x in xs]
+
+
+def lambdas(experts: Sequence[nn.Module], xs: Sequence[Tensor]) -> Calls:
+    return [lambda x, expert=expert: expert(x) for expert in experts], [(x,) for x in xs]
+
+
+def functions(experts: Sequence[Any], xs: Sequence[Tensor]) -> Calls:
+    return [of_slices] * len(experts), [(x, one.up, one.down) for one, x in zip(experts, xs, strict=True)]
+
+
 NUM_CLASSES = 10
 
 
@@ -148,6 +179,7 @@ class Size:
     d_ff: int
     repeats: int = 1
     make: Callable[[int, int], nn.Module] = feed_forward
+    calls: Callable[[Sequence[Any], Sequence[Tensor]], Calls] = modules
     image: tuple[int, ...] = ()  # its height and width; then tokens are images, and `d_model` their channels
 
     @property
@@ -176,6 +208,8 @@ SIZES = {
     "tiny, asking": Size(32, (8,), 32, 64, repeats=20, make=Asking),
     "tiny, adapted": Size(32, (8,), 32, 64, repeats=20, make=Adapted),
     "tiny, cells": Size(32, (8,), 32, 32, repeats=20, make=nn.GRUCell),
+    "tiny, lambdas": Size(32, (8,), 32, 64, repeats=20, calls=lambdas),
+    "tiny, functions": Size(32, (8,), 32, 64, repeats=20, make=Weights, calls=functions),
     "tiny images": Size(16, (2,), 4, 8, repeats=10, make=convolutions, image=(8, 8)),
     "small images": Size(8, (4,), 8, 16, repeats=10, make=convolutions, image=(16, 16)),
     "images": Size(8, (8,), 16, 32, repeats=3, make=convolutions, image=(32, 32)),
@@ -184,8 +218,8 @@ SIZES = {
 }
 
 
-def plain_loop(modules: Sequence[nn.Module], inputs: Sequence[Any]) -> list[Any]:
-    return [module(*args) for module, args in zip(modules, inputs, strict=True)]
+def plain_loop(calls: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> list[Any]:
+    return [call(*args) for call, args in zip(calls, inputs, strict=True)]
 
 
 KINDS: dict[str, Callable[..., list[Any]]] = {"loop": plain_loop, "map": parallel_apply}
@@ -199,13 +233,14 @@ def steps(apply: Callable[..., list[Any]], size: Size, way: Way) -> Callable[[],
     if way.shares:
         experts, xs = experts[:1] * size.num_experts, xs[:1] * size.num_experts
     ones = [torch.ones(size.shape_of_outputs) for _ in xs]
+    called, args = size.calls(experts, xs)
     tensors = [*xs, *(p for expert in experts for p in expert.parameters())]
 
     def run() -> Mapping[str, float]:
         outputs: list[Any] = []
 
         def forward() -> None:
-            outputs[:] = apply(experts, [(x,) for x in xs])
+            outputs[:] = apply(called, args)
 
         forward_s = backward_s = 0.0
         for _ in range(size.repeats):
