@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from moe_autograd.autograd import in_turn
+
 # The same examples on every run, however busy the machine is: a failure is then the change's own, and can be repeated.
 # To search on, `pytest --hypothesis-profile search`.
 _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,6 +46,12 @@ def no_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the map's own machinery, for which no call is too small then."""
+    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,8 @@ from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.limits_page import in_call, in_loop, leaf, of
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 
 @of("inside `torch.func` transforms, forward-mode differentiation, `torch.jit.trace` or `torch.export`")
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_autograd import map_with_parallel_backward, parallel_apply
 from tests.support.limits_page import Doubles, in_call, in_loop, leaf, of
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 
 class ReturnsNone(Doubles):
     @staticmethod

@@ -12,8 +12,8 @@ from tests.support.unreliable import Clock
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
+def machinery(nothing_is_small: None) -> None:
+    """Make all calls by it."""
 
 
 @pytest.fixture(params=["ram", "folder"])

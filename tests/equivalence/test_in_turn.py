@@ -172,8 +172,6 @@ def with_weight(keep: Callable[[nn.Module, Tensor], None]) -> nn.Module:
         lambda: with_hook("register_full_backward_pre_hook"),
         with_forward_of_its_own,
         lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
-        lambda: torch.sin,
-        lambda: lambda x: x,
     ],
 )
 def test_what_may_do_more_than_compute_gets_a_thread(make: Callable[[], Any]) -> None:

@@ -47,6 +47,7 @@ def test_tensors_are_recorded_where_they_are_used(accelerator: RecordingAccelera
     )
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_modules_arguments_and_returned_tensors_are_recorded(accelerator: RecordingAccelerator) -> None:
     xs = leaves()
     with torch.no_grad():
