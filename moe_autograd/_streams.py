@@ -130,6 +130,19 @@ def accelerator_in_use() -> Accelerator | None:
     return _built_for if _built_for is not None and _built_for.is_in_use() else None
 
 
+@contextlib.contextmanager
+def put_back(accelerator: Accelerator, devices: Iterable[int]) -> Iterator[None]:
+    """Put this thread's device, and its streams on `devices`, back at the end, whatever is current then."""
+    own_device = accelerator.current_device()
+    own_streams = [accelerator.current_stream(device) for device in devices]
+    try:
+        yield
+    finally:
+        for stream in own_streams:
+            accelerator.set_stream(stream)
+        accelerator.set_device(own_device)
+
+
 def queued_here() -> Sequence[torch.Event]:
     """Return what comes after all that this thread has queued on its streams so far (Rule 6)."""
     accelerator = accelerator_in_use()
@@ -192,30 +205,26 @@ class Lanes:
     def of(self, number: int) -> Iterator[None]:
         """Let this thread queue the kernels of call `number` on its lanes, and put the thread's own streams back."""
         accelerator = self._accelerator
-        own_device = accelerator.current_device()
-        own_streams = [accelerator.current_stream(device) for device in self._devices]
         lanes = [accelerator.lane(device, number) for device in self._devices]
         caches_casts = torch.is_autocast_cache_enabled()
-        try:
-            if self._shares_weights:
-                torch.set_autocast_cache_enabled(False)
-            for lane in lanes:
-                for event in self._ready:
-                    lane.wait_event(event)
-                accelerator.set_stream(lane)
-            accelerator.set_device(self._device)
-            with torch.autograd.set_multithreading_enabled(False):  # Rule 5
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(caches_casts)
-            for device, lane in zip(self._devices, lanes, strict=True):
-                self._done.append(lane.record_event())
-                left = accelerator.current_stream(device)
-                if left != lane:  # the call has chosen another one, and not put its own back
-                    self._done.append(left.record_event())
-            for stream in own_streams:
-                accelerator.set_stream(stream)
-            accelerator.set_device(own_device)
+        with put_back(accelerator, self._devices):
+            try:
+                if self._shares_weights:
+                    torch.set_autocast_cache_enabled(False)
+                for lane in lanes:
+                    for event in self._ready:
+                        lane.wait_event(event)
+                    accelerator.set_stream(lane)
+                accelerator.set_device(self._device)
+                with torch.autograd.set_multithreading_enabled(False):  # Rule 5
+                    yield
+            finally:
+                torch.set_autocast_cache_enabled(caches_casts)
+                for device, lane in zip(self._devices, lanes, strict=True):
+                    self._done.append(lane.record_event())
+                    left = accelerator.current_stream(device)
+                    if left != lane:  # the call has chosen another one, and not put its own back
+                        self._done.append(left.record_event())
 
     def rejoin(self) -> None:
         """Let the caller's streams go on after all calls that have ended. Call it on the calling thread."""
@@ -236,16 +245,11 @@ def as_on_lane(number: int) -> Iterator[None]:
         yield
         return
     own_device, devices = accelerator.current_device(), accelerator.devices()
-    own_streams = [accelerator.current_stream(device) for device in devices]
-    try:
+    with put_back(accelerator, devices):
         for device in devices:
             accelerator.set_stream(accelerator.lane(device, number))
         accelerator.set_device(own_device)
         yield
-    finally:
-        for stream in own_streams:
-            accelerator.set_stream(stream)
-        accelerator.set_device(own_device)
 
 
 def lanes_from_here(*, shares_weights: bool) -> Lanes | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_autograd._streams import Accelerator, accelerator_in_use
+from moe_autograd._streams import Accelerator, accelerator_in_use, put_back
 
 _NOTHING = contextlib.nullcontext()
 
@@ -26,12 +26,5 @@ def devices_contained() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _contained(accelerator: Accelerator) -> Iterator[None]:
-    device = accelerator.current_device()
-    streams = [accelerator.current_stream(each) for each in accelerator.devices()]
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        for stream in streams:
-            accelerator.set_stream(stream)
-        accelerator.set_device(device)
+    with put_back(accelerator, accelerator.devices()), torch.autograd.set_multithreading_enabled(False):
+        yield
