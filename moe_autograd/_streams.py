@@ -279,6 +279,11 @@ def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
         jagged: Any = tensor
         parts = jagged.values(), jagged.offsets(), jagged.lengths()
         return tuple([part for part in parts if part is not None])
+    return sparse_parts(tensor)
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that hold the memory of a sparse one; none for another."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

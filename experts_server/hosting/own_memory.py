@@ -12,19 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from moe_autograd._streams import sparse_parts
+
 Place = tuple[int, int]  # from the first byte to the one behind the last
 T = TypeVar("T", Tensor, Tensor | None)
-
-# Where the memory of sparse tensors is.
-_ROWS: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.crow_indices, Tensor.col_indices, Tensor.values)
-_COLUMNS: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.ccol_indices, Tensor.row_indices, Tensor.values)
-_PARTS = {
-    torch.sparse_coo: (Tensor._indices, Tensor._values),
-    torch.sparse_csr: _ROWS,
-    torch.sparse_bsr: _ROWS,
-    torch.sparse_csc: _COLUMNS,
-    torch.sparse_bsc: _COLUMNS,
-}
 
 
 class OwnMemory:
@@ -53,8 +44,8 @@ class OwnMemory:
 
 def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Return the memory that a tensor lies in: one, that of each part of a sparse one, or none."""
-    if (parts := _PARTS.get(tensor.layout)) is not None:
-        return [part(tensor.detach()).untyped_storage() for part in parts]
+    if tensor.layout is not torch.strided and (parts := sparse_parts(tensor.detach())):
+        return [part.untyped_storage() for part in parts]
     return [] if tensor._is_zerotensor() else [tensor.untyped_storage()]
 
 

@@ -96,6 +96,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.locks",
         "experts_server.spec",
         "moe_autograd._random",
+        "moe_autograd._streams",
         "moe_autograd.autograd",
         "moe_autograd.errors",
         "moe_autograd.moe.experts",
