@@ -28,8 +28,22 @@ Imports nothing of ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
+
+_MOST_LISTED = 8
+
+
+def listed(things: Collection[object], separator: str = ", ") -> str:
+    """Return the first few for a message, and how many more there are.
+
+    >>> listed(range(10), "; ")
+    '0; 1; 2; 3; 4; 5; 6; 7; and 2 more'
+    """
+    num_more = len(things) - _MOST_LISTED
+    more = [f"and {num_more} more"] if num_more > 0 else []
+    return separator.join([*map(str, islice(things, _MOST_LISTED)), *more])
 
 
 class MoeAutogradError(Exception):

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -22,7 +22,7 @@ from experts_server.checkpoints.snapshot import (
 )
 from experts_server.configuration.config import ServingConfig
 from experts_server.queues.registry import Registry
-from moe_autograd.errors import CheckpointError
+from moe_autograd.errors import CheckpointError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class Saver:
         name, snapshots = newest
         if snapshots.keys() != self._registry.keys():
             raise CheckpointError(
-                f"checkpoint {name}: expected the configured experts {_some(self._registry)}, got "
-                f"{_some(snapshots)}. Configure what was saved, or use another checkpoint_dir, and "
+                f"checkpoint {name}: expected the configured experts {listed(self._registry)}, got "
+                f"{listed(snapshots)}. Configure what was saved, or use another checkpoint_dir, and "
                 "bring the weights there by experts-server export and import."
             )
         fitting = [(self._registry[expert].hosted, snapshot) for expert, snapshot in snapshots.items()]
@@ -199,7 +199,7 @@ class Saver:
                     "expert %r: its state_dict is not the one that it was built with (differing: %s), so no server "
                     "starts from this checkpoint. Have its class make all entries when it is built.",
                     expert,
-                    _some(differing),
+                    listed(differing),
                 )
 
     async def _written(self, folder: CheckpointFolder, snapshots: list[Snapshot]) -> str:
@@ -224,9 +224,11 @@ class Saver:
         except asyncio.CancelledError:
             if is_last or not self._is_ending:
                 raise
-            computing = [name for name, queue in self._registry.items() if queue.computing_since is not None]
+            computing = [
+                repr(name) for name, queue in self._registry.items() if queue.computing_since is not None
+            ]
             raise CheckpointError(
-                f"server: expected every expert to come to rest, got a stop while {_some(map(repr, computing))} still "
+                f"server: expected every expert to come to rest, got a stop while {listed(computing)} still "
                 "computed. The last save comes next: see what it says of them."
             ) from None
         finally:
@@ -249,8 +251,3 @@ def _saved_before(folder: CheckpointFolder, expert: str, timeout_s: float, goes_
         generation,
     )
     return snapshot
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (f", ... ({len(listed)})" if len(listed) > 8 else "")

@@ -13,9 +13,8 @@ from experts_server.hosting.hosted import HostedExpert
 from experts_server.queues.batching import Computed, ExpertQueue, QueueLimits
 from experts_server.queues.executor import WorkerPool, take
 from moe_autograd._natural_order import natural_order
-from moe_autograd.errors import ExpertNotFoundError, InvalidCallError, RemoteError, ServerBusyError
+from moe_autograd.errors import ExpertNotFoundError, InvalidCallError, RemoteError, ServerBusyError, listed
 
-MAX_NAMES_IN_ERROR = 8
 AT_ONCE_S = 0.002  # how long other messages may have to wait for small calls
 
 
@@ -35,7 +34,7 @@ class Registry(Mapping[str, ExpertQueue]):
         queue = self._queues.get(name)
         if queue is None:
             raise ExpertNotFoundError(
-                f"server: expected one of its {len(self)} experts ({self._some_names()}), got {name!r}. "
+                f"server: expected one of its {len(self)} experts ({listed(self._queues)}), got {name!r}. "
                 "Ask `experts-server info` what is hosted."
             )
         return queue
@@ -143,11 +142,6 @@ class Registry(Mapping[str, ExpertQueue]):
     ) -> list[Any]:
         """Run a function on each of the named experts, between their other calls; see `ask`."""
         return await self.ask(names, lambda reply: InspectCall(b"", reply, function), timeout_s)
-
-    def _some_names(self) -> str:
-        names = list(self._queues)
-        more = "" if len(names) <= MAX_NAMES_IN_ERROR else ", ..."
-        return ", ".join(names[:MAX_NAMES_IN_ERROR]) + more
 
 
 def _replying_to(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any, Any], None]:

@@ -26,14 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd.autograd.recompute import Recompute
-from moe_autograd.errors import TooFewExpertsError
+from moe_autograd.errors import TooFewExpertsError, listed
 from moe_autograd.moe.attendance import Attendance, name_of
 from moe_autograd.moe.dispatch import DispatchPlan, combine, concatenate, dispatch, renormalize, select
 from moe_autograd.moe.experts import check_output
 from moe_autograd.moe.failures import ExpertFailure, Rests, Tolerance
 from moe_autograd.moe.routing import Routing
-
-_MAX_NAMED = 8  # tokens, or failures, in one message
 
 
 @dataclass(frozen=True)
@@ -146,14 +144,8 @@ class PartialPass:
         return TooFewExpertsError(
             f"MixtureOfExperts: expected at least {self.tolerance.min_experts} of the {self.routing.top_k} experts of "
             f"every token to answer, got fewer for {len(short)} of {self.routing.num_tokens} tokens "
-            f"({_listed(short, ', ')}), since these did not: {_listed(failures, '; ')}. Repeat the pass, or let such "
+            f"({listed(short, ', ')}), since these did not: {listed(failures, '; ')}. Repeat the pass, or let such "
             "tokens become zeros (allow_zero_outputs=True).",
             tokens=short,
             failures=failures,
         )
-
-
-def _listed(things: Sequence[object], separator: str) -> str:
-    more = len(things) - _MAX_NAMED
-    named = separator.join(map(str, things[:_MAX_NAMED]))
-    return f"{named}{separator}and {more} more" if more > 0 else named

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_autograd._natural_order import natural_order
-from moe_autograd.errors import ConfigError, ExpertNotFoundError
+from moe_autograd.errors import ConfigError, ExpertNotFoundError, listed
 from moe_autograd.remote.addresses import check_addresses
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.checking import check_arguments, check_kind_of_addresses
@@ -156,9 +156,8 @@ class RemoteExperts(Mapping[str, RemoteExpert]):
         try:
             return self._experts[name]
         except KeyError:
-            known = ", ".join(list(self._experts)[:8]) + (", ..." if len(self) > 8 else "")
             raise ExpertNotFoundError(
-                f"expert {name!r}: expected one of {len(self)} ({known}), got none of that name at "
+                f"expert {name!r}: expected one of {len(self)} ({listed(self._experts)}), got none of that name at "
                 f"{', '.join(self._connection.addresses)}. `experts-server info` shows what is hosted."
             ) from None
 
