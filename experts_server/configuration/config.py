@@ -23,9 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from experts_server.configuration.addresses import split_address
 from experts_server.configuration.names import check_name
-from moe_autograd.wire.addresses import is_local
+from moe_autograd.wire.addresses import is_local, split_address
 
 MIB = 1 << 20
 

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from experts_server.configuration.addresses import joined_address
 from experts_server.queues.batching import ExpertQueue
 from experts_server.queues.stats import ENCODINGS, Histogram, KindStats
 from experts_server.serving.ports import describe_refusal
 from moe_autograd.errors import ConfigError
+from moe_autograd.wire.addresses import joined_address
 
 logger = logging.getLogger(__name__)
 

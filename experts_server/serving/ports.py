@@ -7,10 +7,10 @@ import socket
 
 import grpc
 
-from experts_server.configuration.addresses import joined_address, split_address
 from experts_server.configuration.config import ServingConfig
 from experts_server.serving.certificates import server_credentials
 from moe_autograd.errors import ConfigError
+from moe_autograd.wire.addresses import joined_address, split_address
 
 
 def open_port(server: grpc.aio.Server, config: ServingConfig) -> str:

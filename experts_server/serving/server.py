@@ -23,7 +23,6 @@ from torch import nn
 
 from experts_server.budget import Budget
 from experts_server.checkpoints.saving import Saver
-from experts_server.configuration.addresses import split_address
 from experts_server.configuration.config import SAVING_NOTHING, MemoryConfig, ServingConfig
 from experts_server.configuration.names import check_name, counted
 from experts_server.hosting.calls import InspectCall
@@ -44,6 +43,7 @@ from experts_server.serving.security import Gate
 from experts_server.serving.service import Service
 from moe_autograd._intraop import set_team_size
 from moe_autograd.errors import ConfigError
+from moe_autograd.wire.addresses import split_address
 from moe_autograd.wire.options import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from moe_autograd._interrupts import uninterrupted
 from moe_autograd._waiting import get
 from moe_autograd.errors import ServerUnavailableError
 from moe_autograd.remote.operations import Operation
-from moe_autograd.wire.addresses import host_of, is_host_and_port
+from moe_autograd.wire.addresses import is_host_and_port, joined_address, split_address
 
 
 def check_addresses(addresses: Sequence[str]) -> list[str]:
@@ -80,19 +80,15 @@ def resolve(
 
 
 def _ask_resolver(address: str) -> list[str] | ServerUnavailableError:
-    port = int(address.rpartition(":")[2])
+    host, port = split_address(address)
     try:
-        answers = socket.getaddrinfo(host_of(address), port, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         unresolved = ServerUnavailableError(
             f"server at {address}: expected a name that resolves to addresses, got {error}. Check the name."
         )
         unresolved.__cause__ = error.with_traceback(None)  # which knows this frame, and so itself
         return unresolved
-    hosts = {
-        str(place[0]): f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
-        for family, *_, place in answers
-    }
     # resolvers turn them round; we want one order
-    numbers = sorted(hosts, key=lambda host: (":" in host, host))
-    return [f"{hosts[number]}:{port}" for number in numbers]
+    numbers = sorted({str(place[0]) for *_, place in answers}, key=lambda number: (":" in number, number))
+    return [joined_address(number, port) for number in numbers]

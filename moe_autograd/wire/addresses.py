@@ -7,18 +7,45 @@ import ipaddress
 import socket
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Return host, without brackets, and port.
+
+    Raises:
+        ValueError: if it is not an address, or the port is not within 0 to 65535.
+
+    >>> split_address("[::1]:8080")
+    ('::1', 8080)
+    """
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        is_host = ":" in host and not is_name(address)
+    else:
+        is_host = bool(host) and not set(host) & set(":[]/,@") and not any(map(str.isspace, host))
+    if not is_host or not (port.isascii() and port.isdecimal()):
+        raise ValueError("expected HOST:PORT, such as 127.0.0.1:31415 or [::1]:0")
+    if len(port.lstrip("0")) > 5 or int(port) > 65535:
+        raise ValueError("expected a port from 0 to 65535")
+    return host_of(address), int(port)
+
+
+def joined_address(host: str, port: int) -> str:
+    """Return `host:port`.
+
+    >>> joined_address("::1", 8080)
+    '[::1]:8080'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_host_and_port(address: str) -> bool:
     """Tell whether a server may be there.
 
     >>> is_host_and_port("[::1]:80"), is_host_and_port("::1:80"), is_host_and_port("experts.example:0")
     (True, False, False)
     """
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        return False
-    if host.startswith("[") and host.endswith("]"):
-        return ":" in host and not is_name(address)
-    return bool(host) and not set(host) & set(":[]/,@") and not any(map(str.isspace, host))
+    with contextlib.suppress(ValueError):
+        return split_address(address)[1] > 0
+    return False
 
 
 def host_of(address: str) -> str:

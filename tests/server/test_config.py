@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from experts_server import ExpertsServer
-from experts_server.configuration.addresses import split_address
 from experts_server.configuration.config import OptimizerConfig, ServerConfig, ServingConfig
 from experts_server.configuration.names import check_name, expand_pattern
 from experts_server.configuration.settings import load_config
 from moe_autograd.errors import ConfigError
+from moe_autograd.wire.addresses import split_address
 
 FFN = {"class": "ffn", "args": {"d_model": 8}}
 MINIMAL: dict[str, Any] = {"experts": {"ffn.[0:4]": FFN}}
@@ -348,7 +348,7 @@ def test_patterns_expand_in_order() -> None:
     assert expand_pattern("l.[1:3].e.[9:11]") == ["l.1.e.9", "l.1.e.10", "l.2.e.9", "l.2.e.10"]
 
 
-@pytest.mark.parametrize("address", ["", "a", ":1", "a:", "a:b", "::1:3", "a:-1", "a:1.5"])
+@pytest.mark.parametrize("address", ["", "a", ":1", "a:", "a:b", "::1:3", "a:-1", "a:1.5", "a/b:1", "[a]:1"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="expected HOST:PORT"):
         split_address(address)
