@@ -178,7 +178,7 @@ def _restore_training(trainer: Trainer, snapshot: Snapshot) -> None:
     _add_state_of_new_settings(optimizer)
     if schedule is not None:
         schedule.load_state_dict(schedule_state)
-    if goes_on and plain.get("schedule_has_ended"):  # as far as it was configured then
+    if goes_on and plain["schedule_has_ended"]:  # as far as it was configured then
         trainer.step_schedule()
     trainer.num_updates = int(plain["num_updates"])
     _restore_gathered(trainer, snapshot)
@@ -239,7 +239,8 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot) -> None:
 
 def check_fits(hosted: HostedExpert, snapshot: Snapshot) -> None:
     """Raise `CheckpointError` if the snapshot is of another class, other shapes or another optimizer."""
-    mine, saved = _identity(hosted), {key: snapshot.plain.get(key) for key in _identity(hosted)}
+    mine = _identity(hosted)
+    saved = {key: snapshot.plain[key] for key in mine}
     if mine != saved:
         raise CheckpointError(
             f"checkpoint of expert {hosted.name!r}: expected {mine} as configured, got {saved}. "

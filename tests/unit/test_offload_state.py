@@ -67,14 +67,6 @@ def test_going_back_forgets_state_of_no_parameter_that_came_later(tmp_path: Path
         assert not any(optimizer.state for optimizer in experts.optimizers)
 
 
-def test_a_checkpoint_of_before_has_no_state_of_no_parameter(tmp_path: Path) -> None:
-    with build(CountsForAll, tmp_path) as experts:
-        manifest = experts.checkpoint() / "manifest.json"
-        manifest.write_text(manifest.read_text().replace("of_all", "unknown"))
-        experts.restore()
-        train(experts, range(1))
-
-
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
@@ -163,27 +155,6 @@ def test_keys_of_the_state_may_be_any_text(tmp_path: Path, keys: list[str]) -> N
             experts.restore()
         assert_equal(states(experts), [module.state_dict() for module in plain])
         assert experts.residency.peak_bytes <= size < experts.residency.known_bytes
-
-
-@pytest.mark.parametrize("key", ["mean", "ema.grad"])
-def test_state_in_a_checkpoint_of_before_is_found_under_its_key(tmp_path: Path, key: str) -> None:
-    """What was saved under a key with a dot had been left out when it was restored."""
-    make = keeping(key)
-    with build(make, tmp_path / "straight") as straight:
-        train(straight, range(4))
-        want = states(straight)
-    with build(make, tmp_path / "stopped") as experts:
-        train(experts, range(2))
-        for path in experts.checkpoint().glob("*.optimizer.safetensors"):
-            tensors = safetensors.torch.load_file(path)
-            path.unlink()  # a link of the store's
-            as_before = {name.replace("%2E", "."): tensor for name, tensor in tensors.items()}
-            assert as_before.keys() == {f"{key}.weight", f"{key}.bias"}
-            safetensors.torch.save_file(as_before, path)
-    with build(make, tmp_path / "stopped") as experts:
-        experts.restore()
-        train(experts, range(2, 4))
-        assert_equal(states(experts), want)
 
 
 def test_state_of_a_parameter_that_the_expert_has_not_is_refused(tmp_path: Path) -> None:

@@ -313,11 +313,11 @@ class HeldExpert(HeldModule):
                 f"{folder}: {self.name}: expected an optimizer with {len(groups)} group(s) of parameters, got one with "
                 f"{len(saved)} (0: not trained). Build the optimizer as the one that was saved."
             )
-        kind, saved_kind = type(self.optimizer).__name__, options.get("optimizer")
-        if groups and saved_kind not in (None, kind):
+        kind = type(self.optimizer).__name__
+        if groups and options["optimizer"] != kind:
             raise CheckpointError(
-                f"{folder}: {self.name}: expected the state of {kind}, got that of {saved_kind}. Build the optimizer "
-                "as the one that was saved."
+                f"{folder}: {self.name}: expected the state of {kind}, got that of {options['optimizer']}. "
+                "Build the optimizer as the one that was saved."
             )
         if self._optimizer is not None:
             self._optimizer.check_checkpoint(folder, options, beside=[self.weights, self.gradients])

@@ -224,25 +224,26 @@ class HeldOptimizer:
 
     def _saved_layout(self, folder: Path, options: dict[str, Any]) -> Layout | None:
         """Return how the tensors of a checkpoint lie; `None`: the optimizer had made none, as in experts never used."""
-        path = self._file_in(folder)
-        has_tensors = options.get("has_tensors", path.exists())  # older checkpoints do not say it
-        if not has_tensors:
+        if not options["has_tensors"]:
             return None
-        layout, _ = Layout.read(path)
-        fields = {_full_name(*self._parsed(full_name)): field for full_name, field in layout.fields.items()}
-        return Layout(fields, layout.num_bytes)
+        layout, _ = Layout.read(self._file_in(folder))
+        for full_name in layout.fields:
+            self._parsed(full_name)
+        return layout
 
     def _parsed(self, full_name: str) -> tuple[str, str]:
-        """Return a tensor's key, and its parameter's name; older checkpoints have the dots of a key as they are."""
-        pieces = full_name.split(".")
-        splits = ((".".join(pieces[i:]), ".".join(pieces[:i])) for i in range(1, len(pieces)))
-        for name, key in splits:
-            if name in self._parameters:
-                return key.replace("%2E", ".").replace("%25", "%"), name
-        raise CheckpointError(
-            f"{self.name}: expected tensors of {', '.join(self._parameters)}, got {full_name!r}. Restore experts with "
-            "the same parameters."
-        )
+        """Return a tensor's key, and its parameter's name.
+
+        Raises:
+            CheckpointError: it is of a parameter that is not here.
+        """
+        key, _, name = full_name.partition(".")
+        if name not in self._parameters:
+            raise CheckpointError(
+                f"{self.name}: expected tensors of {', '.join(self._parameters)}, got {full_name!r}. Restore experts "
+                "with the same parameters."
+            )
+        return key.replace("%2E", ".").replace("%25", "%"), name
 
     def _file_in(self, folder: Path) -> Path:
         return folder / f"{self.name}.safetensors"
@@ -257,7 +258,7 @@ class HeldOptimizer:
         for name, numbers in options["numbers"].items():
             if numbers:
                 self.optimizer.state[self._parameters[name]].update(numbers)
-        self.optimizer.state.update(options.get("of_all", {}))  # older checkpoints have not got it
+        self.optimizer.state.update(options["of_all"])
         if layout is not None:
             for full_name, field in layout.fields.items():
                 key, name = self._parsed(full_name)
