@@ -35,7 +35,7 @@ class Budget:
     def __repr__(self) -> str:
         return f"<Budget {self.what}: {self.in_use} of {self.limit}>"
 
-    def has_taken(self, amount: int) -> bool:
+    def try_take(self, amount: int) -> bool:
         """Take `amount` if there is room; return whether there was."""
         with self._lock:
             if self.in_use + amount > self.limit:
@@ -61,15 +61,15 @@ class Budget:
                 f"{self.what}: expected at most {self.limit}, got {needed}. Ask for less at once, or raise the "
                 "server's limit."
             )
-        if not self.has_taken(amount):
+        if not self.try_take(amount):
             raise ServerBusyError(
                 f"{self.what}: expected at most {self.limit}, got {amount} more than the {self.in_use} in use. "
                 + self._remedy,
                 retry_after_s=self.retry_after_s,
             )
 
-    def has_refused(self) -> bool:
-        """Whether there was no room for somebody since this was last asked."""
+    def reset_refused(self) -> bool:
+        """Return whether there was no room for somebody since this was last called."""
         with self._lock:
             had_refused, self._has_refused = self._has_refused, False
             return had_refused

@@ -58,20 +58,20 @@ class _Worker:
                 del job  # an idle thread keeps nothing alive
                 end_team()
                 _idle.append(self)
-                if not self._wake.acquire(timeout=IDLE_S) and not self._was_chosen():
+                if not self._wake.acquire(timeout=IDLE_S) and self._try_leave():
                     return
         finally:
             _threads.discard(self.thread)
             interval.suit(_threads)
 
-    def _was_chosen(self) -> bool:
-        """Settle the race between giving up and being given a job: whoever takes us off `_idle` has won."""
+    def _try_leave(self) -> bool:
+        """Give up, and return True, unless a job has been given: whoever takes us off `_idle` first has won."""
         try:
             _idle.remove(self)
         except ValueError:  # `start_soon` took us: its job is on the way
             self._wake.acquire()
-            return True
-        return False
+            return False
+        return True
 
 
 _idle: list[_Worker] = []

@@ -111,8 +111,8 @@ class GatheredGradients:
         self._budget.give_back(num_bytes(waiting.gathered.grads if waiting else ()))
         self._lost.pop(client_id, None)
 
-    def has_lost(self, client_id: bytes) -> bool:
-        """Whether the client's gradients were let go without its knowing; it is told once."""
+    def pop_lost(self, client_id: bytes) -> bool:
+        """Return whether the client's gradients were let go without its knowing; it is told once."""
         was_lost = client_id in self._lost
         self._lost.pop(client_id, None)
         return was_lost

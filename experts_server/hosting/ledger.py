@@ -84,7 +84,7 @@ class Ledger:
         """Write down that a change has been applied, and its answer."""
         entry = Entry(num_updates)
         num_bytes = REPLY_BYTES + sum(grad.nbytes for grad in reply or () if grad is not None)
-        if reply is not None and self._reply_budget.has_taken(num_bytes):
+        if reply is not None and self._reply_budget.try_take(num_bytes):
             entry.reply, entry.reply_bytes = reply, num_bytes
         client = self._client(client_id)
         client.applied[sequence] = entry

@@ -159,7 +159,7 @@ class Trainer:
         """
         if self.training.update != "on_step":
             return
-        if self.gathered.has_lost(client_id):
+        if self.gathered.pop_lost(client_id):
             raise GradientsLostError(
                 f"expert {self.name!r}: expected a step soon after the backward, got one when its gradients had "
                 f"been let go (after {self.gathered.max_age_s:g} s, or as others had no room). Call zero_grad and "

@@ -113,7 +113,7 @@ class WorkerPool:
         self._watcher = threading.Thread(target=self._watch, name="expert-watcher", daemon=True)
         self._watcher.start()
         with self._lock:
-            self._has_started_worker()
+            self._try_start_worker()
 
     def __repr__(self) -> str:
         with self._lock:
@@ -171,14 +171,14 @@ class WorkerPool:
         for _ in range(num_wanted - self._num_woken):
             if self._idle:
                 self._wake_one()
-            elif len(self._workers) >= self.max_threads or not self._has_started_worker():
+            elif len(self._workers) >= self.max_threads or not self._try_start_worker():
                 return
 
     def _wake_one(self) -> None:
         self._num_woken += 1
         self._idle.pop().bell.release()
 
-    def _has_started_worker(self) -> bool:
+    def _try_start_worker(self) -> bool:
         worker = _Worker(self, self._num_started + 1)
         try:
             worker.start()

@@ -269,7 +269,7 @@ class ExpertServer:
         for queue in self.registry.values():
             if len(queue):
                 queue.let_go_of_late()
-        is_crowded = self.memory.gathered.has_refused()
+        is_crowded = self.memory.gathered.reset_refused()
         lost = [
             name
             for name, queue in self.registry.items()

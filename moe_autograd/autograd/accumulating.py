@@ -86,7 +86,7 @@ class Adder:
         self.at_once = at_once
         self._node: Any = node
 
-    def has_added(self, grad: Tensor) -> bool:
+    def try_add(self, grad: Tensor) -> bool:
         """Add a gradient to the leaf, if that is still possible; return whether it was."""
         leaf = self._node.variable
         is_as_leaf = grad.shape == leaf.shape and grad.dtype is leaf.dtype and grad.device == leaf.device
@@ -102,7 +102,7 @@ Wanted: TypeAlias = bool | Adder  # of the gradient of an input: whether a backw
 def add_where_possible(grads: Sequence[Tensor | None], wanted: Sequence[Wanted]) -> list[Tensor | None]:
     """Add those gradients that are to be added at once; return the others, each in its place."""
     return [
-        None if grad is not None and isinstance(add, Adder) and add.has_added(grad) else grad
+        None if grad is not None and isinstance(add, Adder) and add.try_add(grad) else grad
         for grad, add in zip(grads, wanted, strict=True)
     ]
 

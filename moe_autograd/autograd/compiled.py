@@ -45,8 +45,8 @@ class _Known:
     had_new_shapes: bool = False  # the last one
     takes_any_shape: bool = False  # nothing was compiled for the last new ones
 
-    def needs_nothing_for(self, shapes: set[Hashable]) -> bool:
-        """Whether a map of these shapes will need nothing new, as far as those before tell; take note of it."""
+    def meet(self, shapes: set[Hashable]) -> bool:
+        """Take note of a map of these shapes; return whether it needs nothing new, as far as those before tell."""
         before, self.num_graphs = self.num_graphs, _num_graphs()
         if self.num_graphs != before:
             self.takes_any_shape = False
@@ -72,8 +72,8 @@ def is_compiled(held: Any) -> bool:
     return is_in_place or _COMPILED_MODULE in own.get("_modules", ())
 
 
-def may_compile(compiled: Sequence[Any], args: Iterable[Any]) -> bool:
-    """Whether a call of a map that is about to begin may compile something (Rule 1).
+def meet(compiled: Sequence[Any], args: Iterable[Any]) -> bool:
+    """Take note of a map that is about to begin; return whether a call of it may compile something (Rule 1).
 
     Args:
         compiled: what its calls hold of compiled code.
@@ -83,7 +83,7 @@ def may_compile(compiled: Sequence[Any], args: Iterable[Any]) -> bool:
     if len(_known) > MOST_KINDS:
         _known.clear()
     known = _known.setdefault(_kind_of(compiled, leaves), _Known())
-    needs_nothing = known.needs_nothing_for({_shapes_of(own) for own in leaves})
+    needs_nothing = known.meet({_shapes_of(own) for own in leaves})
     made = [getattr(one, _COMPILED_IN_PLACE, None) or one for one in compiled]
     are_met = all(one in _met for one in made)
     _met.update(made)

@@ -27,7 +27,7 @@ from moe_autograd.autograd.changes import (
     without_changed,
 )
 from moe_autograd.autograd.closures import LooseCut
-from moe_autograd.autograd.compiled import may_compile
+from moe_autograd.autograd.compiled import meet
 from moe_autograd.autograd.entry import Entrance, flatten, is_entry
 from moe_autograd.autograd.escaped import Escaping, refuse_escaped
 from moe_autograd.autograd.grouping import around
@@ -324,7 +324,8 @@ def run_module_calls(
     forwards_map = the_map
     if compiled and the_map.max_concurrency != 1:
         forwards_map = the_map = the_map._replace(even_shares=True)  # rule 2 of `compiled`
-        if may_compile(compiled, [one.flat[0] for one in planned]):
+        may_compile = meet(compiled, [one.flat[0] for one in planned])
+        if may_compile:
             forwards_map = the_map._replace(max_concurrency=1)  # rule 1
     forwards = _Forwards(planned, forwards_map, shares_graph)
     calls = forwards.run()

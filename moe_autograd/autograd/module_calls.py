@@ -256,7 +256,7 @@ class ModuleCall(UsedResults):
             return False
         if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False
-        return not (self._shares_graph or self._has_history or self.boxes or self.is_seen_within())
+        return not (self._shares_graph or self._has_history or self.boxes or self.look_within())
 
     def _differentiate_inputs(self, grad_outputs: Tensors, wanted: Sequence[Wanted]) -> Tensors:
         """Walk the inner graph to the inputs alone; what is left for the leaves is pending."""
@@ -329,7 +329,7 @@ class ModuleCall(UsedResults):
                 raise RuntimeError(BACKWARD_TWICE)
             starts = self._starts(grad_outputs)
             nodes = [edge.node for edge, _ in starts]
-            seen = self.begun_with(grad_outputs) if self.is_seen_within() else _NOBODY
+            seen = self.begun_with(grad_outputs) if self.look_within() else _NOBODY
             arrived = self.arrived_with(grad_outputs, self.looked_at()) if self._arrived else _NOBODY
             sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
             with sleeping, on_this_thread(), seen, arrived:

@@ -307,8 +307,8 @@ class CallResults:
             if (joined := joined_by(node)) is not None:  # it is a result of a map within
                 joined.see_within(output_nr, see)
 
-    def is_seen_within(self) -> bool:
-        """Whether hooks or `.grad`s of its results are to see what comes to these within it."""
+    def look_within(self) -> bool:
+        """Let `.grad`s of its results see what comes to these within it; return whether these, or hooks, are to."""
         for place, reference in enumerate(self._tied):
             result = reference()
             if result is not None and result.retains_grad and place not in self._retaining:

@@ -160,7 +160,7 @@ class UsedResults(CallResults):
         """
         looked = {place for place, arrived in self._arrived_further_out if arrived.is_expected()}
         looked.update(place for place, edge in self.outer_edges.items() if edge in by_name)
-        if self.is_seen_within():
+        if self.look_within():
             looked.update(place for place, _ in self._within if place in self.next_above)
         if not looked:
             return ()

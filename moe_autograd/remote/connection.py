@@ -240,7 +240,9 @@ class Connection:
     ) -> dict[int, list[Tensor | None]]:
         """Make the backwards that anybody wants; return the gradients of each call's inputs by its `call_id`."""
         self.left_forwards.tell()
-        wanted = [part for part in parts if self._is_wanted(part, wants_weight_grads)]
+        for part in parts:
+            part.wants_weight_grads = wants_weight_grads and self._is_trained(part.call)
+        wanted = [part for part in parts if part.wants_weight_grads or any(part.wants_input_grads)]
         jobs = self._deliver_backwards(wanted, failures, keep_graph)
         for part, job in zip(wanted, jobs, strict=True):
             if job.outcome.error is None:
@@ -255,12 +257,8 @@ class Connection:
             if job.outcome.error is None
         }
 
-    def _is_wanted(self, part: BackwardPart, wants_weight_grads: bool) -> bool:
-        """Note in a backward whether its server is to gather weight gradients; return whether anybody wants it."""
-        is_trained = part.call.is_trained and self.hosted[part.call.expert].is_trained
-        is_trained = is_trained and not part.call.freeze.is_on
-        part.wants_weight_grads = wants_weight_grads and is_trained
-        return part.wants_weight_grads or any(part.wants_input_grads)
+    def _is_trained(self, call: Call) -> bool:
+        return call.is_trained and self.hosted[call.expert].is_trained and not call.freeze.is_on
 
     @unwinding
     def _deliver_backwards(

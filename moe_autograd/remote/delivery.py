@@ -153,7 +153,7 @@ class Delivery:
                     self._send(address, rpc, group, operation)
             jobs = self._to_repeat(jobs, attempts, lost, operation)
             errors = [job.outcome.error for job in jobs if job.outcome.error is not None]
-            if not (errors and _has_paused(attempts, errors, operation)):
+            if not (errors and _pause(attempts, errors, operation)):
                 for job in jobs:
                     job.request.on_settled(False)
                 return
@@ -301,7 +301,7 @@ class Delivery:
                 is_gone = is_lost and (address in lost or attempts.num_retries > 0)
                 is_given_up = not errand.is_patient(own) or (is_gone and errand.goes_on)
                 may_pass = is_looked_for or (self._may_pass(error, address, operation) and not is_given_up)
-                if not (may_pass and _has_paused(attempts, [error], operation)):
+                if not (may_pass and _pause(attempts, [error], operation)):
                     raise error
                 may_have_moved = is_lost or is_looked_for
 
@@ -324,7 +324,7 @@ class Delivery:
                 self._hedging.close()
 
 
-def _has_paused(attempts: Attempts, errors: Sequence[RemoteError], operation: Operation) -> bool:
+def _pause(attempts: Attempts, errors: Sequence[RemoteError], operation: Operation) -> bool:
     """Wait before what failed is tried again; return False at once if it should not be, and let its errors say why."""
     pause_s = attempts.pause_before_next(errors)
     if pause_s is not None and not operation.cancellation.wait(pause_s):

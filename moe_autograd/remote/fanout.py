@@ -67,7 +67,7 @@ class Fanout:
         results: dict[str, R | Exception] = {}
         here = list(work)[:1]
         for address in list(work)[1:]:
-            if not self._pool.has_taken(partial(do_on_thread, address, work[address])):
+            if not self._pool.try_start(partial(do_on_thread, address, work[address])):
                 here.append(address)
         for address in here:
             results[address] = attempt(do, address, work[address])

@@ -166,10 +166,10 @@ class Gate:
                 f"process {os.getpid()}: expected to be forked between RPCs, got forked with {self._num_torn} under "
                 f"way that did not end within {_PATIENCE_S} s. grpc does not work in it: fork later, or spawn."
             )
-        if not self._has_let_in(passage):
+        if not self._try_let_in(passage):
             self._wait(passage)
 
-    def _has_let_in(self, passage: Passage) -> bool:
+    def _try_let_in(self, passage: Passage) -> bool:
         with self._lock:
             (self._waiting if self._num_forks else self._under_way).add(passage)
             return not self._num_forks
@@ -180,7 +180,7 @@ class Gate:
             raise KeptWaitingError(None)
         operation.cancellation.add(passage.ring)
         try:
-            while not self._has_let_in(passage):
+            while not self._try_let_in(passage):
                 is_cancelled = operation.cancellation.wait(0.0)
                 if is_cancelled or not passage.hears(operation.deadline.remaining_s):
                     raise KeptWaitingError(operation)

@@ -141,7 +141,7 @@ class Hedging:
         try:
             race.wait_until_over(min(self.latencies.usual_s(address), operation.deadline.remaining_s))
             for other, indices in race.open_calls(elsewhere).items():
-                if self._budget.has_taken():
+                if self._budget.try_take():
                     self._start(race, other, indices, operation)
             race.wait_until_over(operation.deadline.remaining_s)
         finally:
@@ -163,7 +163,7 @@ class Hedging:
     ) -> None:
         leg = _Leg(address, tuple(indices), Cancellation())
         race.enter(leg)
-        if self._pool.has_taken(functools.partial(self._run, race, leg, operation)):
+        if self._pool.try_start(functools.partial(self._run, race, leg, operation)):
             return
         if is_first:
             self._run(race, leg, operation)

@@ -26,7 +26,7 @@ class Pool:
     def __init__(self, most: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(most, thread_name_prefix=f"moe_autograd {name}")
 
-    def has_taken(self, do: Callable[[], object]) -> bool:
+    def try_start(self, do: Callable[[], object]) -> bool:
         """Let a thread do it; return False if there is none, or the pool is closed: then none will do it later."""
         claim = threading.Lock()
 

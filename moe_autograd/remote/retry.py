@@ -83,8 +83,8 @@ class RetryBudget:
         self._lock = threading.Lock()
         self._left = policy.budget
 
-    def has_taken(self) -> bool:
-        """Take one retry; False if there is none left."""
+    def try_take(self) -> bool:
+        """Take one retry; return False if there is none left."""
         with self._lock:
             if self._left < 1:
                 return False
@@ -148,7 +148,7 @@ class Attempts:
             self._num_others += 1
             if self._num_others > most:
                 return f"connect's RetryPolicy has max_retries={most}"
-            if not self._budget.has_taken():
+            if not self._budget.try_take():
                 return "the budget of connect's RetryPolicy, which all calls share, is used up"
         return ""
 

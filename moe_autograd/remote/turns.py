@@ -70,7 +70,7 @@ class Turns:
             return
         own = _Turn(names, is_alone=rpc != "Backward")
         try:
-            hindrance = None if self._has_begun(own) else self._wait(own, rpc, operation)
+            hindrance = None if self._try_begin(own) else self._wait(own, rpc, operation)
             if operation.cancellation.wait(0.0):
                 raise ServerUnavailableError(
                     f"{_place(own, rpc, operation)}: expected to be waited for, got cancelled: the connection was "
@@ -80,7 +80,7 @@ class Turns:
         finally:
             self._end(own)
 
-    def _has_begun(self, own: _Turn) -> bool:
+    def _try_begin(self, own: _Turn) -> bool:
         with self._lock:
             others = [*self._under_way, *self._waiting]
             has_to_wait = any(own.excludes(other) for other in others)

@@ -61,8 +61,8 @@ class Arrived:
         self._position = end
         return start
 
-    def has_all_of(self, number: int, forms: Sequence[TensorForm]) -> bool:
-        """Tell whether the next parts are all tensors of parcel `number`, each of them whole."""
+    def find_all_of(self, number: int, forms: Sequence[TensorForm]) -> bool:
+        """Note the next parts if they are all tensors of parcel `number`, each whole; return whether they are."""
         at = self._num_taken
         for index, form in enumerate(forms):
             if form.num_bytes:
@@ -81,7 +81,7 @@ class Arrived:
         return True
 
     def tensors_of(self, forms: Sequence[TensorForm]) -> Tensors:
-        """Return the tensors that `has_all_of` has found."""
+        """Return the tensors that `find_all_of` has found."""
         return tuple(
             [
                 self.by_itself(self.view(self.take(), form)) if form.num_bytes else empty_of(form)

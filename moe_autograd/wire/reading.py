@@ -74,10 +74,10 @@ class ParcelReader:
         self._arrived = arrived if arrived.has_only_whole_parcels else None
         return done
 
-    def are_finite(self) -> bool:
-        """Tell whether all values of the parcels that the last message brought are finite; False: they may not be.
+    def prove_finite(self) -> bool:
+        """Let go of the last message; return whether a sum proves all values that it brought finite.
 
-        One sum for all of them: many small tensors would take longer one by one.
+        One for all of them: many small tensors would take longer one by one.
         """
         arrived, self._arrived = self._arrived, None
         return arrived is not None and arrived.is_finite()
@@ -119,7 +119,7 @@ class ParcelReader:
             if head is None:
                 raise InvalidCallError(f"parcel {number}: expected a head of experts.proto, got none.")
             forms = _checked_forms(number, announcement.tensors, self._limits)
-            if arrived.has_all_of(number, forms):
+            if arrived.find_all_of(number, forms):
                 done.append(Parcel(number, head, arrived.tensors_of(forms)))
             else:
                 self._begin(Incoming(number, head, forms))
@@ -135,7 +135,7 @@ class ParcelReader:
         self._next_number = number + len(heads)
         try:
             forms = _checked_forms(number, announcement.tensors, self._limits_of_runs)
-            if len(forms) != 1 or not forms[0].num_bytes or not arrived.has_all_of(number, forms):
+            if len(forms) != 1 or not forms[0].num_bytes or not arrived.find_all_of(number, forms):
                 raise CorruptDataError(
                     f"run of parcel {number}: expected its one tensor in this message, got {len(forms)} announced. "
                     "The sender is broken."

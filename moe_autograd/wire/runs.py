@@ -79,7 +79,7 @@ class Run:
     def __len__(self) -> int:
         return len(self._heads)
 
-    def has_taken(self, head: PlainHead, tensor: torch.Tensor) -> bool:
+    def try_add(self, head: PlainHead, tensor: torch.Tensor) -> bool:
         """Add a parcel if it is alike and there is room; return whether it was."""
         if tensor.dtype is not self._dtype or tensor.layout is not torch.strided:
             return False

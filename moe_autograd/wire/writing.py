@@ -74,7 +74,7 @@ class ParcelWriter:
         number, given = self._next_number, list(tensors)
         if isinstance(head, (ForwardHead, BackwardHead, ResultHead)):
             if encoding == pb.RAW and len(given) == 1 and isinstance(tensor := given[0], torch.Tensor):
-                if self._last_run is not None and self._last_run.has_taken(head, tensor):
+                if self._last_run is not None and self._last_run.try_add(head, tensor):
                     self._next_number += 1
                     return number
                 if fits_in_runs(tensor, self._part_bytes):
@@ -97,7 +97,7 @@ class ParcelWriter:
         unfinished: list[_Outgoing] = []
         while self._outgoing:
             parcel = self._outgoing[0]
-            if not (message.has_taken_run(parcel) if isinstance(parcel, Run) else message.take(parcel)):
+            if not (message.take_run(parcel) if isinstance(parcel, Run) else message.take(parcel)):
                 break
             self._outgoing.popleft()
             if not isinstance(parcel, Run) and parcel.parts:
@@ -214,7 +214,7 @@ class _Message:
     def _has_room(self, num_parcels: int, num_bytes: int) -> bool:
         return num_bytes <= self._room and self._num_parcels + num_parcels <= MAX_PARCELS
 
-    def has_taken_run(self, run: Run) -> bool:
+    def take_run(self, run: Run) -> bool:
         """Take all of `run` if there is room, as there always is in an empty message; return whether there was."""
         if self._alive and not self._has_room(len(run), run.num_bytes):
             return False

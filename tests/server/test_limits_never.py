@@ -56,11 +56,11 @@ def test_gradients_that_never_fit_crowd_no_others_out() -> None:
     budget = Budget(100, "bytes")
     with pytest.raises(InvalidCallError, match="bytes: expected at most 100, got 101"):
         budget.take(101)
-    assert not budget.has_refused()
+    assert not budget.reset_refused()
     budget.take(60)
     with pytest.raises(ServerBusyError, match="got 41 more than the 60 in use"):
         budget.take(41)
-    assert budget.has_refused()
+    assert budget.reset_refused()
     with pytest.raises(InvalidCallError, match="got 101"):
         budget.take(41, 101)
 

@@ -50,16 +50,16 @@ class InterruptedBackward:
 
     def run(self, outputs: Sequence[Tensor]) -> bool:
         """Go backward; return whether the worker's call came to where gradients are added."""
-        has_added = accumulating.Adder.has_added
+        try_add = accumulating.Adder.try_add
 
         def note(adder: accumulating.Adder, grad: Tensor) -> bool:
-            result = has_added(adder, grad)
+            result = try_add(adder, grad)
             self._added.set()
             return result
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(accumulating, "LEAST_ADDED", 1)
-            patch.setattr(accumulating.Adder, "has_added", note)
+            patch.setattr(accumulating.Adder, "try_add", note)
             with pytest.raises(KeyboardInterrupt):
                 torch.stack(list(outputs)).sum().backward()
             self._raised.set()

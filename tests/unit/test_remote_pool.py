@@ -34,7 +34,7 @@ def test_what_a_handler_of_the_users_raises_is_not_taken_for_a_refusal() -> None
     try:
         sys.setprofile(interrupt)
         with pytest.raises(StopTrainingError):
-            pool.has_taken(done.set)
+            pool.try_start(done.set)
         assert done.wait(10)
     finally:
         sys.setprofile(None)
@@ -57,7 +57,7 @@ def test_a_handler_may_use_other_threads_though_a_pool_is_just_taking_something(
     before = signal.signal(signal.SIGINT, look)
     try:
         sys.setprofile(interrupt)
-        assert pool.has_taken(lambda: None)
+        assert pool.try_start(lambda: None)
         assert were_locked == [False]
     finally:
         sys.setprofile(None)
@@ -68,4 +68,4 @@ def test_a_handler_may_use_other_threads_though_a_pool_is_just_taking_something(
 def test_a_closed_pool_takes_nothing() -> None:
     pool = Pool(1, "test")
     pool.close()
-    assert not pool.has_taken(lambda: None)
+    assert not pool.try_start(lambda: None)

@@ -99,11 +99,11 @@ def test_nothing_is_tried_beyond_the_deadline():
 def test_retries_share_a_budget_that_successes_refill():
     policy = RetryPolicy(budget=2.0, budget_per_success=0.5)
     budget = RetryBudget(policy)
-    assert [budget.has_taken() for _ in range(3)] == [True, True, False]
+    assert [budget.try_take() for _ in range(3)] == [True, True, False]
     budget.note_success()
-    assert not budget.has_taken()
+    assert not budget.try_take()
     budget.note_success()
-    assert budget.has_taken()
+    assert budget.try_take()
     for _ in range(100):
         budget.note_success()
     assert repr(budget) == "RetryBudget(2.0 of 2.0)"
@@ -114,4 +114,4 @@ def test_waiting_for_a_server_that_is_gone_takes_nothing_from_the_budget():
     budget = RetryBudget(policy)
     trial = Attempts(policy, budget, Deadline(100.0))
     assert all(trial.pause_before_next([GONE]) is not None for _ in range(10))
-    assert budget.has_taken()
+    assert budget.try_take()

@@ -97,15 +97,15 @@ class TestMalformed:
             writer.add(entry(), [tensor])
         writer.add(entry())
         assert len(reader.feed(writer.next_message())) == len(tensors) + 1
-        assert reader.are_finite() is are_finite
-        assert reader.are_finite() is False, "the message is let go of"
+        assert reader.prove_finite() is are_finite
+        assert reader.prove_finite() is False, "the message is let go of"
 
     def test_nothing_is_known_of_values_that_came_in_parts(self):
         writer, reader = ParcelWriter(part_bytes=64), ParcelReader()
         writer.add(entry(), [torch.zeros(20)])
         while (message := writer.next_message()) is not None:
             reader.feed(message)
-            assert not reader.are_finite()
+            assert not reader.prove_finite()
 
     def test_a_parcel_without_a_head_is_refused(self):
         (parcel,) = read([packet(pb.Announcement())])

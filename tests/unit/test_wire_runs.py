@@ -225,7 +225,7 @@ class TestMemory:
             )
             reader = ParcelReader()
             reader.feed(message)
-            assert reader.are_finite() is are
+            assert reader.prove_finite() is are
 
 
 def run_of(**changes: Any) -> pb.Run:
