@@ -140,7 +140,7 @@ class Saver:
         if self._taking is not None:
             self._taking.cancel()
 
-    async def save_last(self, timeout_s: float | None = None) -> None:
+    async def save_last(self, timeout_s: float | None) -> None:
         """Save, if there is a folder for it; an expert that hangs keeps the state that was saved before.
 
         Args:

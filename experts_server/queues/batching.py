@@ -92,7 +92,7 @@ class ExpertQueue:
         hosted: the expert.
         pool: where turns are taken.
         limits: shared with the other experts' queues.
-        call_later: runs a function after so many seconds, from any thread; needed only if `max_wait_s > 0`.
+        call_later: runs a function after so many seconds, from any thread.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ExpertQueue:
         pool: WorkerPool,
         limits: QueueLimits,
         *,
-        call_later: Callable[[float, Callable[[], None]], None] | None = None,
+        call_later: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self.hosted = hosted
         self._length = TurnLength()
@@ -207,7 +207,7 @@ class ExpertQueue:
         return not is_full and self.hosted.join_key(call) is not None
 
     def _start_timer(self) -> None:
-        if not self._has_timer and self._call_later is not None:
+        if not self._has_timer:
             self._has_timer = True
             self._call_later(self._limits.max_wait_s, self._stop_waiting)
 

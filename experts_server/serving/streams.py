@@ -174,7 +174,7 @@ class PassStream:
     async def _take_message(self, message: bytes) -> None:
         feed, takes_long = self._reader.feed, self._reader.num_encoded > 0
         parcels = await asyncio.to_thread(feed, message) if takes_long else feed(message)
-        prove_finite = len(parcels) > 1 and self._reader.are_finite()
+        are_finite = len(parcels) > 1 and self._reader.prove_finite()
         self._hold(self._reader.num_unfinished_bytes)  # memory is taken for all that is announced
         calls = []
         for parcel in parcels:

@@ -68,7 +68,7 @@ _MAPS = ("BUILD_CONST_KEY_MAP", "BUILD_MAP")
 _TAKES_ANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
-def read_function(function: types.FunctionType, *, is_method: bool = True) -> FunctionReading | None:
+def read_function(function: types.FunctionType, *, is_method: bool) -> FunctionReading | None:
     """Return what a method names, or a function; `None` if it may do more than arithmetic."""
     code = function.__code__
     if code.co_argcount < is_method or not _is_plain(function) or not takes_no_functions(function):

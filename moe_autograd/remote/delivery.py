@@ -121,9 +121,7 @@ class Delivery:
         request = pb.ForgetRequest(client_id=client_id, experts=experts, call_ids=call_ids)
         self._channel(address).tell("Forget", request, if_lost)
 
-    def deliver(
-        self, rpc: str, jobs: Sequence[Job], operation: Operation, failures: Failures | None = None
-    ) -> None:
+    def deliver(self, rpc: str, jobs: Sequence[Job], operation: Operation, failures: Failures | None) -> None:
         """Send each job to its address until it has its final outcome, or `failures` gives up on it.
 
         Jobs that have failed already stay as they are.

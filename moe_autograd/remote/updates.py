@@ -118,7 +118,7 @@ class Updates:
                 self._numbering.settle_steps([name])
 
     @unwinding
-    def send(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None = None) -> None:
+    def send(self, rpc: str, names: Sequence[str], failures: list[RemoteError] | None) -> None:
         """Send `Step` or `ZeroGrad` to where gradients of these experts are.
 
         Args:

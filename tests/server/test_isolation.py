@@ -252,7 +252,9 @@ def test_late_calls_go_from_wherever_they_wait_and_the_others_keep_their_order()
     budget = Budget(100, "queued")
     memory = SharedMemory(KeptForwards(1000, 10.0), budget, budget)
     hosted = HostedExpert("e", nn.Linear(D, D), None, memory, can_join=False)
-    queue = ExpertQueue(hosted, cast(Any, None), QueueLimits(budget, Budget(100, "bytes")))
+    queue = ExpertQueue(
+        hosted, cast(Any, None), QueueLimits(budget, Budget(100, "bytes")), call_later=cast(Any, None)
+    )
 
     def waits(client: bytes, number: int, *, is_late: bool) -> ForwardCall:
         call = ForwardCall(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -247,7 +247,9 @@ def queue() -> ExpertQueue:
     memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
     limits = QueueLimits(Budget(10, "calls"), Budget(1 << 20, "bytes"))
     pool: Any = Pool()
-    return ExpertQueue(HostedExpert("e", nn.Identity(), None, memory), pool, limits)
+    return ExpertQueue(
+        HostedExpert("e", nn.Identity(), None, memory), pool, limits, call_later=cast(Any, None)
+    )
 
 
 def call_of(queue: ExpertQueue, replies: list[object]) -> ForwardCall:
