@@ -134,8 +134,8 @@ def test_a_client_that_gives_more_after_its_gradients_were_let_go_is_told_at_its
     at[0] = 61.0
     gathered.forget_stale(is_crowded=True)
     gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
-    assert gathered.has_lost(b"one")
-    assert not gathered.has_lost(b"one"), "it is told once"
+    assert gathered.pop_lost(b"one")
+    assert not gathered.pop_lost(b"one"), "it is told once"
 
 
 def test_a_client_that_begins_anew_after_its_gradients_were_let_go_has_all_that_it_gives_then() -> None:
@@ -146,7 +146,7 @@ def test_a_client_that_begins_anew_after_its_gradients_were_let_go_has_all_that_
     gathered.forget_stale(is_crowded=False)
     gathered.forget(b"one")  # its `zero_grad`
     gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
-    assert not gathered.has_lost(b"one")
+    assert not gathered.pop_lost(b"one")
 
 
 def test_only_so_many_clients_that_went_away_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,4 +158,4 @@ def test_only_so_many_clients_that_went_away_are_remembered(monkeypatch: pytest.
         now += 2.0
         waiting.forget_stale(is_crowded=False)
     assert len(waiting) == 0
-    assert [waiting.has_lost(bytes([number])) for number in range(5)] == [False, False, True, True, True]
+    assert [waiting.pop_lost(bytes([number])) for number in range(5)] == [False, False, True, True, True]
