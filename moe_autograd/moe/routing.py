@@ -105,11 +105,16 @@ def checked_loads(routing: Any, num_tokens: int, num_experts: int) -> Tensor:
             f"Routing: expected expert_index of int64, got {index.dtype}. Pass what torch.topk returns as indices."
         )
     top_k = index.shape[1] if index.dim() == 2 else "top_k"
-    _check_shape("expert_index", index, (num_tokens, top_k))
-    _check_shape("combine_weights", routing.combine_weights, (num_tokens, top_k))
-    _check_shape("probabilities", routing.probabilities, (num_tokens, num_experts))
+    row = "A token's choices are a row, also where it has one."
+    each_choice = "One for each choice in expert_index, of the same shape."
+    each_expert = (
+        f"One for each expert: the layer needs as many as the router chooses from, and has {num_experts}."
+    )
+    _check_shape("expert_index", index, (num_tokens, top_k), row)
+    _check_shape("combine_weights", routing.combine_weights, (num_tokens, top_k), each_choice)
+    _check_shape("probabilities", routing.probabilities, (num_tokens, num_experts), each_expert)
     if routing.is_kept is not None:
-        _check_shape("is_kept", routing.is_kept, (num_tokens, top_k))
+        _check_shape("is_kept", routing.is_kept, (num_tokens, top_k), each_choice)
         if routing.is_kept.dtype is not torch.bool:
             raise TypeError(
                 f"Routing: expected is_kept of bool, got {routing.is_kept.dtype}. Compare, as in w > 0."
@@ -131,9 +136,11 @@ def checked_loads(routing: Any, num_tokens: int, num_experts: int) -> Tensor:
     return loads
 
 
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int | str, ...], columns: str) -> None:
+    """Raise `ValueError` unless `tensor` has this shape; `columns` is the advice where its rows are the tokens."""
     if tuple(tensor.shape) != shape:
+        has_rows = tensor.dim() < 3 and tensor.shape[:1] == shape[:1]
+        advice = columns if has_rows else "A router flattens the leading dimensions of x into one of tokens."
         raise ValueError(
-            f"Routing: expected {name} of shape ({', '.join(map(str, shape))}), got {tuple(tensor.shape)}. A router "
-            "flattens the leading dimensions of x into one of tokens."
+            f"Routing: expected {name} of shape ({', '.join(map(str, shape))}), got {tuple(tensor.shape)}. {advice}"
         )

@@ -75,6 +75,21 @@ def test_another_number_of_experts_than_the_router_chooses_from_is_refused() -> 
         MixtureOfExperts(TopKRouter(D_MODEL, 4, 2), [nn.Identity()] * 3)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda e: e.append(nn.Identity()), lambda e: e.pop(2)], ids=["more", "fewer"]
+)
+def test_experts_that_are_no_longer_as_many_as_the_router_chooses_from_are_named(
+    change: Callable[[nn.ModuleList], object],
+) -> None:
+    layer = MixtureOfExperts(TopKRouter(D_MODEL, 3, 2), [nn.Identity() for _ in range(3)])
+    change(layer.experts)
+    n = len(layer.experts)
+    with pytest.raises(
+        ValueError, match=rf"\(5, {n}\), got \(5, 3\)\..* as many as the router chooses from, and has {n}\."
+    ):
+        layer(torch.rand(5, D_MODEL))
+
+
 def test_one_module_for_all_experts_is_refused() -> None:
     with pytest.raises(TypeError, match="expected several experts, got one Linear"):
         MixtureOfExperts(TopKRouter(4, 2, 1), nn.Linear(4, 4))  # type: ignore[arg-type]  # the point of the test
@@ -111,22 +126,22 @@ MISTAKES: dict[str, tuple[str, Callable[[Routing], object], str]] = {
     "tokens are not flattened": (
         "expert_index",
         lambda routing: routing.expert_index.reshape(2, 5, 2),
-        r"expected expert_index of shape \(10, top_k\), got \(2, 5, 2\)",
+        r"expected expert_index of shape \(10, top_k\), got \(2, 5, 2\)\. A router flattens",
     ),
     "one choice without its dimension": (
         "expert_index",
         lambda routing: routing.expert_index[:, 0],
-        r"expected expert_index of shape \(10, top_k\), got \(10,\)",
+        r"expected expert_index of shape \(10, top_k\), got \(10,\)\. A token's choices are a row",
     ),
     "weights of all experts": (
         "combine_weights",
         lambda routing: routing.probabilities,
-        r"expected combine_weights of shape \(10, 2\), got \(10, 3\)",
+        r"expected combine_weights of shape \(10, 2\), got \(10, 3\)\. One for each choice",
     ),
     "probabilities of fewer experts": (
         "probabilities",
         lambda routing: routing.probabilities[:, :2],
-        r"expected probabilities of shape \(10, 3\), got \(10, 2\)",
+        r"expected probabilities of shape \(10, 3\), got \(10, 2\)\. One for each expert: .* and has 3",
     ),
     "weights for choices": (
         "expert_index",
@@ -151,7 +166,12 @@ MISTAKES: dict[str, tuple[str, Callable[[Routing], object], str]] = {
     "tokens kept": (
         "is_kept",
         lambda routing: routing.expert_index[:, 0] > 0,
-        r"of shape \(10, 2\), got \(10,\)",
+        r"of shape \(10, 2\), got \(10,\)\. One for each choice",
+    ),
+    "probabilities of other tokens": (
+        "probabilities",
+        lambda routing: routing.probabilities[1:],
+        r"expected probabilities of shape \(10, 3\), got \(9, 3\)\. A router flattens",
     ),
 }
 
