@@ -91,7 +91,7 @@ def checked_loads(routing: Any, num_tokens: int, num_experts: int) -> Tensor:
     """Return `tokens_per_expert` of what a router has returned, if that fits the layer.
 
     Raises:
-        TypeError: it is not a `Routing`, or its choices are not whole numbers.
+        TypeError: it is not a `Routing`, what it holds is no tensor, or its choices are not whole numbers.
         ValueError: a tensor has another shape than the tokens and experts ask for, or an expert does not exist.
     """
     if not isinstance(routing, Routing):
@@ -100,6 +100,7 @@ def checked_loads(routing: Any, num_tokens: int, num_experts: int) -> Tensor:
             "See TopKRouter.forward for one."
         )
     index = routing.expert_index
+    _check_is_tensor("expert_index", index)
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"Routing: expected expert_index of int64, got {index.dtype}. Pass what torch.topk returns as indices."
@@ -137,10 +138,18 @@ def checked_loads(routing: Any, num_tokens: int, num_experts: int) -> Tensor:
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int | str, ...], columns: str) -> None:
-    """Raise `ValueError` unless `tensor` has this shape; `columns` is the advice where its rows are the tokens."""
+    """Raise unless `tensor` is one and has this shape; `columns` is the advice where its rows are the tokens."""
+    _check_is_tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         has_rows = tensor.dim() < 3 and tensor.shape[:1] == shape[:1]
         advice = columns if has_rows else "A router flattens the leading dimensions of x into one of tokens."
         raise ValueError(
             f"Routing: expected {name} of shape ({', '.join(map(str, shape))}), got {tuple(tensor.shape)}. {advice}"
+        )
+
+
+def _check_is_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"Routing: expected {name} to be a tensor, got {type(value).__name__}. Pass one with a row for each token."
         )

@@ -168,6 +168,26 @@ MISTAKES: dict[str, tuple[str, Callable[[Routing], object], str]] = {
         lambda routing: routing.expert_index[:, 0] > 0,
         r"of shape \(10, 2\), got \(10,\)\. One for each choice",
     ),
+    "choices in a list": (
+        "expert_index",
+        lambda routing: routing.expert_index.tolist(),
+        "expected expert_index to be a tensor, got list",
+    ),
+    "weights in an array": (
+        "combine_weights",
+        lambda routing: routing.combine_weights.detach().numpy(),
+        "expected combine_weights to be a tensor, got ndarray",
+    ),
+    "no probabilities": (
+        "probabilities",
+        lambda routing: None,
+        "expected probabilities to be a tensor, got NoneType",
+    ),
+    "what is kept in a list": (
+        "is_kept",
+        lambda routing: (routing.combine_weights > 0).tolist(),
+        "expected is_kept to be a tensor, got list",
+    ),
     "probabilities of other tokens": (
         "probabilities",
         lambda routing: routing.probabilities[1:],
