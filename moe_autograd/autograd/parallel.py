@@ -281,7 +281,7 @@ def parallel_apply(
     refuse_transforms(value for value in taken if isinstance(value, Tensor))
     if not modules:
         return []
-    if not (how or defer_weight_grads or _is_observed()):
+    if _is_plain(how, defer_weight_grads) and not _is_observed():
         returned = call_in_turn(modules, args, kwargs, names)
         if returned is not None:
             return returned
@@ -340,6 +340,16 @@ def _as_dict(kwargs: Any) -> dict[str, Any]:
             f"parallel_apply: expected a dict of keywords for each call, got {type(kwargs).__name__}. Pass {{}}."
         )
     return dict(kwargs)
+
+
+def _is_plain(how: Recompute | None, defer_weight_grads: bool) -> bool:
+    """Whether the calls are those without options, as all are where gradients are not recorded.
+
+    A `Recompute` of one's own is seen there, too: its `context_fn` is called.
+    """
+    if torch.is_grad_enabled():
+        return how is None and not defer_weight_grads
+    return how in (None, Recompute())
 
 
 def _is_observed() -> bool:

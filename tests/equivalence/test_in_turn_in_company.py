@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd import in_turn
+from moe_autograd.autograd import in_turn, parallel
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.timeline import record_timeline
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
@@ -106,6 +108,69 @@ def test_ctrl_c_behind_the_last_call_is_itself() -> None:
     args = InterruptedAtItsEnd([(torch.randn(3, 4),)] * NUM_CALLS)
     with pytest.raises(KeyboardInterrupt):
         in_turn.call_in_turn([expert()] * NUM_CALLS, args, [{}] * NUM_CALLS)
+
+
+OPTIONS: list[dict[str, bool]] = [{"recompute": True}, {"defer_weight_grads": True}]
+
+
+def dropouts() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(expert(), nn.Dropout(0.5), nn.Linear(4, 4)) for _ in range(NUM_CALLS)]
+
+
+@pytest.mark.parametrize("unrecorded", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_where_gradients_are_not_recorded_calls_with_options_are_those_without(
+    options: dict[str, bool], unrecorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules, xs = dropouts(), torch.randn(NUM_CALLS, 3, 4)
+
+    def run(**options: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        return [*parallel_apply(modules, list(xs), **options), torch.rand(3)]
+
+    on_threads = run(**options)
+    assert on_threads[0].grad_fn is not None
+    assert "Join" in type(on_threads[0].grad_fn).__name__
+    monkeypatch.delattr(parallel, "run_units")
+    with unrecorded():
+        for mine, without, same in zip(run(**options), run(), on_threads, strict=True):
+            assert torch.equal(mine, without)
+            torch.testing.assert_close(mine, same.detach())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_both_runs_of_a_reentrant_checkpoint_draw_the_same(options: dict[str, bool]) -> None:
+    """Its first run records no gradients, and makes the calls in turn; its second one makes them on threads."""
+
+    def run(is_checkpointed: bool) -> list[Any]:
+        modules, x = dropouts(), torch.ones(3, 4, requires_grad=True)
+
+        def layer(x: Tensor) -> Tensor:
+            return torch.stack(parallel_apply(modules, [(x,)] * NUM_CALLS, **options))
+
+        torch.manual_seed(1)
+        y = checkpoint(layer, x, use_reentrant=True) if is_checkpointed else layer(x)
+        y.sum().backward()
+        return [y, x.grad, *(p.grad for m in modules for p in m.parameters()), torch.rand(3)]
+
+    for mine, same in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(mine, same)
+
+
+def test_a_recompute_of_ones_own_is_asked_where_gradients_are_not_recorded() -> None:
+    asked = list[int]()
+
+    def context_fn() -> Any:
+        asked.append(1)
+        return nullcontext(), nullcontext()
+
+    modules, xs = dropouts(), [torch.randn(3, 4)] * NUM_CALLS
+    with torch.no_grad():
+        parallel_apply(modules, xs, recompute=Recompute(context_fn=context_fn))
+        assert len(asked) == NUM_CALLS
+        with pytest.raises(ValueError, match="determinism_check should be one of"):
+            parallel_apply(modules, xs, recompute=Recompute(determinism_check="strict"))
 
 
 PARTS = [nn.Sequential, nn.Linear, nn.GELU, nn.Linear]
