@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +55,37 @@ def test_dropped_choices_add_nothing_to_values_and_gradients(top_k: int, on_fail
     assert routing.num_dropped > 0
     assert top_k > 1 or without_any.any()
     assert not y.reshape(40, D_MODEL)[without_any].any()
+
+
+@pytest.mark.parametrize("option", ["", "recompute", "defer_weight_grads"])
+def test_losses_of_layers_within_experts_are_added_as_the_page_says(option: str) -> None:
+    """By the code of docs/index.md; the plain loop adds them to what it is about."""
+    page = (Path(__file__).parents[2] / "docs" / "index.md").read_text("utf-8")
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "AddLoss" in code]
+    names: dict[str, Any] = {}
+    torch.manual_seed(1)
+    exec(code, names)
+    model, tokens = names["model"].double(), torch.randn(30, 16, dtype=torch.float64)
+    losses = list[Tensor]()
+
+    def plainly(within: nn.Module, x: Tensor) -> Tensor:
+        losses.append(0.01 * within.router(x).load_balancing_loss)
+        return plain_loop(within, x)
+
+    def gradients(function: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        model.zero_grad()
+        x = tokens.clone().requires_grad_()
+        y = function(x)
+        torch.stack([y.square().mean(), *losses]).sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    setattr(model, option or "recompute", bool(option))
+    got = gradients(model)
+    for expert in model.experts:
+        expert.forward = functools.partial(plainly, expert.layer)
+    for mine, same in zip(got, gradients(lambda x: plain_loop(model, x)), strict=True):
+        torch.testing.assert_close(mine, same)
+    assert len(losses) == 4
 
 
 def test_tokens_that_do_not_lie_contiguously_are_taken_as_they_read() -> None:
