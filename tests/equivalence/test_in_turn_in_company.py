@@ -229,7 +229,7 @@ def test_so_may_what_was_put_there_before_our_import(replaced: str) -> None:
         print("met")
         """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    assert subprocess.check_output(command, cwd=ROOT, text=True).split() == ["met"]
+    assert subprocess.check_output(command, cwd=ROOT, text=True, timeout=120).split() == ["met"]
 
 
 def test_whoever_replaced_the_call_of_modules_before_the_import_sees_each() -> None:
@@ -242,7 +242,7 @@ def test_whoever_replaced_the_call_of_modules_before_the_import_sees_each() -> N
         "print(*seen)",
     ]
     command = [sys.executable, "-c", "; ".join(program)]  # in a warm process ours would be imported already
-    assert subprocess.check_output(command, cwd=ROOT, text=True).split() == ["Linear", "Linear"]
+    assert subprocess.check_output(command, cwd=ROOT, text=True, timeout=120).split() == ["Linear", "Linear"]
 
 
 def test_a_part_that_is_compiled_runs_compiled() -> None:

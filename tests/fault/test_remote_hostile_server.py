@@ -129,6 +129,7 @@ def test_a_way_of_updating_that_no_client_knows_is_an_error_of_the_server(liar):
         [sys.executable, "-m", "experts_server", "info", liar.address],
         capture_output=True,
         text=True,
+        timeout=120,
         check=False,
     )
     assert (info.returncode, info.stderr) == (0, "")

@@ -149,7 +149,7 @@ def test_a_fused_kernel_leaves_torchs_compiler_alone(
         "with fused.OnOwnState(None, None): torch.ones(2) + 1\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_without_dropout_nothing_is_drawn(attend: OpOverload) -> None:
