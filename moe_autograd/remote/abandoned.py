@@ -2,7 +2,7 @@
 
 The garbage collector comes upon them on any thread, at almost any instruction, and collects nothing else before it is
 done with one. What closed a connection there would wait for grpc's threads: on one of these for itself, and elsewhere
-for one that waits for a lock held just there, such as that of the gate for forks. Hence another thread closes it, begun
+for one that waits for a lock held just there, such as a channel's. Hence another thread closes it, begun
 by what takes no lock and waits for nothing: `threading.Thread.start` does both.
 
 Mutable state: `_abandoned`, each taken out by one thread.

@@ -21,7 +21,10 @@ that the child then waits for, for ever, before a line of its own runs: on a bus
 A fork does not wait longer than `_PATIENCE_S`: an update can be long, and a busy machine took 2 s to end short calls.
 A child that was forked all the same is told so when it begins an RPC: whether it would get an answer, nobody knows.
 
-Mutable state: all of the gate's, under `_lock`; a child begins with a gate of its own.
+Mutable state: the gate's, changed by single operations that the interpreter makes atomic. There is no lock: an RPC that
+a finalizer makes, wherever garbage is collected on the thread that has one, would wait for itself. So whoever begins an
+RPC says so first and then looks for forks, and a fork does the reverse: one of the two sees the other. A child begins
+with a gate of its own.
 
 Threads: any.
 """
@@ -42,6 +45,7 @@ from moe_autograd.remote.operations import Operation
 
 _PATIENCE_S = 10.0
 _SETTLE_S = 0.005
+_LOOK_S = 0.001
 
 
 class KeptWaitingError(Exception):
@@ -137,12 +141,11 @@ class Gate:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._lock = threading.Lock()  # a condition's own, or an event, may stay locked after Ctrl-C
-        self._changed = threading.Condition(self._lock)
-        # Ctrl-C may come before one is taken out
-        self._under_way: weakref.WeakSet[Passage] = weakref.WeakSet()
-        self._waiting: weakref.WeakSet[Passage] = weakref.WeakSet()
-        self._num_forks = 0
+        # By `id`; weak, as Ctrl-C may come before one is taken out.
+        self._under_way: weakref.WeakValueDictionary[int, Passage] = weakref.WeakValueDictionary()
+        self._waiting: weakref.WeakValueDictionary[int, Passage] = weakref.WeakValueDictionary()
+        self._forking: list[int] = []  # the threads that fork
+        self._num_left = 0  # RPCs that were under way when a fork had last looked
         self._ended_s = -math.inf  # when the last RPC did
 
     def passage(self, operation: Operation | None = None, *, may_interrupt: bool = False) -> Passage:
@@ -159,72 +162,85 @@ class Gate:
 
         Raises:
             KeptWaitingError: that was so until the operation's deadline, or until it was cancelled.
-            RuntimeError: grpc does not work in this process.
+            RuntimeError: grpc does not work in this process, or this thread forks itself.
         """
         if self._num_torn:
             raise RuntimeError(
                 f"process {os.getpid()}: expected to be forked between RPCs, got forked with {self._num_torn} under "
                 f"way that did not end within {_PATIENCE_S} s. grpc does not work in it: fork later, or spawn."
             )
-        if not self._try_let_in(passage):
+        if not self._has_let_in(passage):
             self._wait(passage)
 
-    def _try_let_in(self, passage: Passage) -> bool:
-        with self._lock:
-            (self._waiting if self._num_forks else self._under_way).add(passage)
-            return not self._num_forks
+    def _has_let_in(self, passage: Passage) -> bool:
+        if self._forking:
+            return False
+        self._under_way[id(passage)] = passage
+        if not self._forking:
+            return True
+        self._under_way.pop(
+            id(passage), None
+        )  # a fork has begun, and may have interrupted what has not begun
+        return False
 
     def _wait(self, passage: Passage) -> None:
         operation = passage.operation
         if operation is None:
             raise KeptWaitingError(None)
+        if threading.get_ident() in self._forking:
+            raise RuntimeError(
+                "fork: expected no call until it is over, got one on the thread that forks, of a finalizer or a "
+                "handler of `os.register_at_fork`. It would wait for itself: nothing was sent."
+            )
         operation.cancellation.add(passage.ring)
         try:
-            while not self._try_let_in(passage):
+            self._waiting[id(passage)] = passage
+            while not self._has_let_in(passage):
                 is_cancelled = operation.cancellation.wait(0.0)
                 if is_cancelled or not passage.hears(operation.deadline.remaining_s):
                     raise KeptWaitingError(operation)
         finally:
+            self._waiting.pop(id(passage), None)
             operation.cancellation.remove(passage.ring)
 
     def let_out(self, passage: Passage) -> None:
         """Note that an RPC has ended."""
-        with self._lock:
-            self._under_way.discard(passage)
-            self._ended_s = time.monotonic()
-            if self._num_forks:
-                self._changed.notify_all()
+        self._ended_s = time.monotonic()
+        self._under_way.pop(id(passage), None)
 
     # ---- forks
 
     def close(self) -> None:
         """Prepare a fork."""
-        with self._lock:
-            self._num_forks += 1
-            under_way = tuple(self._under_way)
-        for passage in under_way:
+        until_s = time.monotonic() + _PATIENCE_S
+        self._forking.append(threading.get_ident())
+        for passage in _alive(self._under_way):
             passage.interrupt()
-        with self._lock:
-            self._changed.wait_for(lambda: not self._under_way, _PATIENCE_S)
-            ended_s = self._ended_s
-        time.sleep(max(0.0, ended_s + _SETTLE_S - time.monotonic()))
+        self._num_left = len(self._under_way)
+        while self._num_left and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+            self._num_left = len(self._under_way)
+        time.sleep(max(0.0, self._ended_s + _SETTLE_S - time.monotonic()))
 
     def open(self) -> None:
         """Go on after a fork."""
-        with self._lock:
-            self._num_forks -= 1
-            waiting = tuple(self._waiting)
-            self._waiting.clear()
-        for passage in waiting:
+        if threading.get_ident() in self._forking:  # else Ctrl-C has come just as it was to be closed
+            self._forking.remove(threading.get_ident())
+        for passage in _alive(self._waiting):
             passage.ring()
 
     def become_childs(self) -> None:
-        """Go on in a forked child, which has none of the threads that passed; and its lock may be held by one."""
-        self._num_torn += len(self._under_way)
+        """Go on in a forked child, which has none of the threads that passed."""
+        self._num_torn += self._num_left
         self._begin_anew()
 
     def __repr__(self) -> str:
-        return f"Gate({len(self._under_way)} RPCs under way, {self._num_forks} forks)"
+        return f"Gate({len(self._under_way)} RPCs under way, {len(self._forking)} forks)"
+
+
+def _alive(passages: weakref.WeakValueDictionary[int, Passage]) -> list[Passage]:
+    """Return those that there are, though others come and go."""
+    return [passage for known in passages.valuerefs() if (passage := known()) is not None]
 
 
 GATE = Gate()

@@ -129,7 +129,6 @@ import gc, socket, threading
 from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.remote import connect
-from moe_autograd.remote.forking import GATE
 from moe_autograd.wire import experts_pb2 as pb
 
 gc.disable()
@@ -153,13 +152,13 @@ ON_GRPCS_THREAD = """
     call.cancel()
     is_collected.wait()
 """
-UNDER_THE_GATES_LOCK = """
-    with GATE._lock:
+UNDER_A_LOCK = """
+    with channel._link._lock:
         gc.collect()
 """
 
 
-@pytest.mark.parametrize("collect", [ON_GRPCS_THREAD, UNDER_THE_GATES_LOCK], ids=["grpc's", "lock"])
+@pytest.mark.parametrize("collect", [ON_GRPCS_THREAD, UNDER_A_LOCK], ids=["grpc's", "lock"])
 def test_a_connection_is_closed_wherever_the_garbage_collector_comes_upon_it(collect):
     """It waited for the thread that it was on, or for one that waited for a lock of it, and nothing was collected."""
     program = COLLECTED_AT_A_BAD_MOMENT.format(collect=collect.strip())

@@ -285,3 +285,71 @@ def test_what_nobody_waits_for_does_not_wait_for_a_fork_either():
             "1 1",
             limit_s=60,
         )
+
+
+def test_what_a_finalizer_calls_waits_for_no_lock_of_the_gate():
+    """It froze where the garbage collector had begun as an RPC was let in, or as a fork looked who is."""
+    assert_prints(
+        """
+        import gc
+        from moe_autograd.remote.forking import Gate, KeptWaitingError
+
+        class Calls:
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                global num_calls
+                try:
+                    with gate.passage():
+                        num_calls += 1
+                except KeptWaitingError:  # a fork is under way
+                    pass
+                if not is_over:
+                    Calls()
+
+        gate, num_calls, is_over = Gate(), 0, False
+        gc.collect()
+        gc.freeze()
+        Calls()
+        gc.set_threshold(1, 10**5, 10**5)
+        for _ in range(100):
+            for _ in range(10):
+                with gate.passage():
+                    pass
+            gate.close()
+            gate.open()
+        is_over = True
+        print(num_calls > 100, gate)
+        """,
+        "True Gate(0 RPCs under way, 0 forks)",
+        limit_s=60,
+    )
+
+
+def test_a_call_on_the_thread_that_forks_is_refused_and_the_fork_goes_on():
+    """Such as one of a finalizer: it waited for the fork, which waited for it, until its deadline."""
+    with ExpertsServer({"ffn": nn.Linear(4, 4)}) as server:
+        assert_prints(
+            f"""
+            import torch
+            from moe_autograd.remote import connect, forking
+
+            def call():
+                try:
+                    experts["ffn"](torch.ones(1, 4))
+                    print("answered", flush=True)
+                except RuntimeError as error:
+                    assert "expected no call until it is over, got one on the thread that forks" in str(error), error
+                    print("refused", flush=True)
+
+            with connect({server.address!r}, timeout_s=1000) as experts:
+                call()
+                forking.GATE.close()  # as before a fork
+                call()
+                forking.GATE.open()
+                call()
+            """,
+            "answered refused answered",
+            limit_s=60,
+        )
