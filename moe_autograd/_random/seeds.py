@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
@@ -33,6 +34,7 @@ class _Running(threading.local):
 running = _Running()
 _promised: dict[int, CallSeeds] = {}  # bases that calls elsewhere may draw, while the callers' streams stay
 _apart: dict[int, weakref.ref[CallSeeds]] = {}  # the same of calls apart, which Ctrl-C may leave behind
+_steps = itertools.count()
 
 
 def take_places(num_calls: int) -> Sequence[int]:
@@ -111,9 +113,9 @@ class CallSeeds:
 
     def seed_of(self, index: int) -> int:
         """Return what the generator of call `index` begins with; the caller's stream stays where it is."""
-        with self._lock:
-            if self._base is None:
-                self._base = self._take_base()
+        if self._base is None:
+            self._decide(self._settle_base)
+            assert self._base is not None
         return _mix(self._base, index)
 
     @contextlib.contextmanager
@@ -126,14 +128,10 @@ class CallSeeds:
             return
         own = object()
         try:  # which Ctrl-C may end anywhere
-            with self._lock:
-                self._promises.add(own)
-                if self._base is None:
-                    self._base = self._take_base()
-                _promised.setdefault(self._base, self)
+            self._decide(functools.partial(self._promise, own))
             yield
         finally:
-            with self._lock:
+            with self._lock:  # nothing is allocated inside
                 self._promises.discard(own)
                 if not self._promises and self._base is not None and _promised.get(self._base) is self:
                     del _promised[self._base]
@@ -155,16 +153,43 @@ class CallSeeds:
 
     def note_drawn(self) -> None:
         """Advance the caller's stream, as a call has drawn; once. The base, if none is known, is what that gives."""
-        with self._lock:
-            if not self.has_drawn:
-                self.has_drawn = True
-                if self._is_apart:
-                    return
-                base = self._advance_caller()
-                if self._base is None:
-                    while self._is_promised(base):
-                        base = self._advance_caller()
-                    self._base = base
+        self._decide(self._note_drawn)
+
+    def _decide(self, step: Callable[[], None]) -> None:
+        """Take a step while no other call takes one.
+
+        What it makes may have garbage collected here. A finalizer may draw, read states or make a map, whose calls on
+        other threads draw: all of which would wait for the lock. So meanwhile this thread draws as a call of no map.
+        """
+        seeds = running.seeds
+        if seeds is not None:
+            running.seeds = GivenSeeds(_mix(next(_steps), _APART))
+        try:
+            with self._lock:
+                step()
+        finally:
+            running.seeds = seeds
+
+    def _settle_base(self) -> None:
+        if self._base is None:
+            self._base = self._take_base()
+
+    def _promise(self, own: object) -> None:
+        self._promises.add(own)
+        if self._base is None:
+            self._base = self._take_base()
+        _promised.setdefault(self._base, self)
+
+    def _note_drawn(self) -> None:
+        if not self.has_drawn:
+            self.has_drawn = True
+            if self._is_apart:
+                return
+            base = self._advance_caller()
+            if self._base is None:
+                while self._is_promised(base):
+                    base = self._advance_caller()
+                self._base = base
 
     def set_state(self, index: int, device: torch.device, state: torch.Tensor) -> None:
         """Continue the stream of call `index` from `state`; from its own one if that is put back (Rule 3)."""

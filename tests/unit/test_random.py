@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_autograd._random import CallSeeds, operators, own_streams, running, seeds, stand_ins
+from tests.support.subprocesses import assert_prints
 
 
 def test_every_random_operator_of_torch_is_caught() -> None:
@@ -146,6 +147,49 @@ def test_maps_of_two_threads_that_meet_draw_different_numbers(
 
     monkeypatch.setattr(seeds, "_mix", meet)
     assert first.draw(0, seeds.CPU).initial_seed() != met[1]
+
+
+COLLECTED_WHERE_A_CALL_FIRST_DRAWS = """
+import gc, torch
+from moe_autograd import parallel_apply
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        {finalizer}
+
+def call(x):
+    gc.collect()
+    Garbage()  # which the next call collects, if this one does not
+    gc.set_threshold(num_allocations)
+    noise = torch.rand(3)
+    gc.set_threshold(0)
+    return x + noise
+
+gc.freeze()
+for num_allocations in range(1, 40):
+    parallel_apply([call] * 2, [(torch.zeros(3, requires_grad=True),)] * 2)
+gc.collect()
+print("ended")
+"""
+FORKS_THE_GENERATOR = """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            torch.rand(1)
+"""
+MAKES_A_MAP = """
+        parallel_apply([torch.rand] * 2, [(1,)] * 2)
+"""
+
+
+@pytest.mark.parametrize(
+    "finalizer", [FORKS_THE_GENERATOR, MAKES_A_MAP], ids=["forks the generator", "makes a map"]
+)
+def test_a_finalizer_draws_wherever_it_is_collected(finalizer: str) -> None:
+    """It waited for the lock that its thread held, or for calls that did: a call's first draw moves the stream on."""
+    assert_prints(COLLECTED_WHERE_A_CALL_FIRST_DRAWS.format(finalizer=finalizer.strip()), "ended", limit_s=60)
 
 
 def test_ctrl_c_while_a_seed_is_promised_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
