@@ -7,8 +7,10 @@ key that is switched on in the threads that want it. Operators that are not rand
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -40,24 +42,45 @@ installed: list[torch.library.Library] = []  # a library unregisters its kernels
 
 
 def install() -> None:
-    """Register the second kernels, once for the process."""
-    with _lock:
-        if installed:
-            return
-        fallthrough = torch.library.Library("_", "IMPL")
-        fallthrough.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
-        kernels = torch.library.Library("aten", "IMPL")
-        for name, operator in operators_with_generator():
-            position = _generator_position(operator)
-            draw = _draw_noise if name.startswith("rrelu") else _draw_from_own_stream
-            kernels.impl(name, functools.partial(draw, operator, position), _KEY_NAME)
-        for name, operator, sibling in operators_that_draw_inside():
-            kernels.impl(name, functools.partial(_draw_as_sibling, operator, sibling), _KEY_NAME)
-        for name, operator in fused_operators():
-            kernels.impl(name, fused_kernel(operator), _KEY_NAME)
-        kernels.impl("native_dropout", _drop_out, _KEY_NAME)
-        kernels.impl("_cudnn_rnn", _run_rnn, _KEY_NAME)
-        installed.extend((fallthrough, kernels))
+    """Register the second kernels, once for the process.
+
+    No garbage is collected meanwhile: a finalizer that makes a map would wait for the lock, which its thread has.
+    """
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with _lock:
+            if not installed:
+                _install()
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
+def _install() -> None:
+    fallthrough = torch.library.Library("_", "IMPL")
+    fallthrough.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    kernels = torch.library.Library("aten", "IMPL")
+    for name, operator in operators_with_generator():
+        position = _generator_position(operator)
+        draw = _draw_noise if name.startswith("rrelu") else _draw_from_own_stream
+        kernels.impl(name, functools.partial(draw, operator, position), _KEY_NAME)
+    for name, operator, sibling in operators_that_draw_inside():
+        kernels.impl(name, functools.partial(_draw_as_sibling, operator, sibling), _KEY_NAME)
+    for name, operator in fused_operators():
+        kernels.impl(name, fused_kernel(operator), _KEY_NAME)
+    kernels.impl("native_dropout", _drop_out, _KEY_NAME)
+    kernels.impl("_cudnn_rnn", _run_rnn, _KEY_NAME)
+    for library in (fallthrough, kernels):
+        _keep_at_exit(library)
+    installed.extend((fallthrough, kernels))
+
+
+def _keep_at_exit(library: torch.library.Library) -> None:
+    """Have torch leave a library be as the interpreter exits: finalizers that make maps run later still."""
+    for known in weakref.getweakrefs(library):
+        if isinstance(known.__callback__, weakref.finalize):
+            known.__callback__.atexit = False
 
 
 def operators_with_generator() -> Iterator[tuple[str, OpOverload]]:

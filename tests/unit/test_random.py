@@ -192,6 +192,63 @@ def test_a_finalizer_draws_wherever_it_is_collected(finalizer: str) -> None:
     assert_prints(COLLECTED_WHERE_A_CALL_FIRST_DRAWS.format(finalizer=finalizer.strip()), "ended", limit_s=60)
 
 
+def test_a_finalizer_makes_a_map_that_draws_as_the_interpreter_exits() -> None:
+    """Torch took the second kernels away before that, and the key was still switched on."""
+    assert_prints(
+        """
+        import torch
+        from moe_autograd import parallel_apply
+
+        def drop_out():
+            return parallel_apply(modules, inputs)
+
+        class Garbage:
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                print(len(drop_out()), flush=True)
+
+        # made before: some that are made as late have torch itself abort
+        modules, inputs = [torch.nn.Dropout()] * 2, [(torch.ones(3),)] * 2
+        drop_out()
+        Garbage()
+        """,
+        "2",
+        limit_s=60,
+    )
+
+
+def test_a_finalizer_that_is_collected_in_the_first_map_may_make_one() -> None:
+    """It waited for the lock under which its own thread registered the second kernels."""
+    assert_prints(
+        """
+        import gc
+        import torch
+        from moe_autograd._random import operators
+
+        class Garbage:
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                operators.install()
+
+        operators.installed.clear()  # the process may have made a map
+        for num_allocations in range(0, 2000, 100):
+            gc.collect()
+            Garbage()
+            gc.set_threshold(num_allocations + 1)
+            operators.install()
+            gc.set_threshold(700)
+            print(len(operators.installed))
+            operators.installed.clear()
+        """,
+        20 * "2 ",
+        limit_s=60,
+    )
+
+
 def test_ctrl_c_while_a_seed_is_promised_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     expected = CallSeeds().seed_of(0)
