@@ -42,6 +42,8 @@ class Lookout:
     It sleeps until the next look is due. A new crew rings if the lookout would wake too late for it; a ring costs a
     tiny map a tenth of its time, so after a map that needed nobody the lookout stays half awake for `DOZE_S`, looks
     every `LONGEST_PAUSE_S`, and is not rung for. `IDLE_S` without crews, and it gives its thread back.
+
+    Nothing is allocated under the lock: that may collect garbage, and a finalizer that makes a map would wait for it.
     """
 
     def __init__(self) -> None:
@@ -61,15 +63,23 @@ class Lookout:
 
     def watch(self, crew: Watched) -> None:
         """Look at `crew` from now on, until it has no calls left that have not begun."""
-        with self._lock:
-            self._crews.append(crew)
-            if not self._is_standing:
-                with contextlib.suppress(RuntimeError):  # no thread left: the caller makes its calls in turn
-                    start_soon(self._stand)
+        begins = False
+        try:
+            with self._lock:
+                self._crews.append(crew)
+                begins = not self._is_standing
+                if begins:
                     self._is_standing = True
-            elif not self._has_rung and self._would_be_late_for(crew):
-                self._has_rung = True
-                self._bell.release()
+                elif not self._has_rung and self._would_be_late_for(crew):
+                    self._has_rung = True
+                    self._bell.release()
+            if begins:
+                start_soon(self._stand)
+        except RuntimeError:  # no thread left: the caller makes its calls in turn
+            self._is_standing = False
+        except BaseException:  # such as Ctrl-C: the next crew finds another one
+            self._is_standing = self._is_standing and not begins
+            raise
 
     def _would_be_late_for(self, crew: Watched) -> bool:
         is_dozing = crew.next_look_s < self._dozes_until_s
@@ -83,10 +93,18 @@ class Lookout:
 
     def forget(self, crew: Watched) -> None:
         """Keep no reference to `crew`, which is at rest or abandoned."""
-        with self._lock:
-            if crew in self._crews:
-                self._crews.remove(crew)
-            self._dozes_until_s = 0.0 if crew.has_grown else crew.next_look_s + DOZE_S
+        self._remove(crew)
+        self._dozes_until_s = 0.0 if crew.has_grown else crew.next_look_s + DOZE_S
+
+    def _remove(self, crew: Watched) -> None:
+        with contextlib.suppress(ValueError):  # it has no calls left, and the lookout has done so
+            self._crews.remove(crew)
+
+    def _remove_begun(self) -> None:
+        """Keep no reference to crews that have no calls left that have not begun."""
+        for crew in [*self._crews]:
+            if not crew.num_pending:
+                self._remove(crew)
 
     def _stand(self) -> None:
         try:
@@ -98,26 +116,38 @@ class Lookout:
 
     def _look_on(self) -> None:
         while True:
-            with self._lock:
-                now_s = time.perf_counter()
-                was_idle = not self._crews and now_s > self._dozes_until_s
-                idle_until_s = now_s + (IDLE_S if was_idle else LONGEST_PAUSE_S)
-                due_s = min((self._due_s(crew, now_s) for crew in self._crews), default=idle_until_s)
-                self._wakes_at_s = due_s
+            was_idle, due_s = self._settle_next_look()
             has_rung = self._bell.acquire(timeout=max(0.0, due_s - time.perf_counter()))
-            with self._lock:
-                if has_rung:
-                    self._has_rung = False
-                self._crews = [crew for crew in self._crews if crew.num_pending]
-                crews = tuple(self._crews)
-                if was_idle and not crews and not has_rung and not self._has_rung:
-                    self._is_standing = False
-                    return
+            if has_rung:
+                self._has_rung = False
+            self._remove_begun()
+            if was_idle and not has_rung and self._may_leave():
+                return
+            crews = [*self._crews]
             _look(crews, due_s)
             del crews  # while it sleeps, the lookout keeps nobody's calls alive
 
+    def _settle_next_look(self) -> tuple[bool, float]:
+        """Return whether there is nothing to look at, and when to look next."""
+        while True:
+            crews, now_s = [*self._crews], time.perf_counter()
+            was_idle = not crews and now_s > self._dozes_until_s
+            idle_until_s = now_s + (IDLE_S if was_idle else LONGEST_PAUSE_S)
+            due_s = min((self._due_s(crew, now_s) for crew in crews), default=idle_until_s)
+            with self._lock:
+                if self._crews == crews:  # else one has come that did not know when the lookout wakes
+                    self._wakes_at_s = due_s
+                    return was_idle, due_s
 
-def _look(crews: tuple[Watched, ...], due_s: float) -> None:
+    def _may_leave(self) -> bool:
+        with self._lock:
+            if self._crews or self._has_rung:
+                return False
+            self._is_standing = False
+            return True
+
+
+def _look(crews: list[Watched], due_s: float) -> None:
     """Look at the crews whose time has come.
 
     A late look says that the interpreter lock is fought over: a thread without progress may just lack the lock.

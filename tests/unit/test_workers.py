@@ -324,3 +324,42 @@ def test_threads_may_come_as_a_collection_delays_the_look_at_them() -> None:
             gc.set_threshold(700)
         """
     assert_prints(program, "", limit_s=100)
+
+
+def test_a_finalizer_makes_a_map_wherever_it_is_collected_as_crews_come_and_go():
+    """It waited for the lookout's lock, on the thread that had it: that of a map, or the lookout's own."""
+    assert_prints(
+        """
+        import gc
+        from moe_autograd._lookout import lookout
+
+        class Crew:
+            next_look_s, has_grown, num_pending = 0.0, False, 0
+
+        class Garbage:
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                come_and_go()
+                if not is_over:
+                    Garbage()
+
+        def come_and_go():
+            crew = Crew()
+            lookout.watch(crew)
+            lookout.forget(crew)
+
+        is_over = False
+        gc.collect()
+        gc.freeze()
+        Garbage()
+        gc.set_threshold(1, 10**5, 10**5)
+        for _ in range(2000):
+            come_and_go()
+        is_over = True
+        print(lookout.is_watching)
+        """,
+        "False",
+        limit_s=40,
+    )
