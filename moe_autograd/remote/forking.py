@@ -169,18 +169,17 @@ class Gate:
                 f"process {os.getpid()}: expected to be forked between RPCs, got forked with {self._num_torn} under "
                 f"way that did not end within {_PATIENCE_S} s. grpc does not work in it: fork later, or spawn."
             )
-        if not self._has_let_in(passage):
+        if not self._try_let_in(passage):
             self._wait(passage)
 
-    def _has_let_in(self, passage: Passage) -> bool:
+    def _try_let_in(self, passage: Passage) -> bool:
         if self._forking:
             return False
         self._under_way[id(passage)] = passage
         if not self._forking:
             return True
-        self._under_way.pop(
-            id(passage), None
-        )  # a fork has begun, and may have interrupted what has not begun
+        # A fork has begun, and may have interrupted what has not begun.
+        self._under_way.pop(id(passage), None)
         return False
 
     def _wait(self, passage: Passage) -> None:
@@ -195,7 +194,7 @@ class Gate:
         operation.cancellation.add(passage.ring)
         try:
             self._waiting[id(passage)] = passage
-            while not self._has_let_in(passage):
+            while not self._try_let_in(passage):
                 is_cancelled = operation.cancellation.wait(0.0)
                 if is_cancelled or not passage.hears(operation.deadline.remaining_s):
                     raise KeptWaitingError(operation)
