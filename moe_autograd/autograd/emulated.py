@@ -15,7 +15,6 @@ a node that stands for many calls could no longer say which of them was wrong.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Sequence
@@ -115,14 +114,9 @@ def arguments_of(func: type[Function], args: tuple[Any, ...]) -> tuple[Any, ...]
     """Return what the forward of `func.apply(*args)` takes: with `setup_context`, defaults are arguments as well."""
     if func.setup_context is _NO_SETUP_CONTEXT:
         return args
-    bound = _signature(func.forward).bind(*args)
+    bound = inspect.signature(func.forward).bind(*args)  # not cached, which would keep what `func` holds
     bound.apply_defaults()
     return bound.args
-
-
-@functools.lru_cache(maxsize=256)
-def _signature(forward: Any) -> inspect.Signature:
-    return inspect.signature(forward)
 
 
 def call_forward(

@@ -14,6 +14,10 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
+from moe_autograd.autograd.borders import is_python
+
+_OF_PYTHON = ("_raw_saved_tensors",)
+
 
 def drop_saved_tensors(node: Node) -> None:
     """Do to a node of C++ what an engine pass without `retain_graph` does to those it has run.
@@ -43,15 +47,15 @@ def drop_in_python(nodes: Iterable[Any]) -> None:
 
 
 def _saved_of(node: Node) -> Iterator[Any]:
-    """Yield what a node of C++ saved, as torch has it."""
-    for name in _saved_names(type(node)):
+    """Yield what a node saved, as torch has it."""
+    for name in _OF_PYTHON if is_python(node) else _saved_names(type(node)):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             if one is not None:
                 yield one
 
 
-@functools.cache
+@functools.cache  # torch's own classes, which stay: a user's class of nodes is not to be kept
 def _saved_names(node_type: type) -> tuple[str, ...]:
     return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
 

@@ -7,6 +7,8 @@ collector finds. All with `gc` disabled, watching tensors through weak reference
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import map_with_parallel_backward, parallel_apply
+from moe_autograd import map_with_parallel_backward, parallel_apply, split_backward
 from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.functions_context import ChangesInPlace, SavesInput, SavesOutput
 from tests.support.functions_results import ReturnsItsInputAndMore
@@ -218,3 +220,62 @@ def test_inputs_that_a_call_changed_go_with_a_graph_that_nobody_walked(is_view: 
         return [weakref.ref(tensor) for tensor in (computed, changed, *results)]
 
     assert [ref() for ref in one_pass()] == [None] * 4
+
+
+def apply_in_two_parts(call: Callable[..., Any], x: Tensor) -> None:
+    split_backward(call(x).sum(), None, x, ())[1].run()
+
+
+def apply_twice(call: Callable[..., Any], x: Tensor, **how: Any) -> None:
+    torch.stack(parallel_apply([call] * 2, [(x,)] * 2, **how)).sum().backward()
+
+
+def apply_with_used_results(call: Callable[..., Any], x: Tensor) -> None:
+    calls = [lambda x: (y := call(x), y.sin())] * 2
+    ((used, result), _) = parallel_apply(calls, [(x,)] * 2)
+    torch.autograd.grad(result.sum(), used)
+
+
+def map_where_it_is_made(call: Callable[..., Any], x: Tensor) -> None:
+    torch.stack(call(x, apply=lambda func: map_with_parallel_backward(func, (x,), (x,)))).sum().backward()
+
+
+@pytest.mark.parametrize("has_setup", [False, True])
+@pytest.mark.parametrize(
+    "apply",
+    [
+        apply_twice,
+        functools.partial(apply_twice, defer_weight_grads=True),
+        functools.partial(apply_twice, recompute=True),
+        apply_in_two_parts,
+        apply_with_used_results,
+        map_where_it_is_made,
+    ],
+)
+def test_autograd_functions_that_are_made_in_a_call_can_go(
+    apply: Callable[..., None], has_setup: bool
+) -> None:
+    refs: list[weakref.ref[Tensor]] = []
+    weight = torch.ones((), requires_grad=True)
+
+    def call(x: Tensor, apply: Callable[[Any], Any] | None = None) -> Any:
+        table = torch.ones(4)
+        refs.append(weakref.ref(table))
+
+        class Scale(torch.autograd.Function):
+            @staticmethod
+            def forward(*args: Any) -> Tensor:
+                x: Tensor = args[-1]
+                return x * table
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad * 2
+
+        if has_setup:
+            Scale.setup_context = staticmethod(lambda ctx, inputs, output: None)  # type: ignore[method-assign]
+        return apply(Scale) if apply else Scale.apply(x * weight)
+
+    apply(call, torch.randn(2, 4, requires_grad=True))
+    gc.collect()  # classes are held by themselves
+    assert num_alive(refs) == 0
