@@ -2,7 +2,7 @@
 
 Begin with `parallel`, which draws the three steps of a map. The first line of each file says what it is for::
 
-    the maps                parallel, alone, in_turn, grouping, units, runs, notes, uncompiled
+    the maps                parallel, alone, in_turn, grouping, units, runs, notes, uncompiled, tracebacks
     what only computes      arithmetic, callees, known_arithmetic, work, spatial
     how functions are read  function_reading, readings, bytecode, bytecode_loops
     a call of a function    emulated, isolated, function_calls, unrecorded

@@ -203,7 +203,12 @@ class Joined:
 
         of_reached = self.map if len(reached) == len(self.calls) else self.map.of_some(reached)
         computes_elsewhere = has_streams and any(map(are_elsewhere, grads_of))
-        run_calls(run, of_reached, "backward", is_backward=True, computes_elsewhere=computes_elsewhere)
+        try:
+            run_calls(run, of_reached, "backward", is_backward=True, computes_elsewhere=computes_elsewhere)
+        except BaseException:
+            for held in (saved_of, grads_of, grads):
+                held.clear()  # `run` holds them, and the traceback that
+            raise
         if sums is not None:
             sums.hand_out(grads)
         return _with_memory_of_their_own([grad for own in grads for grad in own])

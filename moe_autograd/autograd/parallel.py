@@ -161,7 +161,11 @@ def _run_forwards(
 
     chosen = forward if hooks is None else forward_in_order
     computes_elsewhere = has_streams and any(map(are_elsewhere, args_per_call))
-    unrecorded(partial(run_calls, chosen, the_map, "forward", computes_elsewhere=computes_elsewhere))
+    try:
+        unrecorded(partial(run_calls, chosen, the_map, "forward", computes_elsewhere=computes_elsewhere))
+    except BaseException:
+        calls.clear()  # `forward` holds them, and the traceback that
+        raise
     changed = [call.changed for call in calls]
     if any(changed):
         taken = [call.inputs for call in calls]

@@ -103,7 +103,7 @@ def run_calls(
 
     def run(index: int) -> None:
         running.index = index
-        call(index)
+        call(index)  # noqa: F821  # it is there until all calls are at rest
 
     chosen: Callable[[int], None] = run
     if lanes is not None:
@@ -125,6 +125,7 @@ def run_calls(
     try:  # this frame is in the traceback of what is raised: it must not hold the failures
         _raise_lowest(with_its_schedule(run_chosen) if is_backward else run_chosen(), the_map, phase)
     finally:
+        del call  # nor may frames of `run` hold what the calls have made
         if lanes is not None:
             lanes.rejoin()
 

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from moe_autograd.autograd.tracebacks import empty_our_frames
 from moe_autograd.autograd.walks import Edge
 
 P = ParamSpec("P")
@@ -20,16 +21,22 @@ T = TypeVar("T")
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Break the graph at a function. Where nothing is compiled, the compiler is not even imported.
+    """Break the graph at a function, a door of ours. Where nothing is compiled, the compiler is not even imported.
 
     After the break the compiler looks at `choose` by itself, and would compile it anew for each number of arguments,
     their shapes and autocast, until it warns of `recompile_limit`. So it is told to leave that alone.
+
+    What the function raises leaves behind what our frames hold (`tracebacks`).
     """
     break_graph: Callable[P, T] = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def choose(*args: P.args, **kwargs: P.kwargs) -> T:
-        return (break_graph if torch.compiler.is_compiling() else function)(*args, **kwargs)
+        try:
+            return (break_graph if torch.compiler.is_compiling() else function)(*args, **kwargs)
+        except BaseException as error:
+            empty_our_frames(error)
+            raise
 
     return left_alone(choose)
 

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from moe_autograd import map_with_parallel_backward, parallel_apply, split_backward
+from moe_autograd import (
+    MixtureOfExperts,
+    TopKRouter,
+    map_with_parallel_backward,
+    parallel_apply,
+    split_backward,
+)
 from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.functions_context import ChangesInPlace, SavesInput, SavesOutput
 from tests.support.functions_results import ReturnsItsInputAndMore
@@ -279,3 +285,88 @@ def test_autograd_functions_that_are_made_in_a_call_can_go(
     apply(call, torch.randn(2, 4, requires_grad=True))
     gc.collect()  # classes are held by themselves
     assert num_alive(refs) == 0
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Saves a tensor of its own; there are references to it, and to what the backward makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, refs: list[weakref.ref[Tensor]], fails: bool) -> Tensor:
+        kept = x * 2
+        ctx.save_for_backward(kept)
+        ctx.refs, ctx.fails = refs, fails
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        made = grad * ctx.saved_tensors[0]
+        ctx.refs += map(weakref.ref, (made, *ctx.saved_tensors))
+        if ctx.fails:
+            raise Faulty
+        return made, None, None
+
+
+class FailsInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, refs: list[weakref.ref[Tensor]], fails: bool) -> Tensor:
+        return Watched(refs, fails_in=int(fails))(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        raise NotImplementedError
+
+
+def layer_of(calls: Sequence[Callable[..., Any]], **how: Any) -> Tensor:
+    layer = MixtureOfExperts(TopKRouter(4, NUM_CALLS, NUM_CALLS), calls, **how)  # type: ignore[arg-type]
+    return layer(torch.randn(2, 4, requires_grad=True))  # type: ignore[return-value]
+
+
+def applied_by(calls: Sequence[Callable[..., Any]], **how: Any) -> list[Tensor]:
+    return parallel_apply(calls, [(torch.randn(2, 4, requires_grad=True),)] * len(calls), **how)
+
+
+class WatchedInTurn(Watched):
+    def only_computes(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        *[applied, applied_with_hooks, applied_in_a_checkpoint, layer_of],
+        *[functools.partial(way, max_concurrency=1) for way in (applied_by, layer_of)],
+        *[functools.partial(way, recompute=True) for way in (applied_by, layer_of)],
+        *[functools.partial(way, defer_weight_grads=True) for way in (applied_by, layer_of)],
+        lambda calls: parallel_apply([lambda: applied(calls), lambda: applied(calls)], [(), ()]),
+    ],
+)
+@pytest.mark.parametrize("kind", [Watched, WatchedInTurn])
+def test_an_exception_that_is_kept_holds_of_a_maps_results_those_of_the_failing_call(
+    apply: Any, kind: type[Watched]
+) -> None:
+    refs: list[weakref.ref[Tensor]] = []
+    calls = [kind(refs, fails_in=int(i == NUM_CALLS - 1)) for i in range(NUM_CALLS)]
+    with pytest.raises(Faulty) as kept:
+        apply(calls)
+    del calls
+    assert kept.tb
+    assert num_alive(refs) <= 1
+
+
+@pytest.mark.parametrize("max_concurrency", [None, 1])
+@pytest.mark.parametrize("func", [FailsInForward, FailsInBackward])
+def test_an_exception_that_is_kept_holds_nothing_of_a_functions_other_calls(
+    func: Any, max_concurrency: int | None
+) -> None:
+    refs: list[weakref.ref[Tensor]] = []
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def run() -> None:
+        args = [(x * 1, refs, i == 0) for i in range(NUM_CALLS)]
+        torch.stack(map_with_parallel_backward(func, *args, max_concurrency=max_concurrency)).sum().backward()
+
+    with pytest.raises(Faulty) as kept:
+        run()
+    assert kept.tb
+    assert len(refs) >= NUM_CALLS
+    assert num_alive(refs) == 1
