@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from experts_server.hosting.state import in_one_line
 from experts_server.hosting.training import Trainer
 from moe_autograd.errors import CheckpointError
 
-FORMAT = 3
+FORMAT = 4
 
 # Optimizers that want some state only with a setting, look for it only in their first step, and then begin with zeros.
 _STATE_OF_SETTINGS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
@@ -127,9 +128,13 @@ def _take_training(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]
         "num_updates": trainer.num_updates,
         "update": trainer.training.update,
         "gathered": {
-            client: [entry.num_backwards, entry.num_samples, entry.digest]
+            client: [
+                *(entry.num_backwards, entry.num_samples, entry.digest),
+                *trainer.gathered.standing_of(bytes.fromhex(client)),
+            ]
             for client, entry in gathered.items()
         },
+        "taken_at_s": time.time(),
         "schedule_class": _schedule_class(trainer),
         "schedule_has_ended": trainer.schedule_end is not None,
         "schedule": _changed(f"{place}.schedule", schedule, built_schedule),
@@ -230,9 +235,12 @@ def _restore_gathered(trainer: Trainer, snapshot: Snapshot) -> None:
         grads[client][int(place)] = grad.to(trainer.parameters[int(place)].device)
     # Gathered under another `update` they mean something else: those of steps may be applied already.
     is_usable = snapshot.plain["update"] == trainer.training.update
-    for client, counts in snapshot.plain["gathered"].items():
+    # The client is away for as long as the server is; a clock that was set back meanwhile tells nothing.
+    since_s = max(0.0, time.time() - snapshot.plain["taken_at_s"])
+    for client, (*counts, age_s, is_applied) in snapshot.plain["gathered"].items():
         if is_usable:
-            trainer.gathered.put_back(bytes.fromhex(client), Gathered(grads[client], *counts))
+            gathered = Gathered(grads[client], *counts)
+            trainer.gathered.put_back(bytes.fromhex(client), gathered, age_s + since_s, is_applied=is_applied)
         else:
             trainer.gathered.note_lost(bytes.fromhex(client))
 

@@ -98,12 +98,26 @@ class GatheredGradients:
         self._budget.take(total - num_bytes(before.grads if before else ()), total)
         self._waiting[client_id] = _Waiting(gathered, self._clock())
 
-    def put_back(self, client_id: bytes, gathered: Gathered) -> None:
-        """Put what a checkpoint held; where there is less room than there was, it is let go, and its client told."""
+    def standing_of(self, client_id: bytes) -> tuple[float, bool]:
+        """Return how long ago in seconds a client gave the last it has gathered, and whether a step has applied it."""
+        waiting = self._waiting[client_id]
+        return self._clock() - waiting.touched_at, waiting.is_applied
+
+    def put_back(self, client_id: bytes, gathered: Gathered, age_s: float, *, is_applied: bool) -> None:
+        """Put what a checkpoint held; where there is less room than there was, it is let go, and its client told.
+
+        Args:
+            client_id: whose.
+            gathered: this.
+            age_s: as `standing_of` tells it, and for how long it has been in the checkpoint.
+            is_applied: likewise.
+        """
         try:
             self.put(client_id, gathered)
         except (InvalidCallError, ServerBusyError):
             self.note_lost(client_id)
+        else:
+            self._waiting[client_id] = _Waiting(gathered, self._clock() - age_s, is_applied)
 
     def forget(self, client_id: bytes) -> None:
         """Let go of a client's gradients, as it wished or because they are applied."""

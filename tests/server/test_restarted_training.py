@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server.checkpoints.snapshot import take
+from experts_server.checkpoints.snapshot import restore, take
 from experts_server.configuration.config import OptimizerConfig
 from experts_server.hosting.building import build_training
 from experts_server.hosting.training import Training
@@ -286,3 +287,35 @@ def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_and_not_left_o
     client.update("step")
     with pytest.raises(CheckpointError, match="state 'note': expected a tensor, or a value that JSON"):
         take(expert)
+
+
+@pytest.mark.parametrize(
+    ("down_s", "is_let_go"),
+    [(0.0, False), (3500.0, False), (3595.0, True), (-1e9, False)],
+    ids=["not down", "briefly", "for long", "the clock was set back"],
+)
+def test_gathered_gradients_grow_old_over_restarts(down_s: float, is_let_go: bool) -> None:
+    """Those of clients that had left were in every checkpoint for ever: each restart made them new."""
+    client = Client(before := hosted(sgd()))
+    client.backward(tokens(4, D), tokens(4, D, seed=9))
+    assert before.trainer is not None
+    given_s = time.monotonic()
+    before.trainer.gathered._clock = lambda: given_s + 10.0
+    snapshot = take(before)
+    snapshot.plain["taken_at_s"] -= down_s
+    restore(after := hosted(sgd()), snapshot)
+    assert after.trainer is not None
+    assert after.trainer.gathered.max_age_s == 3600.0
+    assert len(after.trainer.gathered.stale(is_crowded=False)) == is_let_go
+
+
+def test_a_restart_knows_of_gathered_gradients_whether_they_were_applied(tmp_path: Path) -> None:
+    """Those of trainings that have ended kept the next one out for a minute more."""
+    one, other = (Client(expert := hosted(sgd()), b"one"), Client(expert, b"other"))
+    for client in (one, other):
+        client.backward(tokens(4, D), tokens(4, D, seed=9))
+    one.update("step")
+    for num_restarts in range(3):
+        assert expert.trainer is not None
+        assert expert.trainer.gathered.stale(is_crowded=True) == [b"one"], num_restarts
+        expert = restarted(expert, sgd(), tmp_path)
