@@ -13,6 +13,7 @@ import itertools
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -177,6 +178,12 @@ class Channel:
                     passage.carry(call, has_thread=True)
             except (KeptWaitingError, RemoteError, ValueError):  # it is being closed, or there is no thread
                 if_lost()
+
+    def wait_until_told(self, until_s: float) -> None:
+        """Wait until what was told has been answered, or until this time (`time.monotonic`); never fails."""
+        for call in [*self._told]:
+            with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                call.result(max(0.0, until_s - time.monotonic()))
 
     def upload(
         self, rpc: str, messages: Iterator[bytes], reply_class: type[ReplyT], operation: Operation

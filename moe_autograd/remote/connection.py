@@ -52,6 +52,8 @@ from moe_autograd.remote.state import State, as_hosted, fetch_states, send_state
 from moe_autograd.remote.updates import Updates, check_updates
 from moe_autograd.wire import experts_pb2 as pb
 
+_LAST_WORD_S = 0.25  # that closing a connection may take longer
+
 
 class Connection:
     """The channels to some servers, and the experts found there.
@@ -125,10 +127,18 @@ class Connection:
         return hosted
 
     def close(self) -> None:
-        """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
+        """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do.
+
+        Servers are told that they need to keep no forward any longer; for `_LAST_WORD_S` at most.
+        """
         with interrupts_held_back():
-            self._delivery.close()
+            self._delivery.close(self._tell_last)
             self._closing.detach()
+
+    def _tell_last(self) -> None:
+        self.left_forwards.note_all()
+        self.left_forwards.tell()
+        self._finding.servers.wait_until_told(_LAST_WORD_S)
 
     def __repr__(self) -> str:
         return f"Connection({len(self.hosted)} experts at {', '.join(self.addresses)})"

@@ -8,8 +8,10 @@ A server keeps a forward until its backward comes, or for minutes. But some neve
     forward ── another server answered it in the end ──────────────────▶ left, at each that was asked before
     next pass of the connection ─────────────────────────────────────▶ "forget these", which nobody waits for
                                      that is lost on its way ─────▶ once more, with the pass after it
+    the connection is closed ────────────────────────────────────────▶ all are left, as no backward can come any more
 
-Mutable state: `_left`, of which single entries are put and taken; a graph may go on any thread, and anywhere.
+Mutable state: `_left` and `_alive`, of which single entries are put and taken; a graph may go on any thread, and
+anywhere.
 
 Threads: any.
 """
@@ -48,11 +50,13 @@ class LeftForwards:
     def __init__(self, tell: Callable[[str, list[tuple[str, int]], Callable[[], None]], None]) -> None:
         self._tell = tell
         self._left: deque[tuple[str, str, int]] = deque()
+        self._alive: dict[int, Sequence[Call]] = {}  # those of nodes that are still there, by their `id`
 
     def node_of(self, calls: Sequence[Call]) -> Node:
         """Return what the node of these calls is to hold."""
         node = Node()
-        weakref.finalize(node, _note_left, self._left, calls).atexit = False
+        self._alive[id(node)] = calls
+        weakref.finalize(node, _note_gone, self._left, self._alive, id(node)).atexit = False
         return node
 
     def note_failed(self, jobs: Sequence[Job], *, is_whole: bool) -> None:
@@ -65,6 +69,11 @@ class LeftForwards:
                     job.request.asked | {job.address} if is_lost else job.request.asked - {job.address}
                 )
                 self._left.extend((address, head.expert, head.call_id) for address in addresses if address)
+
+    def note_all(self) -> None:
+        """Note the forwards of all graphs, also of those that are still there: the connection is about to close."""
+        for node in [*self._alive]:
+            _note_gone(self._left, self._alive, node)
 
     def tell(self) -> None:
         """Let servers know of the graphs that have gone since the last time."""
@@ -90,5 +99,6 @@ class LeftForwards:
         return f"LeftForwards({len(self)} to tell of)"
 
 
-def _note_left(left: deque[tuple[str, str, int]], calls: Sequence[Call]) -> None:
+def _note_gone(left: deque[tuple[str, str, int]], alive: dict[int, Sequence[Call]], node: int) -> None:
+    calls = alive.pop(node, ())
     left.extend((call.address, call.expert, call.call_id) for call in calls if call.is_kept)

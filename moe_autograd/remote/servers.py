@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError, UntrustedServerError
@@ -163,6 +164,12 @@ class Servers:
             elif all(address in errors for address in behind):
                 missing.append(errors[named[0]] if named else errors[given])
         return missing
+
+    def wait_until_told(self, timeout_s: float) -> None:
+        """Wait until what was told them has been answered, at most so long; never fails."""
+        until_s = time.monotonic() + timeout_s
+        for channel in self._channels.values():
+            channel.wait_until_told(until_s)
 
     def close(self) -> None:
         """Disconnect from all."""

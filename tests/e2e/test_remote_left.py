@@ -1,9 +1,10 @@
-"""Forwards whose graph is gone stay on no server: it hears of them with the client's next pass."""
+"""Forwards whose graph is gone stay on no server: it hears of them with the client's next pass, or as it closes."""
 
 from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -295,3 +296,38 @@ def test_what_can_have_no_backward_is_not_kept(
     with mode():
         expert(torch.ones(2, D))
     assert num_kept(server) <= num_before
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["graphs that are there", "graphs that have gone"])
+def test_a_connection_that_is_closed_leaves_nothing_on_its_servers(
+    server: ExpertsServer, is_there: bool
+) -> None:
+    """It would stay for minutes, though no backward could come."""
+    graphs = []
+    for _ in range(4):
+        with connect(server.address) as experts:
+            y = parallel_apply([experts["a"], experts["b"]], [(torch.ones(2, D),)] * 2)
+            assert num_kept(server) >= 2
+            if is_there:
+                graphs.append(y)
+            del y
+    wait_until(lambda: num_kept(server) == 0)
+    del graphs
+    gc.collect()
+    experts.close()  # once more, with what has gone since
+
+
+@pytest.mark.parametrize("end", ["gone", "black hole"])
+def test_a_connection_that_cannot_tell_its_server_so_is_closed_quickly_all_the_same(end: str) -> None:
+    with ExpertsServer({"a": nn.Linear(D, D)}) as server, Proxy(server.address) as proxy:
+        experts = connect(proxy.address)
+        y = experts["a"](torch.ones(2, D, requires_grad=True))
+        if end == "gone":
+            proxy.is_gone = True
+            proxy.cut()
+        else:
+            proxy.is_black_hole = True
+        began_s = time.monotonic()
+        experts.close()
+        assert time.monotonic() - began_s < 2.0
+        assert y.requires_grad
