@@ -156,6 +156,8 @@ class Delivery:
                     job.request.on_settled(False)
                 return
             lost = self._find_anew(rpc, jobs, operation)
+            if not any(self.finding.is_lost(job.address) for job in jobs):
+                attempts.note_there()
 
     def _to_repeat(
         self, jobs: Sequence[Job], attempts: Attempts, lost: Mapping[str, Exception], operation: Operation
@@ -284,6 +286,8 @@ class Delivery:
                     there = partial(self._until_done, errand)
                     ended = {new: attempt(there, new, part) for new, part in parts.items()}
                     return [result for part in values_or_raise(ended) for result in part]
+                if not self.finding.is_lost(address):
+                    attempts.note_there()
             try:
                 if address in lost:
                     place = f"server at {address}, {phase_of(errand.rpc)}, {operation.deadline}"

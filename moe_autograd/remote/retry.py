@@ -2,7 +2,9 @@
 
 1. A call is repeated only where that cannot change anything twice: a forward changes nothing, and a change
    carries a sequence number under which the server applies it once.
-2. A server that is gone is waited for by those who need it, at most `patience_s`: trying costs it nothing.
+2. A server that is gone is waited for by those who need it, at most `patience_s`: trying costs it nothing. Times count
+   in which it was gone, and not those between: one that answers when it is asked, and then breaks each attempt, is
+   left when these times come to `patience_s` together.
 3. A server that is busy, or an answer that arrived damaged, is tried again a few times, and all such retries of
    a connection share a budget: when many calls fail, retries don't multiply the load. An update that has had no
    answer yet waits in a queue, or is long: it is asked for again until the deadline.
@@ -43,7 +45,7 @@ class RetryPolicy:
     """How stubborn a client is; an operation's deadline ends all of it.
 
     Args:
-        patience_s: how long an operation waits for a server that is gone. 0 raises at once.
+        patience_s: how long an operation waits for a server while it is gone. 0 raises at once.
         max_retries: of a call to a server that is busy, or whose answer was damaged.
         update_attempt_s: how long one attempt of an update may take; it is short, so no answer means it is lost.
         initial_pause_s: before the first retry; doubles from one to the next.
@@ -116,7 +118,14 @@ class Attempts:
         self._budget = budget
         self._deadline = deadline
         self._num_others = 0
+        self._gone_s = 0.0  # in outages that are over, since it answered an attempt
         self._gone_since: float | None = None
+
+    def note_there(self) -> None:
+        """Let patience rest: the server answers when it is asked. The attempt may still fail."""
+        if self._gone_since is not None:
+            self._gone_s += time.monotonic() - self._gone_since
+            self._gone_since = None
 
     def pause_before_next(self, errors: Sequence[RemoteError]) -> float | None:
         """Return how long to wait before what failed is tried again, or None if it should not be.
@@ -139,11 +148,11 @@ class Attempts:
         if all(isinstance(error, ServerUnavailableError) for error in errors):
             now = time.monotonic()
             self._gone_since = self._gone_since or now
-            if now - self._gone_since >= patience_s:
+            if self._gone_s + now - self._gone_since >= patience_s:
                 longer = "connect(..., retry=RetryPolicy(patience_s=...)) waits longer"
                 return f"a server that is gone is waited for {patience_s:g} s; {longer}"
         else:
-            self._gone_since = None
+            self._gone_s, self._gone_since = 0.0, None
         if not all(isinstance(error, _NOT_COUNTED) for error in errors):
             self._num_others += 1
             if self._num_others > most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Literal
 
@@ -12,10 +13,11 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
-from moe_autograd.remote import RemoteOptimizer, connect
+from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
+from tests.support.gated import Waiting
 from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
-from tests.support.servers import START_S
+from tests.support.servers import START_S, wait_until
 
 KINDS = ("forward", "backward", "step", "zero_grad", "info", "state_dict", "load_state_dict")
 # Frames of a small call begin with headers of some 50 bytes; a pass of 16 rows has some 6,000 bytes.
@@ -63,3 +65,50 @@ def test_a_connection_that_is_cut_within_a_message_changes_no_number(
                     torch.testing.assert_close(state[f"{name}.{key}"], weight)
         assert {hosted.num_updates for hosted in experts.info().values()} == {len(PLACES)}
         assert proxy.num_cut >= len(PLACES) - 1  # the last answers are short
+
+
+class HeldUp(torch.optim.SGD):
+    """Waits in a forward or in a step, until it is let go."""
+
+    def __init__(self, what: str) -> None:
+        self.expert = nn.Linear(4, 4)
+        super().__init__(self.expert.parameters(), lr=0.1)
+        self.begun, self.gate = threading.Event(), threading.Event()
+        if what == "forward":
+            self.expert.register_forward_pre_hook(lambda *_: self._wait())
+        else:
+            self.register_step_pre_hook(lambda *_: self._wait())
+
+    def _wait(self) -> None:
+        self.begun.set()
+        assert self.gate.wait(START_S)
+
+
+@pytest.mark.parametrize("what", ["forward", "step"])
+def test_patience_is_for_a_server_while_it_is_gone_and_not_for_a_call(what: str) -> None:
+    """Two cuts of one call, further apart than `patience_s`: the server is there at once each time."""
+    held = HeldUp(what)
+    retry = RetryPolicy(patience_s=2.0, update_attempt_s=START_S)
+    with (
+        ExpertsServer({"e": held.expert}, optimizer=lambda _: held) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=START_S, retry=retry) as experts,
+    ):
+        if what == "step":
+            experts["e"](torch.ones(1, 4)).sum().backward()
+        remote = RemoteOptimizer(experts)
+        calls: dict[str, Callable[[], object]] = {
+            "forward": lambda: experts["e"](torch.ones(1, 4)).detach(),
+            "step": lambda: remote.step() or "stepped",
+        }
+        call = Waiting(calls[what])
+        try:
+            assert held.begun.wait(START_S)
+            for num_accepted in (2, 3):
+                proxy.cut()
+                wait_until(lambda n=num_accepted: proxy.num_accepted >= n, 20.0)
+                threading.Event().wait(1.25 * retry.patience_s)
+        finally:
+            held.gate.set()
+        assert call.result() is not None
+        assert server.num_updates["e"] == (what == "step")

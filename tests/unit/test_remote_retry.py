@@ -84,6 +84,18 @@ def test_patience_begins_anew_when_a_server_was_there_in_between(monkeypatch):
     assert trial.why_given_up.startswith("a server that is gone is waited for 10 s;")
 
 
+def test_patience_counts_while_a_server_is_gone_and_ends_where_it_breaks_each_attempt(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    trial = attempts(RetryPolicy(patience_s=10.0), timeout_s=1000.0)
+    for _ in range(10):
+        assert trial.pause_before_next([GONE]) is not None
+        now[0] += 1.0  # until it answers when it is asked
+        trial.note_there()
+        now[0] += 50.0  # until it breaks the next attempt
+    assert trial.pause_before_next([GONE]) is None
+
+
 def test_a_busy_server_is_tried_a_few_times():
     trial = attempts(RetryPolicy(max_retries=3))
     assert [trial.pause_before_next([BUSY]) is not None for _ in range(4)] == [True, True, True, False]
