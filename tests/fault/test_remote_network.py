@@ -85,6 +85,31 @@ def test_a_slow_link_is_not_taken_for_a_dead_one_for_long():
         assert torch.equal(experts["echo"](x), x)
 
 
+class _Wide(nn.Module):
+    """Answers a number with megabytes."""
+
+    def forward(self, x):
+        return x.expand(1024, 1024).clone()
+
+
+@pytest.mark.parametrize(("what", "num_connections"), [("upload", 3), ("download", 1)])
+def test_a_slow_link_carries_what_takes_longer_than_pings_are_waited_for(what, num_connections):
+    """4 MiB one way at 0.5 MB/s. grpc's own pings wait behind them, too, and those of the server had 3 s.
+
+    The client's limit grows with each connection that it breaks, twice; what comes in shows that its server is there.
+    """
+    x = torch.randn(1024, 1024) if what == "upload" else torch.ones(1, 1)
+    with (
+        ExpertsServer({"upload": nn.Linear(1024, 1), "download": _Wide()}) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address, timeout_s=90.0, retry=RetryPolicy(patience_s=100.0)) as experts,
+        torch.no_grad(),
+    ):
+        proxy.bytes_per_s = 5e5
+        experts[what](x)
+        assert proxy.num_accepted <= num_connections
+
+
 @pytest.mark.parametrize("what", ["forward", "backward", "state_dict", "load_state_dict"])
 def test_a_deadline_is_kept_in_the_middle_of_a_transfer(monkeypatch, what):
     """A message of 1 MiB is on its way for 10 s here; without pings, which would end the connection before that."""
