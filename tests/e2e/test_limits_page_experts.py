@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import re
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.autograd.offload import OffloadedExperts
-from moe_autograd.errors import InvalidCallError
+from moe_autograd.errors import InvalidCallError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 from tests.support.hosting import sgd
 from tests.support.limits_page import of
@@ -83,3 +85,14 @@ def test_offloaded_weights() -> None:
     with OffloadedExperts(modules, torch.optim.SGD, max_resident_bytes=1000) as experts:
         layer = MixtureOfExperts(TopKRouter(2, 2, top_k=1), list(experts))
         assert [name for name, _ in layer.named_parameters()] == list(layer.state_dict()) == ["router.weight"]
+
+
+@of("**A server that is further away than 0.8 s**, there and back: who is silent for 0.9 s counts as gone")
+def test_servers_that_are_far_away() -> None:
+    """The system says nothing to who connects where as many wait already as may."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as waiting:
+        waiting.connect(full.getsockname())
+        began_s = time.monotonic()
+        with pytest.raises(ServerUnavailableError, match="timed out"):
+            connect(f"127.0.0.1:{full.getsockname()[1]}", timeout_s=120.0)
+        assert time.monotonic() - began_s < 60.0
