@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import nn
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
-from moe_autograd.remote import RemoteOptimizer, RetryPolicy, connect
+from moe_autograd.remote import HedgePolicy, RemoteOptimizer, RetryPolicy, connect
 from tests.support.gated import Waiting
 from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
@@ -112,3 +113,32 @@ def test_patience_is_for_a_server_while_it_is_gone_and_not_for_a_call(what: str)
             held.gate.set()
         assert call.result() is not None
         assert server.num_updates["e"] == (what == "step")
+
+
+def test_hedged_replicas_count_each_update_once_whatever_is_cut() -> None:
+    """Each step has one backward, at the replica that answered first, and moves one weight by 1."""
+    num_steps = 60
+    experts = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for expert in experts:
+        nn.init.zeros_(expert.weight)
+    hedge = HedgePolicy(quantile=0.5, first_after_s=0.001)
+    retry = RetryPolicy(patience_s=START_S, update_attempt_s=2.0)
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(ExpertsServer({"e": expert}, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)))
+            for expert in experts
+        ]
+        proxies = [stack.enter_context(Proxy(server.address, seed)) for seed, server in enumerate(servers)]
+        addresses = [proxy.address for proxy in proxies]
+        remote = stack.enter_context(connect(addresses, timeout_s=START_S, retry=retry, hedge=hedge))
+        optimizer = RemoteOptimizer(remote)
+        for proxy in proxies:
+            proxy.cut_chance, proxy.delay_s = 0.02, 0.001
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            remote["e"](torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        assert sum(server.num_updates["e"] for server in servers) == num_steps
+        assert sum(-expert.weight.item() for expert in experts) == num_steps
+        assert all(server.num_updates["e"] for server in servers), "each has won at times"
+        assert sum(proxy.num_cut for proxy in proxies) > 5
