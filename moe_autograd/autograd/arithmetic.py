@@ -70,7 +70,7 @@ class Reading(NamedTuple):
 
     def is_true_of(self, kind: Any) -> bool:
         """Whether the class still has these methods, and nothing of its own under the other names."""
-        if not _is_called_as_usual(kind):
+        if not is_called_as_usual(kind):
             return False
         for place, reading in self.methods.items():
             method, is_method = _method_of(kind, place)
@@ -87,7 +87,7 @@ class Reading(NamedTuple):
             *self.numbers,
             *[part for part, _ in self.of_parts],
         )
-        return not any(hasattr(kind, name) for name in (*names, *(self.taken - self.of_class)))
+        return not any(is_of_class(kind, name) for name in (*names, *(self.taken - self.of_class)))
 
     def fits(self, module: Any) -> bool:
         """Whether an instance has what the forward takes of it. Written out: it is asked before each call."""
@@ -202,7 +202,7 @@ def _num_calls(
     others = [((0, name), len(times)) for name, times in reading.called.items()]
     others += [(other, len(reading.of_bases[other[1]])) for other in _of_bases(kind, method, reading)]
     for other, num_times in others:
-        each = _num_calls(kind, other, methods, known) if other[0] or hasattr(kind, other[1]) else 1
+        each = _num_calls(kind, other, methods, known) if other[0] or is_of_class(kind, other[1]) else 1
         num_calls += each * num_times
         if not each or num_calls > MOST_CALLS:
             return 0
@@ -232,7 +232,7 @@ def _used(methods: Mapping[str, FunctionReading], names: Collection[str]) -> fro
 
 def _method_of(kind: type[nn.Module], place: Place) -> tuple[types.FunctionType | None, bool]:
     """Return a method, and whether it takes `self`; `None` if it is something else, or torch's own."""
-    base, method = _in_class(kind, place)
+    base, method = in_class(kind, place)
     is_method = type(method) is not staticmethod
     if not is_method:
         method = method.__func__
@@ -243,16 +243,21 @@ def _method_of(kind: type[nn.Module], place: Place) -> tuple[types.FunctionType 
 
 def _plain_of(kind: type[nn.Module], names: Collection[str]) -> frozenset[str]:
     """Return the names under which the class has a number."""
-    return frozenset([name for name in names if type(_in_class(kind, (0, name))[1]) in PLAIN])
+    return frozenset([name for name in names if type(in_class(kind, (0, name))[1]) in PLAIN])
 
 
-def _in_class(kind: type, place: Place) -> tuple[type | None, Any]:
+def in_class(kind: type, place: Place) -> tuple[type | None, Any]:
     """Return what a class has there, and which of its bases; `NotImplemented` if there is nothing."""
     begin, name = place
     for base in kind.__mro__[begin:]:
         if name in base.__dict__:
             return base, base.__dict__[name]
     return None, NotImplemented
+
+
+def is_of_class(kind: type, name: str) -> bool:
+    """Whether a class has something under that name. It is not asked for it: a descriptor may do anything then."""
+    return in_class(kind, (0, name))[0] is not None
 
 
 def _computes(function: Any, num_arguments: float) -> bool:
@@ -269,13 +274,14 @@ def _computes(function: Any, num_arguments: float) -> bool:
 
 def _has_plain(part: nn.Module | None, name: str) -> bool:
     """Whether a part has a parameter or a number of its own under that name."""
-    if part is None or hasattr(type(part), name):
+    if part is None or is_of_class(type(part), name) or not is_called_as_usual(type(part)):
         return False
     own = part.__dict__
     return type(own[name]) in PLAIN if name in own else name in own.get("_parameters", ())
 
 
-def _is_called_as_usual(kind: type[nn.Module]) -> bool:
+def is_called_as_usual(kind: type) -> bool:
+    """Whether modules of a class are called, and asked for what they have, as torch has them."""
     names = (
         "__call__",
         "_call_impl",

@@ -17,12 +17,19 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from moe_autograd.autograd.arithmetic import Reading, reading_of, summed
+from moe_autograd.autograd.arithmetic import (
+    Reading,
+    in_class,
+    is_called_as_usual,
+    is_of_class,
+    reading_of,
+    summed,
+)
 from moe_autograd.autograd.function_reading import is_function, read_callee
 from moe_autograd.autograd.known_arithmetic import IN_PLACE, RESHAPING
 from moe_autograd.autograd.readings import around_of, defaults_of
@@ -50,6 +57,8 @@ class Callee(NamedTuple):
     defaults: frozenset[str] = frozenset()
 
 
+_FUNCTION = 0, "()"  # the place of one that is no method, under a name that nothing it names has
+
 _readings: WeakKeyDictionary[types.CodeType, dict[frozenset[str], Reading | None]] = WeakKeyDictionary()
 
 
@@ -68,10 +77,10 @@ class Callees:
             given += (*call.args, *call.keywords.values())
             call = call.func
         callee = None
-        if isinstance(call, nn.Module):
+        if issubclass(type(call), nn.Module):
             callee = _called(call)
         elif type(call) is types.MethodType:
-            callee = _of_method(call.__self__, call.__func__)
+            callee = _of_method(call.__self__, call.__name__, call.__func__)
         elif type(call) is types.FunctionType:
             callee = self._of_function(call, args, kwargs)
         if callee is None and is_function(call, len(args) + len(kwargs)) and IN_PLACE.isdisjoint(kwargs):
@@ -124,34 +133,41 @@ def _called(module: nn.Module) -> Callee:
     return _COMPUTES._replace(parts=[module], num_read=0)
 
 
-def _of_part_or_method(module: nn.Module | None, name: str) -> Callee | None:
-    part = None if module is None or hasattr(type(module), name) else module._modules.get(name)
-    return _of_method(module, getattr(type(module), name, None)) if part is None else _called(part)
-
-
-def _of_method(module: object, function: Any) -> Callee | None:
-    """Return what a method does; `None` too where it is not what the module's class has under that name."""
-    name = getattr(function, "__name__", "")
-    is_own = isinstance(module, nn.Module) and name not in module.__dict__
-    if not is_own or getattr(type(module), name, None) is not function:
+def _of_part_or_method(module: object, name: str) -> Callee | None:
+    """Return what is done by what a module has under a name."""
+    if not _is_usual(module) or name in module.__dict__:
         return None
-    assert isinstance(module, nn.Module)
+    if not is_of_class(type(module), name):
+        part = module._modules.get(name)
+        return None if part is None else _called(part)
+    return _of_method(module, name, in_class(type(module), (0, name))[1])
+
+
+def _of_method(module: object, name: str, function: object) -> Callee | None:
+    """Return what a method does; `None` too where it is not what the module's class has under that name."""
+    if not _is_usual(module) or type(function) is not types.FunctionType:
+        return None
+    if in_class(type(module), (0, name))[1] is not function:
+        return None
     if name == "forward":
         return _called(module)
     reading = reading_of(type(module), name)
     return _callee(reading, module) if reading is not None and reading.fits(module) else None
 
 
+def _is_usual(module: object) -> TypeGuard[nn.Module]:
+    return issubclass(type(module), nn.Module) and is_called_as_usual(type(module))
+
+
 def _reading_of(function: types.FunctionType, names: frozenset[str]) -> Reading | None:
     """Return what was read of a function's code, as long as all that it names is still so."""
-    code = function.__code__
-    place = 0, code.co_name
-    known = _readings.setdefault(code, {})
+    known = _readings.setdefault(function.__code__, {})
     if names not in known or (
-        (own := known[names]) is not None and not own.methods[place].is_true_of(function)
+        (own := known[names]) is not None and not own.methods[_FUNCTION].is_true_of(function)
     ):
         read = read_callee(function)
-        known[names] = None if read is None else summed({place: read}, object)
+        is_whole = read is not None and read.is_true_of(function)
+        known[names] = summed({_FUNCTION: read}, object) if read is not None and is_whole else None
     return known[names]
 
 
@@ -167,8 +183,8 @@ def _what_is_around(function: types.FunctionType, names: frozenset[str]) -> Any:
             values[name] = cell.cell_contents
         except ValueError:
             return None
-    parts = {name: value for name, value in values.items() if isinstance(value, nn.Module)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    parts = {name: value for name, value in values.items() if issubclass(type(value), nn.Module)}
+    tensors = {name: value for name, value in values.items() if issubclass(type(value), Tensor)}
     others = {name: values[name] for name in values.keys() - parts.keys() - tensors.keys()}
     around = types.SimpleNamespace(**others)
     around._modules, around._parameters, around._buffers = parts, tensors, {}

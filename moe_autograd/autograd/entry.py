@@ -214,9 +214,14 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
 
     def tensor(self) -> Tensor:
         """Return the caller's tensor; a call that takes it, and so holds it, is under way."""
-        tensor = self._tensor()
-        assert tensor is not None
+        tensor = self.tensor_if_alive()
+        if tensor is None:  # the call is made again, and what it takes has escaped a map that was
+            raise RuntimeError(ESCAPED)
         return tensor
+
+    def tensor_if_alive(self) -> Tensor | None:
+        """Return the caller's tensor; `None` if nobody has it any more."""
+        return self._tensor()
 
     def again(self) -> _AliasHooks:
         """Return the hooks of another alias of the same tensor."""

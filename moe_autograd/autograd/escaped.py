@@ -5,30 +5,67 @@ that goes there says so, as an entry has no backward. But one that is asked for 
 an entry, which leads to none of them: without a look, what flows there would be missing in a sum. And where a call's
 backward has freed the graph already, it is this that PyTorch complains of.
 
-So the look is from where the backward begins, once for all maps: at each that is asked by name; else only where an
-entry is still there, though the calls that it leads to are done and nobody keeps their graphs.
+Rule 1. A backward that is asked for tensors by name looks, once, which entries it leads to from where it begins, other
+        than those that it is asked for: those of callers' tensors that lead to what it is asked for are a fault.
+Rule 2. Where it leads to some entry, and is asked for a tensor within a call that it comes to, that is one as well:
+        what comes to that tensor by way of the results would be missing.
+Rule 3. A backward that is not asked for any looks where an entry is still there, though the calls that it leads to are
+        done and nobody keeps their graphs.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
+from typing import Any
 
-from torch.autograd.graph import Node
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from moe_autograd.autograd.entry import ESCAPED, is_entry
-from moe_autograd.autograd.this_backward import asked_for_by_name, begins_and_ends, kept_by_this_backward
-from moe_autograd.autograd.walks import walk
+from moe_autograd.autograd.this_backward import (
+    asked_for_by_name,
+    extents_of_this_backward,
+    kept_by_this_backward,
+)
+from moe_autograd.autograd.walks import Edge, leads, plain, walk
 
 
-def refuse_escaped(entries: Sequence[Node]) -> None:
-    """Raise if a backward that is asked for tensors by name comes to one of these entries, but by way of results.
+def asked_within_calls() -> Collection[Node]:
+    """Return the nodes within calls that this backward is asked for by name; only for a node that the engine runs.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: what has escaped would be missing (Rule 1).
     """
-    if entries and asked_for_by_name():
-        _refuse(entries)
+    if not asked_for_by_name():
+        return ()
+    return kept_by_this_backward(asked_within_calls, _asked_within_calls)
+
+
+def _asked_within_calls() -> Collection[Node]:
+    asked = {edge for extent in extents_of_this_backward() for edge in _edges(extent.ends)}
+    met = _entries_met() - {node for node, _ in asked}
+    if not met:
+        return ()
+    hooks: list[Any] = [entry.hooks for entry in met]  # type: ignore[attr-defined]
+    tensors = [tensor for own in hooks if (tensor := own.tensor_if_alive()) is not None]
+    if leads(_edges(tensors), asked):
+        raise RuntimeError(ESCAPED)
+    return {edge[0] for edge in asked if edge[0] is not None and _is_within(edge)}
+
+
+def _is_within(edge: Edge) -> bool:
+    """Whether it leads to an entry, and is none."""
+    return not is_entry(edge[0]) and any(is_entry(node) for node, _ in walk([edge]))
+
+
+def _edges(tensors: Iterable[Tensor | GradientEdge]) -> list[Edge]:
+    edges = [get_gradient_edge(one) if isinstance(one, Tensor) else one for one in tensors if _has_edge(one)]
+    return plain(edges)
+
+
+def _has_edge(one: Tensor | GradientEdge) -> bool:
+    return not isinstance(one, Tensor) or one.requires_grad
 
 
 class Escaping:
@@ -38,22 +75,21 @@ class Escaping:
         self._entries = [weakref.ref(entry) for entry in {*entries}]
 
     def refuse(self) -> None:
-        """Raise if this backward, which is not asked for tensors by name, comes to one of them.
+        """Raise if this backward comes to one of them (Rule 3).
 
         Raises:
             RuntimeError: it does.
         """
         left = [entry for reference in self._entries if (entry := reference()) is not None]
         if left and not asked_for_by_name():
-            _refuse(left)
+            met = kept_by_this_backward(Escaping, _entries_met)
+            if any(entry in met for entry in left):
+                raise RuntimeError(ESCAPED)
 
 
-def _refuse(entries: Sequence[Node]) -> None:
-    met = kept_by_this_backward(_refuse, _entries_met)
-    if any(entry in met for entry in entries):
-        raise RuntimeError(ESCAPED)
-
-
-def _entries_met() -> Collection[Node]:
-    begins, ends = begins_and_ends()
-    return {node for node, _ in walk(begins, ends) if node is not None and is_entry(node)}
+def _entries_met() -> set[Node]:
+    met = set[Node]()
+    for extent in extents_of_this_backward():
+        nodes = walk(_edges(extent.begins), _edges(extent.ends) if extent.is_of_call else ())
+        met.update(node for node, _ in nodes if node is not None and is_entry(node))
+    return met

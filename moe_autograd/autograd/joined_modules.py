@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ from moe_autograd.autograd.changes import (
 )
 from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import meet
-from moe_autograd.autograd.entry import Entrance, flatten, is_entry
-from moe_autograd.autograd.escaped import Escaping, refuse_escaped
+from moe_autograd.autograd.entry import ESCAPED, Entrance, flatten, is_entry
+from moe_autograd.autograd.escaped import Escaping, asked_within_calls
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
@@ -86,13 +87,12 @@ class JoinedModules(Joined):
 
     def refuse_escaped(self, wanted: Sequence[Wanted]) -> None:
         """See `Joined`."""
-        entries = [
-            edge.node
-            for call, own in zip(self.calls, split(wanted, self.num_inputs), strict=True)
-            for (edge, _), is_wanted in zip(call.cuts, own, strict=False)
-            if is_wanted and is_entry(edge.node)
-        ]
-        refuse_escaped(entries)
+        within = asked_within_calls()
+        if within:
+            reached = [any(own) for own in split(wanted, self.num_inputs)]
+            calls = itertools.compress(self.calls, reached)
+            if not all(call.nodes().isdisjoint(within) for call in calls):
+                raise RuntimeError(ESCAPED)
 
     def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""

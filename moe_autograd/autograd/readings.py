@@ -68,7 +68,7 @@ class FunctionReading(NamedTuple):
 
     def is_true_of(self, function: types.FunctionType) -> bool:
         """Whether it still has that code, and its file, torch and Python what it names."""
-        if function.__code__ is not self.code() or getattr(function, _BUILTINS) is not vars(builtins):
+        if function.__code__ != self.code() or getattr(function, _BUILTINS) is not vars(builtins):
             return False
         namespace = function.__globals__
         has_same = takes_no_functions(function) if self.around is None else self.around == around_of(function)
@@ -93,7 +93,8 @@ def around_of(function: types.FunctionType) -> frozenset[str]:
     """Return which arguments that need not be given, and which globals, are to be looked at as attributes."""
     code, namespace = function.__code__, function.__globals__
     names = [name for name in code.co_names if name not in code.co_varnames]  # of attributes, too
-    found = [name for name in names if isinstance(namespace.get(name), nn.Module | Tensor)]
+    # By its class: `isinstance` asks a value, which may be a proxy that is not to be resolved.
+    found = [name for name in names if issubclass(type(namespace.get(name)), nn.Module | Tensor)]
     return frozenset([*found, *(name for name, value in defaults_of(function) if type(value) not in PLAIN)])
 
 

@@ -13,9 +13,9 @@ import contextlib
 import contextvars
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from moe_autograd._frames import on_each_thread
-from moe_autograd.autograd.walks import Edge
 
 T = TypeVar("T")
+_ROOM = __name__.rpartition(".")[0] + "."
 _ANY_THREAD = contextlib.nullcontext()
 
 
@@ -83,15 +83,24 @@ def _asked_for_by_name() -> Collection[tuple[int, int]]:
     return frozenset().union(*[asked or () for asked in _seen_by_devices(_asked_in)])
 
 
-def begins_and_ends() -> tuple[list[Edge], set[Edge]]:
-    """Return where this backward begins, and what it is asked for by name; of several that devices run, all of it."""
-    here = _begins_and_ends_in(sys._getframe())
-    found = (
-        [here]
-        if here is not None
-        else [one for one in _seen_by_devices(_begins_and_ends_in) if one is not None]
-    )
-    return [edge for begins, _ in found for edge in begins], {edge for _, ends in found for edge in ends}
+class Extent(NamedTuple):
+    """From where to where a backward goes.
+
+    Args:
+        begins: where it begins.
+        ends: what it is asked for by name.
+        is_of_call: whether it is a call's own, which is over at its ends; another one may go on to what is behind.
+    """
+
+    begins: Sequence[Tensor | GradientEdge]
+    ends: Sequence[Tensor | GradientEdge]
+    is_of_call: bool
+
+
+def extents_of_this_backward() -> Collection[Extent]:
+    """Return that of this backward; where a device's thread asks, which may run several, of all."""
+    here = _extent_in(sys._getframe())
+    return [here] if here is not None else [one for one in _seen_by_devices(_extent_in) if one is not None]
 
 
 def is_first_part_of_a_schedule() -> bool:
@@ -152,25 +161,27 @@ def _has(frame: FrameType | None, code: CodeType) -> bool:
 
 def _asked_in(frame: FrameType | None) -> Collection[tuple[int, int]] | None:
     """Return what the innermost backward that begins in these frames is asked for; `None` if none does."""
-    found = _begins_and_ends_in(frame)
-    return None if found is None else frozenset([(id(node), number) for node, number in found[1]])
+    found = _extent_in(frame)
+    return None if found is None else frozenset(map(_edge_of, found.ends))
 
 
-def _begins_and_ends_in(frame: FrameType | None) -> tuple[list[Edge], list[Edge]] | None:
-    """Return where the innermost backward in these frames begins, and what it is asked for; `None` if there is none."""
+def _extent_in(frame: FrameType | None) -> Extent | None:
+    """Return that of the innermost backward in these frames; `None` if there is none."""
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
         frame = frame.f_back
     if frame is None:
         return None
     args: tuple[Any, ...] = frame.f_locals["args"]
     inputs = args[3] if len(args) > 3 else frame.f_locals["kwargs"].get("inputs", ())
-    return [*map(_edge_of, frame.f_locals["t_outputs"])], [*map(_edge_of, inputs)]
+    began = frame.f_back
+    is_of_call = began is not None and str(began.f_globals.get("__name__")).startswith(_ROOM)
+    return Extent(frame.f_locals["t_outputs"], inputs, is_of_call)
 
 
-def _edge_of(given: Tensor | GradientEdge) -> Edge:
-    if isinstance(given, Tensor):
-        return given.grad_fn, given.output_nr
-    return given.node, given.output_nr
+def _edge_of(asked: Tensor | GradientEdge) -> tuple[int, int]:
+    if isinstance(asked, Tensor):
+        return id(asked.grad_fn), asked.output_nr
+    return id(asked.node), asked.output_nr
 
 
 def on_this_thread() -> contextlib.AbstractContextManager[object]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_autograd.autograd.arithmetic import Reading, reading_of
 from moe_autograd.autograd.callees import Callee
+from moe_autograd.autograd.known_arithmetic import METHODS
 from moe_autograd.autograd.readings import PLAIN
 from moe_autograd.autograd.spatial import SPATIAL, makes_no_more_positions, work_among
 
@@ -77,7 +78,7 @@ def size_of(taken: Sequence[Any]) -> Size | None:
             elif kind not in PLAIN:
                 return None
             continue
-        if value.is_nested:
+        if value.is_nested or ((own := value.__dict__) and not METHODS.isdisjoint(own)):
             return None
         shape = value.shape
         width = shape[-1] if shape else 1

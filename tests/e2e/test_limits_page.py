@@ -178,6 +178,12 @@ def test_tensors_that_leave() -> None:
     for tensor in (*kept, in_set, function()):
         with pytest.raises(RuntimeError, match="to leave a call as its result"):
             tensor.sum().backward()
+    del kept[:]
+    (y,) = parallel_apply([lambda x: (kept.append(x * 2), kept[0].exp())[1]], [(x,)])
+    assert torch.equal(torch.autograd.grad(kept[0].sum() + x.sum(), x)[0], torch.ones(2))  # a loop has 3
+    assert torch.equal(torch.autograd.grad(y.sum() + kept[0].sum(), kept)[0], torch.ones(2))
+    with pytest.raises(RuntimeError, match="to leave a call as its result"):
+        torch.autograd.grad(y.sum() + 0 * kept[0].sum(), x)
     in_object = in_call(lambda x: types.SimpleNamespace(y=[(x * 2, {"z": deque([x.exp()])})]), x)
     found, (deeper,) = in_object.y[0][0], in_object.y[0][1]["z"]
     assert all(torch.autograd.grad(result.sum(), x)[0] is not None for result in (found, deeper))

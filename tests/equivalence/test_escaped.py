@@ -108,3 +108,88 @@ def test_a_routing_that_a_hook_keeps_within_an_expert_is_not_left_out() -> None:
     torch.autograd.grad(y.sum() + outer.z_loss, x, retain_graph=True)
     with pytest.raises(RuntimeError, match=ESCAPED):
         torch.autograd.grad(y.sum() + sum(one.z_loss for one in routings), x)
+
+
+def test_what_is_asked_for_may_lie_on_the_way_to_what_is_asked_for_as_well() -> None:
+    for make in (
+        lambda y, k, x: torch.autograd.grad((z := y + k).pow(2).sum(), [z, x]),
+        lambda y, k, x: (z := y + k).pow(2).sum().backward(inputs=[z, x]),
+        lambda y, k, x: torch.autograd.grad(y.pow(2).sum() + k.sum(), [k, x]),
+    ):
+        expert = KeepsFeatures()
+        x = torch.randn(5, 4, requires_grad=True)
+        y = torch.stack(parallel_apply([expert, KeepsFeatures()], [(x,), (x,)])).sum(0)
+        with pytest.raises(RuntimeError, match=ESCAPED):
+            make(y, expert.kept, x)
+
+
+class KeepsFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.kept = nn.Linear(4, 4), nn.Linear(4, 4), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept = self.trunk(x).tanh()
+        return self.head(self.kept)
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class DoublesToo(Doubles):
+    pass
+
+
+def test_what_escaped_is_seen_by_the_calls_that_a_backward_does_come_to() -> None:
+    x, z = (torch.randn(5, 4, requires_grad=True) for _ in range(2))
+    first, second = KeepsFeatures(), KeepsFeatures()
+    parallel_apply([first, KeepsFeatures()], [(x,), (x,)])
+    of_another_map = parallel_apply([KeepsFeatures()] * 2, [(x,), (x,)])[0]
+    with pytest.raises(RuntimeError, match=ESCAPED):
+        torch.autograd.grad(of_another_map.sum() + first.kept.pow(2).sum(), x)
+    # calls whose inputs have different histories are nodes of their own
+    of_first, _ = parallel_apply([first, second], [(Doubles.apply(x),), (inputs := DoublesToo.apply(z),)])
+    with pytest.raises(RuntimeError, match=ESCAPED):
+        torch.autograd.grad(of_first.sum() + second.kept.pow(2).sum() + z.sum(), [x, z])
+    del inputs
+
+
+def test_a_weight_that_calls_take_and_reach_besides_is_no_fault() -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def inner(x: Tensor, own: Tensor) -> Any:
+        def call(y: Tensor) -> Any:
+            return torch.tanh(y @ own @ weight @ h)
+
+        h = own * 2
+        return torch.stack(parallel_apply([call] * 2, [(x,), (x * own.sum(),)])).sum(0)
+
+    args: list[Any] = [(torch.randn(3, 4), weight), (torch.randn(3, 4), weight)]
+    sums = [
+        torch.stack(apply([inner] * 2, args)).pow(2).sum() for apply in (parallel_apply, one_after_another)
+    ]
+    both = [torch.autograd.grad(one, weight) for one in sums]
+    torch.testing.assert_close(*both)
+
+
+def test_what_escaped_a_map_within_a_call_that_is_made_again_is_named() -> None:
+    class Loses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([KeepsFeatures(), KeepsFeatures()])
+
+        def forward(self, x: Tensor) -> Any:
+            parallel_apply(self.experts, [(x * 2,)] * 2, recompute=True)
+            return self.experts[0].kept + x
+
+    x = torch.randn(3, 4, requires_grad=True)
+    outputs = parallel_apply([Loses(), Loses()], [(x,)] * 2, recompute=True)
+    with pytest.raises(RuntimeError, match=ESCAPED):
+        torch.stack(outputs).sum().backward()

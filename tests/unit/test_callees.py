@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_autograd import parallel_apply
-from moe_autograd.autograd import in_turn
+from moe_autograd.autograd import callees, in_turn
+from moe_autograd.autograd.function_reading import read_callee
 from tests.support.comparison import one_after_another
 from tests.support.readable import wait
 
@@ -232,6 +233,89 @@ def generates(x: Tensor) -> Any:
     yield x
 
 
+def calls_what_has_its_own_name(block: Block) -> Any:
+    def call(x: Tensor, call: Any = Waits()) -> Any:  # noqa: B008
+        return call(x)
+
+    return call
+
+
+class Waits(Block):
+    def forward(self, x: Tensor) -> Any:
+        return wait(x)
+
+
+class Locked:
+    """Gives something else for an instance than for the class, as descriptors may."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __get__(self, block: Any, kind: Any = None) -> Any:
+        return self.method if block is None else lambda x: wait(self.method(block, x))
+
+
+class PerInstance:
+    """Works for instances alone."""
+
+    def __get__(self, block: Any, kind: Any = None) -> Any:
+        return wait(block.weight)
+
+    def __set__(self, block: Any, value: Any) -> None:
+        pass
+
+
+class WithDescriptors(Block):
+    mlp = Locked(Block.mlp)
+    alias = Block.mlp
+    gain = PerInstance()
+
+
+class Lazy(Block):
+    def __getattr__(self, name: str) -> Any:
+        return wait(super().__getattr__(name))
+
+
+class LazyNumbers(Block):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name) if name != "scale" else wait(super().__getattribute__(name))
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = Lazy()
+
+    def mlp(self, x: Tensor) -> Any:
+        return x @ self.lazy.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mlp(x)
+
+
+def has_an_alias_of_its_own(block: Block) -> Any:
+    other = WithDescriptors()
+    other.alias = wait  # type: ignore[assignment]
+    return lambda x: other.alias(x)
+
+
+def has_something_before_a_part(block: Block) -> Any:
+    vars(block)["inner"] = wait
+    return lambda x: block.inner(x)
+
+
+def has_other_builtins(block: Block) -> Any:
+    namespace: dict[str, Any] = {"__builtins__": {"abs": wait}}
+    exec("def call(x): return abs(x)", namespace)
+    return namespace["call"]
+
+
+def takes_a_tensor_with_a_method_of_its_own(block: Block) -> Any:
+    y = torch.ones(4)
+    y.sin = lambda: wait(y)  # type: ignore[method-assign]
+    return lambda x: y.sin() + x
+
+
 class Called:
     def __call__(self, x: Tensor) -> Tensor:
         return wait(x)
@@ -240,6 +324,14 @@ class Called:
 UNKNOWN: list[Callable[[Block], Any]] = [
     *(counts, is_not_there_yet, has_functions_of_its_own, calls_what_it_closes_over, takes_from_a_list),
     *(loops_over_a_list, changes_a_module, changes_in_place, has_a_hook, has_another_method, calls_super),
+    *(calls_what_has_its_own_name, has_an_alias_of_its_own, has_something_before_a_part, has_other_builtins),
+    takes_a_tensor_with_a_method_of_its_own,
+    lambda block: lambda x, other=WithDescriptors(): other.mlp(x),  # noqa: B008
+    lambda block: lambda x, other=WithDescriptors(): x * other.gain,  # noqa: B008
+    lambda block: lambda x, lazy=Lazy(): x @ lazy.weight,  # noqa: B008
+    lambda block: lambda x, lazy=Lazy(): lazy.inner(x),  # noqa: B008
+    lambda block: lambda x, lazy=LazyNumbers(): x * lazy.scale,  # noqa: B008
+    lambda block: Holds().mlp,
     lambda block: wait,
     lambda block: block.wait,
     lambda block: Other().mlp,
@@ -288,6 +380,48 @@ def test_what_is_around_is_looked_at_anew_for_each_map(monkeypatch: pytest.Monke
     assert is_made_in_turn(names_globals)
     monkeypatch.setattr(names_globals, "__code__", wait.__code__)
     assert not is_made_in_turn(names_globals)
+
+
+def test_code_that_many_namespaces_have_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for _ in range(NUM_CALLS):
+        namespace: dict[str, Any] = {"F": F}
+        exec("def call(x): return F.silu(x)", namespace)
+        calls.append(namespace["call"])
+    read = list[Any]()
+    monkeypatch.setattr(
+        callees, "read_callee", lambda function: read.append(function) or read_callee(function)
+    )
+    for _ in range(2):
+        assert in_turn.call_in_turn(calls, [(torch.ones(3),)] * NUM_CALLS, [{}] * NUM_CALLS) is not None
+    assert len(read) == 1
+
+
+class Unresolved:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("not configured")
+
+
+weight = Unresolved()
+
+
+def test_a_global_that_a_function_does_not_name_is_not_asked_for_anything() -> None:
+    assert is_made_in_turn(lambda x: x @ EXPERT.weight)
+
+
+def test_a_module_under_the_functions_own_name_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dropout(x: Tensor, dropout: Any = nn.Dropout(0.5)) -> Any:  # noqa: B008
+        return dropout(x)
+
+    def draw() -> list[Tensor]:
+        torch.manual_seed(1)
+        return parallel_apply([dropout] * NUM_CALLS, [(torch.ones(8, 8),)] * NUM_CALLS)
+
+    assert is_made_in_turn(dropout)
+    without_threads = draw()
+    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
+    assert all(map(torch.equal, without_threads, draw()))
 
 
 def test_functions_draw_what_they_draw_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
