@@ -16,19 +16,20 @@ Rule 3. A backward that is not asked for any looks where an entry is still there
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from moe_autograd.autograd.entry import ESCAPED, is_entry
+from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.this_backward import (
     asked_for_by_name,
     extents_of_this_backward,
     kept_by_this_backward,
 )
-from moe_autograd.autograd.walks import Edge, leads, plain, walk
+from moe_autograd.autograd.walks import Edge, walk
 
 
 def asked_within_calls() -> Collection[Node]:
@@ -43,29 +44,46 @@ def asked_within_calls() -> Collection[Node]:
 
 
 def _asked_within_calls() -> Collection[Node]:
-    asked = {edge for extent in extents_of_this_backward() for edge in _edges(extent.ends)}
-    met = _entries_met() - {node for node, _ in asked}
+    asked = _Asked([one for extent in extents_of_this_backward() for one in extent.ends])
+    met = _entries_met() - asked.nodes
     if not met:
         return ()
     hooks: list[Any] = [entry.hooks for entry in met]  # type: ignore[attr-defined]
-    tensors = [tensor for own in hooks if (tensor := own.tensor_if_alive()) is not None]
-    if leads(_edges(tensors), asked):
+    if any(asked.comes_after(tensor) for own in hooks if (tensor := own.tensor_if_alive()) is not None):
         raise RuntimeError(ESCAPED)
-    return {edge[0] for edge in asked if edge[0] is not None and _is_within(edge)}
+    return {node for node in asked.nodes if _is_within(node)}
 
 
-def _is_within(edge: Edge) -> bool:
+class _Asked:
+    """What a backward is asked for by name. Of a leaf no node is looked up, as torch does that by a view of it."""
+
+    def __init__(self, ends: Sequence[Tensor | GradientEdge]) -> None:
+        self._edges = {*_edges(ends)}
+        self._leaves = {id(one) for one in ends if isinstance(one, Tensor)}
+        self._leaves.update(id(_leaf_at(node)) for node, _ in self._edges if _leaf_at(node) is not None)
+        self.nodes = {node for node, _ in self._edges if node is not None}
+
+    def comes_after(self, tensor: Tensor) -> bool:
+        """Whether a tensor leads to one of these, or is one."""
+        behind = walk(_edges([tensor]))
+        return id(tensor) in self._leaves or any(
+            edge in self._edges or id(_leaf_at(edge[0])) in self._leaves for edge in behind
+        )
+
+
+def _leaf_at(node: Node | None) -> Tensor | None:
+    return node.variable if type(node) is ACCUMULATE_GRAD else None  # type: ignore[attr-defined]
+
+
+def _is_within(node: Node) -> bool:
     """Whether it leads to an entry, and is none."""
-    return not is_entry(edge[0]) and any(is_entry(node) for node, _ in walk([edge]))
+    return not is_entry(node) and any(is_entry(one) for one, _ in walk([(node, 0)]))
 
 
-def _edges(tensors: Iterable[Tensor | GradientEdge]) -> list[Edge]:
-    edges = [get_gradient_edge(one) if isinstance(one, Tensor) else one for one in tensors if _has_edge(one)]
-    return plain(edges)
-
-
-def _has_edge(one: Tensor | GradientEdge) -> bool:
-    return not isinstance(one, Tensor) or one.requires_grad
+def _edges(ends: Iterable[Tensor | GradientEdge]) -> list[Edge]:
+    """Return the edges of tensors, but for leaves."""
+    edges = [(one.grad_fn, one.output_nr) if isinstance(one, Tensor) else one[:2] for one in ends]
+    return [edge for edge in edges if edge[0] is not None]
 
 
 class Escaping:

@@ -16,7 +16,7 @@ results come up again::
     modules and optimizers  experts, expert, optimizer, state, turns, updates
     the graph               nodes, parts, inputs, expecting, leaving
     what connect is given   checking, config
-    one connection          connection, operations, cancelling, deadline, numbering, awaiting, abandoned
+    one connection          connection, operations, cancelling, deadline, numbering, awaiting, closing
     which server            finding, placement, servers, addresses
     getting there           delivery, requests, jobs, fanout, pool, retry, hedging
     one server              calls, asking, streaming, ends, channel, link, compression, security, forking, interrupts

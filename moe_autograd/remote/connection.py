@@ -23,9 +23,9 @@ from moe_autograd._interrupts import unwinding
 from moe_autograd._random import seeds_elsewhere
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import CorruptDataError, RemoteError
-from moe_autograd.remote.abandoned import close_apart
 from moe_autograd.remote.calls import Outcome
 from moe_autograd.remote.channel import Channel
+from moe_autograd.remote.closing import close, close_apart
 from moe_autograd.remote.compression import Compression
 from moe_autograd.remote.delivery import Delivery, Settings
 from moe_autograd.remote.expecting import Expectations
@@ -52,8 +52,6 @@ from moe_autograd.remote.state import State, as_hosted, fetch_states, send_state
 from moe_autograd.remote.updates import Updates, check_updates
 from moe_autograd.wire import experts_pb2 as pb
 
-_LAST_WORD_S = 0.25  # that closing a connection may take longer
-
 
 class Connection:
     """The channels to some servers, and the experts found there.
@@ -74,7 +72,7 @@ class Connection:
         self.left_forwards = LeftForwards(partial(self._delivery.forget, self.numbering.client_id))
         self._updates = Updates(self._delivery, self.numbering)
         # Where nobody holds it any more, nobody can close it. At exit grpc ends by itself.
-        self._closing = weakref.finalize(self, close_apart, self._delivery)
+        self._closing = weakref.finalize(self, close_apart, self._delivery, self.left_forwards)
         self._closing.atexit = False
 
     @property
@@ -129,16 +127,12 @@ class Connection:
     def close(self) -> None:
         """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do.
 
-        Servers are told that they need to keep no forward any longer; for `_LAST_WORD_S` at most.
+        Returns at once. Where servers are to be told of forwards that have no backward any more, it disconnects a
+        moment later (`closing`).
         """
         with interrupts_held_back():
-            self._delivery.close(self._tell_last)
-            self._closing.detach()
-
-    def _tell_last(self) -> None:
-        self.left_forwards.note_all()
-        self.left_forwards.tell()
-        self._finding.servers.wait_until_told(_LAST_WORD_S)
+            if self._closing.detach() is not None:
+                close(self._delivery, self.left_forwards)
 
     def __repr__(self) -> str:
         return f"Connection({len(self.hosted)} experts at {', '.join(self.addresses)})"

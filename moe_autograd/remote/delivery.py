@@ -313,17 +313,12 @@ class Delivery:
             return True
         return self._is_worth_retrying(error, address, operation, was_answered=False)
 
-    def close(self, tell_last: Callable[[], object] = lambda: None) -> None:
-        """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do.
-
-        Args:
-            tell_last: called when nothing is under way any more, and servers can still be told something.
-        """
+    def close(self) -> None:
+        """Cancel what is under way and disconnect from all servers. In a forked child: nothing to do."""
         if not self.operations.is_here:
             return
         with interrupts_held_back():  # or some would stay open
             self.operations.close()
-            tell_last()
             self.finding.servers.close()
             self._fanout.close()
             self.finding.close()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError, UntrustedServerError
@@ -165,9 +164,8 @@ class Servers:
                 missing.append(errors[named[0]] if named else errors[given])
         return missing
 
-    def wait_until_told(self, timeout_s: float) -> None:
-        """Wait until what was told them has been answered, at most so long; never fails."""
-        until_s = time.monotonic() + timeout_s
+    def wait_until_told(self, until_s: float) -> None:
+        """Wait until what was told them has been answered, or until this time (`time.monotonic`); never fails."""
         for channel in self._channels.values():
             channel.wait_until_told(until_s)
 
