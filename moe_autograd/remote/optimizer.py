@@ -70,9 +70,11 @@ class RemoteOptimizer:
                     "itself (a list of it has its names), or a list of some of its experts."
                 )
             if not isinstance(module, RemoteExpert):
+                advice = "Give local parameters to an optimizer of torch.optim."
+                if isinstance(module, Mapping):
+                    advice = "Of several connections pass the experts: [*a.values(), *b.values()]."
                 raise TypeError(
-                    f"RemoteOptimizer: expected remote experts, got {type(module).__name__}. "
-                    "Give local parameters to an optimizer of torch.optim."
+                    f"RemoteOptimizer: expected remote experts, got {type(module).__name__}. {advice}"
                 )
         if not any(module.hosted.is_trained for module in modules):
             raise ValueError(

@@ -216,6 +216,11 @@ class TestOptimizer:
             ):
                 MixtureOfExperts(TopKRouter(4, 2, top_k=1), list(experts))
 
+    def test_a_list_of_connections_is_refused_with_what_to_pass(self, server):
+        words = r"got RemoteExperts\. Of several connections pass the experts: \[\*a\.values\(\), "
+        with connect(server.address) as experts, pytest.raises(TypeError, match=words):
+            RemoteOptimizer([experts])
+
     def test_one_expert_alone_is_no_list(self, server):
         words = r"expected several remote experts, got one RemoteExpert\."
         with connect(server.address) as experts, pytest.raises(TypeError, match=words):

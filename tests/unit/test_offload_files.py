@@ -10,8 +10,9 @@ import safetensors.torch
 import torch
 
 from moe_autograd.autograd.offload.flat import Layout
-from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.autograd.offload.stores import FolderStore, opened
 from moe_autograd.errors import CheckpointError
+from tests.support.subprocesses import assert_prints
 
 MIXED = {
     "weight": torch.randn(4, 16),
@@ -100,3 +101,38 @@ def test_a_file_of_another_size_raises_instead_of_giving_shifted_bytes(tmp_path:
     os.truncate(store.path("x"), size)
     with pytest.raises(OSError, match=rf"store.x: expected \d+ \+ 12 bytes, got {size}: .* Go back to"):
         store.read("x", torch.empty(12, dtype=torch.uint8))
+
+
+FILES_ARE_TOO_LARGE = """
+import errno, os, resource, signal, sys, tempfile
+import torch
+from torch import nn
+from moe_autograd.autograd.offload import OffloadedExperts
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = os.path.realpath(tempfile.mkdtemp())
+experts = OffloadedExperts(
+    (nn.Linear(32, 32) for _ in range(4)), torch.optim.Adam, max_resident_bytes=26_000, store=folder
+)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+try:
+    sum(expert(torch.ones(1, 32)) for expert in experts).sum().backward()
+    experts.step()
+except OSError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert error.errno == errno.EFBIG, error
+    assert "expected the store to take a part, got File too large" in str(error), error
+    print(error.filename.startswith(folder), "expert-0" in error.filename)
+    sys.stdout.flush()
+    os._exit(0)  # what could not be written stays in memory
+"""
+
+
+def test_a_file_that_the_system_refuses_is_named_and_its_errno_is_kept() -> None:
+    assert_prints(FILES_ARE_TOO_LARGE, "True True")
+
+
+def test_what_the_system_says_against_a_file_names_it(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError) as raised, opened(tmp_path, os.O_RDONLY) as fd:
+        os.read(fd, 1)
+    assert raised.value.filename == str(tmp_path)

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.autograd.offload.stores import FolderStore, opened
 from moe_autograd.errors import CheckpointError
 
 _PREFIX = "checkpoint-"
@@ -87,8 +87,5 @@ def _finished(folder: Path) -> list[Path]:
 
 
 def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path, os.O_RDONLY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,8 +8,10 @@ checkpoint as well.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -122,8 +124,7 @@ class FolderStore:
         """See `Store`."""
         path = self.path(name)
         host = flat if flat.device.type == "cpu" else _on_host(flat)
-        fd = os.open(path, os.O_RDONLY)
-        try:
+        with opened(path, os.O_RDONLY) as fd:
             begin, size = 8 + int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size
             if size != begin + host.numel():
                 raise OSError(
@@ -136,8 +137,6 @@ class FolderStore:
                 if count == 0:
                     raise OSError(f"{path}: expected {len(rest)} more bytes, got the end of the file.")
                 rest, position = rest[count:], position + count
-        finally:
-            os.close(fd)
         if host is not flat:
             flat.copy_(host)
 
@@ -156,11 +155,22 @@ def _is_ours_alone(path: Path, num_bytes: int) -> bool:
 
 def _write(path: Path, flags: int, header: bytes, flat: torch.Tensor) -> None:
     host = flat if flat.device.type == "cpu" else _on_host(flat).copy_(flat)
-    fd = os.open(path, flags, 0o644)
-    try:
+    with opened(path, flags) as fd:
         for rest in (memoryview(header), _bytes_of(host)):
             while rest:
                 rest = rest[os.write(fd, rest) :]
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file; what the system says against an operation inside, which knows no name, gets that of the file."""
+    fd = os.open(path, flags, 0o644)
+    try:
+        yield fd
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
     finally:
         os.close(fd)
 

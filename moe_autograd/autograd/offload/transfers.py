@@ -56,9 +56,10 @@ class Transfers:
         What failed before anybody waited is tried again when somebody does: the disk may have room by then.
         """
         if self.num_failures > since:
-            raise OSError(
-                f"OffloadedExperts: expected the store to take a part, got {self._error}."
-            ) from self._error
+            text, error = "OffloadedExperts: expected the store to take a part, got", self._error
+            if isinstance(error, OSError) and error.errno is not None:
+                raise OSError(error.errno, f"{text} {error.strerror}", error.filename) from error
+            raise OSError(f"{text} {error}.") from error
 
     def make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
         """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
