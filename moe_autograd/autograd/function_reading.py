@@ -58,7 +58,7 @@ _HARMLESS = frozenset(
         *("FORMAT_WITH_SPEC", "FORWARD", "IS_OP", "KW_NAMES", "LIST_APPEND", "LIST_EXTEND", "LIST_TO_TUPLE"),
         *("LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER"),
         *("POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP"),
-        *("TO_BOOL", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
+        *("TO_BOOL", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
 # What takes from below, leaves more than one on the stack, or goes elsewhere.

@@ -19,7 +19,22 @@ from torch import nn
 
 _OF_TORCH = (
     *("abs", "add", "addcmul", "addmm", "amax", "amin", "argmax", "argmin", "baddbmm", "bmm", "cat", "ceil"),
-    *("chunk", "clamp", "clip", "cos", "cumprod", "cumsum", "diagonal", "div", "dot", "einsum", "eq", "erf"),
+    *(
+        "chunk",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clip",
+        "cos",
+        "cumprod",
+        "cumsum",
+        "diagonal",
+        "div",
+        "dot",
+        "einsum",
+        "eq",
+        "erf",
+    ),
     *("exp", "exp2", "expm1", "flatten", "flip", "floor", "gather", "ge", "gt", "index_select", "le"),
     *("lerp", "log", "log1p", "log2", "log_softmax", "logical_and", "logical_not", "logical_or"),
     *("logsumexp", "lt", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "mm"),
@@ -89,6 +104,7 @@ METHODS = frozenset(
             "long",
             "mT",
             "ndim",
+            "reshape_as",
             "shape",
             "size",
             "t",
@@ -121,6 +137,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     ),
     "FORMAT_WITH_SPEC": ("__format__",),
     "LIST_EXTEND": ("__iter__",),
+    "UNARY_INVERT": ("__invert__",),
     "UNARY_NEGATIVE": ("__neg__",),
     "UNPACK_SEQUENCE": ("__iter__",),
 }
@@ -155,7 +172,18 @@ RESHAPING = frozenset(
             "outer",
             "permute",
         ),
-        *("reshape", "stack", "swapaxes", "t", "transpose", "unflatten", "unsqueeze", "view", "view_as"),
+        *(
+            "reshape",
+            "reshape_as",
+            "stack",
+            "swapaxes",
+            "t",
+            "transpose",
+            "unflatten",
+            "unsqueeze",
+            "view",
+            "view_as",
+        ),
     ]
 )
 MODULES = (torch, nn, F, math)

@@ -110,6 +110,10 @@ def gives_shapes(self: Any, x: Tensor) -> Any:
     return y.view(*y.shape[:1], 8) + max(len(x), abs(-2)) * float(self.count) + min(1, int(2.5))
 
 
+def inverts_and_clamps(self: Any, x: Tensor) -> Any:
+    return torch.where(~(x > 0), x.clamp_min(-1.0), torch.clamp_max(x, 1.0)).reshape_as(self.w2(self.w1(x)))
+
+
 def returns_two_by_name(self: Any, x: Tensor) -> Any:
     named = {"x": x.sin(), "y": self.w1(x)}
     return named["y"], named
@@ -124,6 +128,7 @@ ARITHMETIC = [
     *(names_numbers, calls_methods, asserts, in_one_expression, with_what_may_not_be_there),
     *(takes_more, calls_a_method_with_a_number_by_default, calls_functions_of_its_file),
     *(asks_what_it_is, looks_at_a_weight, calls_a_static_method, gives_shapes, returns_one_by_name),
+    inverts_and_clamps,
     returns_two_by_name,
     takes_what_the_class_has,
 ]
