@@ -16,6 +16,10 @@ class Budget:
         retry_after_s: the hint that the error carries.
         is_configured: whether who runs the server may set the limit.
 
+    Attributes:
+        in_use: so much is taken.
+        num_refused: how often there was no room.
+
     Threads: any.
     """
 
@@ -29,6 +33,7 @@ class Budget:
             "Try again later, or raise the server's limit." if is_configured else "Try again later."
         )
         self.in_use = 0
+        self.num_refused = 0
         self._has_refused = False
         self._lock = threading.Lock()
 
@@ -40,6 +45,7 @@ class Budget:
         with self._lock:
             if self.in_use + amount > self.limit:
                 self._has_refused = True
+                self.num_refused += 1
                 return False
             self.in_use += amount
             return True

@@ -7,7 +7,8 @@
 
 What is guaranteed: each parcel that arrives whole is answered once, whatever becomes of its siblings; a damaged
 message ends the stream with DATA_LOSS; when the client goes away, or its deadline passes, calls that have not
-begun are never begun.
+begun are never begun. A client that is frozen or unplugged while it sends a call keeps the room of that call no longer
+than `STALLED_S`, if somebody else is refused for want of it.
 
 Small results are gathered: they leave when all calls that have come are done, when for `GATHER_S` none was added, or
 when the first has waited for `LONGEST_GATHER_S`, and not one by one: a message costs the loop more than ten results,
@@ -31,7 +32,7 @@ from experts_server.queues.registry import Registry
 from experts_server.serving.arriving import backward_call, forward_call
 from experts_server.serving.doorway import EOF, Passing
 from experts_server.serving.unanswered import Unanswered
-from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError
+from moe_autograd.errors import CorruptDataError, InvalidCallError, RemoteError, ServerBusyError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.heads import BACKWARD, FORWARD, Head, ResultHead
 from moe_autograd.wire.options import PARCEL_BYTES
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 GATHER_S = 0.002
 LONGEST_GATHER_S = 0.01
 LARGE_BYTES = 1 << 20
+STALLED_S = 3.0
 UNTAKEN_BYTES = 64 << 20  # of answers: while a client leaves more of them, no more of its calls are taken
 
 
@@ -85,6 +87,8 @@ class PassStream:
         rpc.at_work = self._outstanding
         self._num_calls = 0
         self._num_held = 0
+        self._num_messages = 0
+        self._is_watched = False  # whether somebody will look if it stalls
         self._num_call_bytes = 0  # of those that are outstanding, when they came
         self._num_leaving_bytes = 0  # of the message that is being written
         self._has_all = False
@@ -164,6 +168,7 @@ class PassStream:
         """Take the next message, or note that all have come."""
         message: Any = await self._rpc.read()
         if message is not EOF:
+            self._num_messages += 1
             await self._take_message(message)
         if message is EOF or self._reader.has_last:
             self._reader.finish()
@@ -206,6 +211,28 @@ class PassStream:
         else:
             self._settings.received.give_back(self._num_held - num_bytes)
         self._num_held = num_bytes
+        if num_bytes and not self._is_watched:
+            self._is_watched = True
+            self._look_later_if_it_stalls()
+
+    def _look_later_if_it_stalls(self) -> None:
+        now = self._num_messages, self._settings.received.num_refused
+        self._loop.call_later(STALLED_S, self._look_if_it_stalls, *now)
+
+    def _look_if_it_stalls(self, num_messages: int, num_refused: int) -> None:
+        """End the stream if it has got no further since, and others were refused for want of what it holds."""
+        self._is_watched = self._num_held > 0 and not self._is_over
+        if not self._is_watched:
+            return
+        if self._num_messages > num_messages or self._settings.received.num_refused == num_refused:
+            self._look_later_if_it_stalls()
+            return
+        self._failure = ServerBusyError(
+            f"stream: expected more of a call within {STALLED_S:g} s, as others wait for its room "
+            f"({self._settings.received.what}), got nothing. Send it again.",
+            retry_after_s=self._settings.received.retry_after_s,
+        )
+        self._wake.set()
 
     def _accept(self, parcel: Parcel) -> tuple[str, Call] | None:
         """Make a call of a parcel; one that cannot be is answered with what is wrong with it."""

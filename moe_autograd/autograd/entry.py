@@ -42,7 +42,8 @@ Flat = tuple[list[Any], TreeSpec | None]
 
 ESCAPED = (
     "parallel_apply: expected tensors with history to leave a call as its result, got one that left by another way "
-    "(kept by a module, closure or argument, in a set or function). Return it, also in an object."
+    "(kept by a module, closure or argument, in a set or function). Return it, also in an object, or keep what the map "
+    "returns."
 )
 
 

@@ -22,11 +22,13 @@ def empty_our_frames(error: BaseException) -> None:
 
     Threads: any; a frame that still runs, on whatever thread, stays as it is.
     """
-    met = [error]
-    for one in met:  # grows
+    met, to_visit = {id(error)}, [error]
+    for one in to_visit:  # grows
         for frame, _ in traceback.walk_tb(one.__traceback__):
             if str(frame.f_globals.get("__name__")).startswith(_OURS):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
-        origins = [one.__cause__, one.__context__]
-        met += [other for other in origins if other is not None and not any(other is known for known in met)]
+        for origin in (one.__cause__, one.__context__):
+            if origin is not None and id(origin) not in met:
+                met.add(id(origin))
+                to_visit.append(origin)

@@ -40,11 +40,6 @@ class Cancellation:
         """Whether it was cancelled without a reason of its own: by `close`, with its task, or by Ctrl-C."""
         return self._is_cancelled and not self.reason
 
-    @property
-    def num_under_way(self) -> int:
-        """How much would be cancelled, or has been and not ended yet."""
-        return len(self._cancels)
-
     def cancel(self, reason: str = "") -> None:
         """Cancel all that is under way, and whatever may be added; the first `reason` says why, if one is given."""
         with interrupts_held_back():  # a second Ctrl-C would leave the rest, or a lock of grpc's locked

@@ -8,7 +8,7 @@ instruction, and collects nothing else before it is done with one. What closed a
 threads: on one of these for itself, and elsewhere for one that waits for a lock held just there, such as a channel's.
 
 Hence the thread is begun by what takes no lock and waits for nothing: `threading.Thread.start` does both. A process
-that ends waits for such threads, as long as they may take.
+that ends waits for such threads, as long as they may take; who closes a connection after that does it all himself.
 
 Mutable state: `_to_end`, each taken out by one thread, and `_ending`, of which single entries are put and taken.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import os
+import threading
 import time
 from collections import deque
 
@@ -34,6 +35,7 @@ _LOOK_S = 0.002
 
 _to_end: deque[tuple[Delivery, LeftForwards]] = deque()
 _ending: set[int] = set()  # threads
+_has_waited = threading.Event()  # set when the process ends, and would wait for no other
 
 
 def close(delivery: Delivery, left: LeftForwards) -> None:
@@ -42,11 +44,11 @@ def close(delivery: Delivery, left: LeftForwards) -> None:
         return
     delivery.operations.close()
     left.note_all()
-    if not (left or delivery.operations.num_under_way):
+    if not (left or left.num_passes):
         delivery.close()
         return
     _to_end.append((delivery, left))
-    if not _begin_thread():
+    if _has_waited.is_set() or not _begin_thread():
         _end_all()
 
 
@@ -84,7 +86,7 @@ def _end_all() -> None:
 def _end(delivery: Delivery, left: LeftForwards) -> None:
     until_s = time.monotonic() + _LAST_WORD_S
     delivery.operations.close()
-    while delivery.operations.num_under_way and time.monotonic() < until_s:
+    while left.num_passes and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
     left.note_all()
     left.tell()
@@ -93,6 +95,7 @@ def _end(delivery: Delivery, left: LeftForwards) -> None:
 
 
 def _wait_at_exit() -> None:
+    _has_waited.set()
     until_s = time.monotonic() + 2 * _LAST_WORD_S
     while (_to_end or _ending) and time.monotonic() < until_s:
         time.sleep(_LOOK_S)

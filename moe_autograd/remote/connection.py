@@ -181,7 +181,8 @@ class Connection:
                 )
         experts = [module for module in modules if isinstance(module, RemoteExpert)]
         assert len(experts) == len(modules), "a call group holds remote experts only"
-        return call_experts(self, experts, inputs, failures)
+        with self.left_forwards.passing():
+            return call_experts(self, experts, inputs, failures)
 
     def run_forward(
         self, calls: Sequence[Call], inputs: Sequence[Sequence[Tensor]], failures: Failures | None

@@ -10,18 +10,19 @@ A server keeps a forward until its backward comes, or for minutes. But some neve
                                      that is lost on its way ─────▶ once more, with the pass after it
     the connection is closed ────────────────────────────────────────▶ all are left, as no backward can come any more
 
-Mutable state: `_left` and `_alive`, of which single entries are put and taken; a graph may go on any thread, and
-anywhere.
+Mutable state: `_left`, `_alive` and `_passes`, of which single entries are put and taken; a graph may go on any thread,
+and anywhere.
 
 Threads: any.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,6 +52,22 @@ class LeftForwards:
         self._tell = tell
         self._left: deque[tuple[str, str, int]] = deque()
         self._alive: dict[int, Sequence[Call]] = {}  # those of nodes that are still there, by their `id`
+        self._passes: set[object] = set()
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let it be known of a pass until its forwards have failed, or their node is there."""
+        this = object()
+        try:
+            self._passes.add(this)
+            yield
+        finally:
+            self._passes.discard(this)
+
+    @property
+    def num_passes(self) -> int:
+        """How many passes may still leave something."""
+        return len(self._passes)
 
     def node_of(self, calls: Sequence[Call]) -> Node:
         """Return what the node of these calls is to hold."""

@@ -81,11 +81,6 @@ class Operations:
         """Whether this is the process that connected, and not its fork."""
         return os.getpid() == self._process
 
-    @property
-    def num_under_way(self) -> int:
-        """How many operations have begun and not ended, though they may be cancelled."""
-        return self._all.num_under_way
-
     def begin(self) -> UnderWay:
         """Begin an operation: its deadline runs, and `close` cancels it, or the scope that this thread is in.
 

@@ -46,9 +46,10 @@ CHANNEL_OPTIONS: tuple[ChannelOption, ...] = (
 
 SERVER_OPTIONS: tuple[ChannelOption, ...] = (
     *_BOTH,
-    # A client that is gone keeps its calls' memory until this is noticed, after half a minute; nobody waits for it
-    # meanwhile. grpc's own probes have the same limit, from the first message on, and a client's answers to them wait
-    # behind all that it uploads: over a slow link for many seconds.
+    # A client that is gone keeps its calls' memory until this is noticed, after half a minute; where others wait for
+    # it, calls that have not come whole go sooner (`experts_server/serving/streams`). grpc's own probes have the same
+    # limit, from the first message on, and a client's answers to them wait behind all that it uploads: over a slow link
+    # for many seconds.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),

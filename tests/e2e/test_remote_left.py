@@ -37,6 +37,12 @@ def server() -> Iterator[ExpertsServer]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def last_words_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine they do."""
+    monkeypatch.setattr(closing, "_LAST_WORD_S", 60.0)
+
+
 @pytest.fixture
 def expert(server: ExpertsServer) -> Iterator[RemoteExpert]:
     with connect(server.address) as experts:
@@ -325,10 +331,7 @@ def test_a_connection_that_is_closed_leaves_nothing_on_its_servers(
 
 
 @pytest.mark.parametrize("end", ["gone", "black hole"])
-def test_a_connection_that_cannot_tell_its_server_so_is_closed_at_once_all_the_same(
-    end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(closing, "_LAST_WORD_S", 60.0)
+def test_a_connection_that_cannot_tell_its_server_so_is_closed_at_once_all_the_same(end: str) -> None:
     with ExpertsServer({"a": nn.Linear(D, D)}) as server, Proxy(server.address) as proxy:
         experts = connect(proxy.address)
         y = experts["a"](torch.ones(2, D, requires_grad=True))
@@ -377,12 +380,30 @@ def test_a_connection_that_nobody_holds_any_more_leaves_nothing_on_its_servers(s
 
 
 def test_a_process_that_ends_just_then_leaves_nothing_on_its_servers(server: ExpertsServer) -> None:
-    program = f"""
-        import torch
-        from moe_autograd.remote import connect
-        with connect("{server.address}") as experts:
+    for closes in ("experts.close()", "atexit.register(lambda: experts.close())"):
+        program = f"""
+            import atexit, torch
+            atexit.register(lambda: experts.close())  # runs last
+            from moe_autograd.remote import closing, connect
+            closing._LAST_WORD_S = 60.0
+            experts = connect("{server.address}")
             y = experts["a"](torch.ones(2, {D}))
-        print("closed")
+            {closes}
+            print("closed")
+        """
+        assert_prints(program, "closed")
+        wait_until(lambda: num_kept(server) == 0)
+
+
+def test_a_connection_that_is_closed_last_of_all_leaves_nothing_on_its_servers(server: ExpertsServer) -> None:
+    program = f"""
+        import atexit, torch
+        atexit.register(lambda: experts.close())  # before ours, so it runs after them
+        from moe_autograd.remote import closing, connect
+        closing._LAST_WORD_S = 60.0
+        experts = connect("{server.address}")
+        y = experts["a"](torch.ones(2, {D}))
+        print("to be closed")
     """
-    assert_prints(program, "closed")
+    assert_prints(program, "to be closed")
     wait_until(lambda: num_kept(server) == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any
 
 import grpc
@@ -79,6 +79,48 @@ def test_unfinished_calls_of_all_streams_stay_within_one_budget() -> None:
         assert "bytes of unfinished calls: expected at most 3145728" in busy.value.details()
         assert len(list(slow)) > 1
         assert client.forward("e", tokens(3, D)).code == "OK"
+        assert received.in_use == 0
+
+
+def test_a_client_that_stalls_in_the_midst_of_a_call_makes_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that is frozen or unplugged; with nobody waiting it may take its time."""
+    monkeypatch.setattr(streams_module, "STALLED_S", 0.05)
+    limits = LimitsConfig(received_bytes=3 << 20)
+    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        writer.add(*client.forward_call("e", torch.zeros(2 << 20 >> 2).reshape(-1, D)))
+        first, *rest = messages_of(writer)
+        assert server._server is not None
+        received, goes_on, looks = server._server.service.received, Event(), Semaphore(0)
+        look = streams_module.PassStream._look_if_it_stalls
+
+        def counted(stream: streams_module.PassStream, num_messages: int, num_refused: int) -> None:
+            look(stream, num_messages, num_refused)
+            looks.release()
+
+        monkeypatch.setattr(streams_module.PassStream, "_look_if_it_stalls", counted)
+
+        def slowly() -> Iterator[bytes]:
+            yield first
+            goes_on.wait(START_S)
+            yield from rest
+
+        begin = client.channel.stream_stream(methods.path("Forward"))
+        slow = begin(slowly(), timeout=START_S)
+        for _ in range(3):
+            assert looks.acquire(timeout=START_S)
+        assert received.in_use >= 2 << 20
+        assert slow.is_active()
+        with pytest.raises(grpc.RpcError):
+            list(client.stream_messages("Forward", [first, *rest]))
+        with pytest.raises(grpc.RpcError) as stalled:
+            list(slow)
+        goes_on.set()
+        assert stalled.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "expected more of a call within 0.05 s" in stalled.value.details()
+        assert len(list(client.stream_messages("Forward", [first, *rest]))) > 0
         assert received.in_use == 0
 
 
