@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -98,6 +99,24 @@ def test_modes_and_hooks_draw_what_they_draw_on_threads(
     without_threads = draw()
     monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
     assert all(map(torch.equal, without_threads, draw()))
+
+
+class WaitsForAnother(TorchFunctionMode):
+    """As limits.md says, in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(2)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self.barrier.wait(0.05)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_waits_in_one_call_for_another_waits_in_vain() -> None:
+    with pytest.raises(threading.BrokenBarrierError), WaitsForAnother():
+        parallel_apply([nn.Linear(4, 4), nn.Linear(4, 4)], [torch.randn(3, 4)] * 2)
 
 
 class Special(Tensor):
