@@ -155,8 +155,8 @@ def _hold() -> bool:
         if not callable(handler):
             return False
         _main.has_come, _main.frame = False, None
+        _main.handler = handler  # first: another signal's handler may raise just behind the next line
         _set_handler(signal.SIGINT, _note)
-        _main.handler = handler
     _main.is_held = True
     return True
 
