@@ -88,6 +88,7 @@ class PassStream:
         self._num_calls = 0
         self._num_held = 0
         self._num_messages = 0
+        self._reads_since: float | None = None  # when it began to wait for the next message, if it does
         self._is_watched = False  # whether somebody will look if it stalls
         self._num_call_bytes = 0  # of those that are outstanding, when they came
         self._num_leaving_bytes = 0  # of the message that is being written
@@ -166,7 +167,9 @@ class PassStream:
 
     async def _receive_one(self) -> None:
         """Take the next message, or note that all have come."""
+        self._reads_since = time.monotonic()
         message: Any = await self._rpc.read()
+        self._reads_since = None
         if message is not EOF:
             self._num_messages += 1
             await self._take_message(message)
@@ -224,7 +227,14 @@ class PassStream:
         self._is_watched = self._num_held > 0 and not self._is_over
         if not self._is_watched:
             return
-        if self._num_messages > num_messages or self._settings.received.num_refused == num_refused:
+        # Where it is the server that takes no message (`_leaves_too_much`), the client does nothing wrong.
+        since = self._reads_since
+        waits = since is not None and time.monotonic() - since > STALLED_S / 2
+        if (
+            self._num_messages > num_messages
+            or not waits
+            or self._settings.received.num_refused == num_refused
+        ):
             self._look_later_if_it_stalls()
             return
         self._failure = ServerBusyError(

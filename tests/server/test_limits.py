@@ -124,6 +124,42 @@ def test_a_client_that_stalls_in_the_midst_of_a_call_makes_room_for_others(
         assert received.in_use == 0
 
 
+def test_a_client_whose_calls_the_server_itself_leaves_does_not_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams_module, "STALLED_S", 0.05)
+    limits = LimitsConfig(received_bytes=3 << 20)
+    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
+        writer = ParcelWriter()
+        writer.add(*client.forward_call("e", torch.zeros(2 << 20 >> 2).reshape(-1, D)))
+        messages = [*messages_of(writer)]
+        assert server._server is not None
+        received, looks, leaves = server._server.service.received, Semaphore(0), Event()
+        look = streams_module.PassStream._look_if_it_stalls
+
+        def counted(stream: streams_module.PassStream, num_messages: int, num_refused: int) -> None:
+            look(stream, num_messages, num_refused)
+            looks.release()
+
+        def leaves_too_much(stream: streams_module.PassStream) -> bool:
+            if leaves.is_set():
+                stream._loop.call_soon(stream.look_again)
+            return leaves.is_set()
+
+        monkeypatch.setattr(streams_module.PassStream, "_look_if_it_stalls", counted)
+        monkeypatch.setattr(streams_module.PassStream, "_leaves_too_much", leaves_too_much)
+        leaves.set()
+        left = client.channel.stream_stream(methods.path("Forward"))(iter(messages), timeout=START_S)
+        wait_until(lambda: received.in_use >= 2 << 20)
+        with pytest.raises(grpc.RpcError):
+            list(client.stream_messages("Forward", messages))
+        for _ in range(3):
+            assert looks.acquire(timeout=START_S)
+        leaves.clear()
+        assert len(list(left)) > 0
+        assert received.in_use == 0
+
+
 def test_what_is_announced_counts_as_if_it_had_come() -> None:
     """One byte of each of many tensors has memory taken for all of them."""
     header = pb.TensorHeader(dtype=pb.FLOAT32, shape=[1 << 18, 1], num_bytes=1 << 20).SerializeToString()
