@@ -173,6 +173,10 @@ class Entrance:
                     "it in place, or make the calls in a plain loop."
                 )
 
+    def has(self, node: Node) -> bool:
+        """Whether a node is where one of these tensors enters."""
+        return is_entry(node) and any(node.hooks is hooks for hooks in self._hooks)  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """Let go of the aliases when all calls have been made, and move the hooks that these registered."""
         for hooks, alias in zip(self._hooks, self.aliases.values(), strict=True):

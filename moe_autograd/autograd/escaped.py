@@ -5,10 +5,10 @@ that goes there says so, as an entry has no backward. But one that is asked for 
 an entry, which leads to none of them: without a look, what flows there would be missing in a sum. And where a call's
 backward has freed the graph already, it is this that PyTorch complains of.
 
-Rule 1. A backward that is asked for tensors by name looks, once, which entries it leads to from where it begins, other
-        than those that it is asked for: those of callers' tensors that lead to what it is asked for are a fault.
-Rule 2. Where it leads to some entry, and is asked for a tensor within a call that it comes to, that is one as well:
-        what comes to that tensor by way of the results would be missing.
+Rule 1. A backward that is asked for tensors by name looks, once, which entries it leads to from where it begins: those
+        of callers' tensors that lead to what it is asked for are a fault.
+Rule 2. Where it leads to some entry, and is asked for a tensor within a call that it comes to, or for its input as the
+        call knows it, that is one as well: what comes to that tensor by way of the results would be missing.
 Rule 3. A backward that is not asked for any looks where an entry is still there, though the calls that it leads to are
         done and nobody keeps their graphs.
 """
@@ -45,7 +45,7 @@ def asked_within_calls() -> Collection[Node]:
 
 def _asked_within_calls() -> Collection[Node]:
     asked = _Asked([one for extent in extents_of_this_backward() for one in extent.ends])
-    met = _entries_met() - asked.nodes
+    met = _entries_met()
     if not met:
         return ()
     hooks: list[Any] = [entry.hooks for entry in met]  # type: ignore[attr-defined]
@@ -76,8 +76,8 @@ def _leaf_at(node: Node | None) -> Tensor | None:
 
 
 def _is_within(node: Node) -> bool:
-    """Whether it leads to an entry, and is none."""
-    return not is_entry(node) and any(is_entry(one) for one, _ in walk([(node, 0)]))
+    """Whether it leads to an entry, or is one."""
+    return any(is_entry(one) for one, _ in walk([(node, 0)]))
 
 
 def _edges(ends: Iterable[Tensor | GradientEdge]) -> list[Edge]:

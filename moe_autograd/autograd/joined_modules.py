@@ -91,8 +91,12 @@ class JoinedModules(Joined):
         if within:
             reached = [any(own) for own in split(wanted, self.num_inputs)]
             calls = itertools.compress(self.calls, reached)
-            if not all(call.nodes().isdisjoint(within) for call in calls):
+            if not all(self._nodes_within(call).isdisjoint(within) for call in calls):
                 raise RuntimeError(ESCAPED)
+
+    def _nodes_within(self, call: ModuleCall) -> set[Node | None]:
+        """Return the nodes of a call's graph, and where what it takes enters that."""
+        return call.nodes().union([edge.node for edge, _ in call.cuts if self.entrance.has(edge.node)])
 
     def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""

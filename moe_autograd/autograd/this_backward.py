@@ -26,6 +26,8 @@ from moe_autograd._frames import on_each_thread
 
 T = TypeVar("T")
 _ROOM = __name__.rpartition(".")[0] + "."
+# by way of these calls begin backwards, and others as well
+_ON_THE_WAY = frozenset(["torch.autograd", _ROOM + "split_backward", _ROOM + "uncompiled"])
 _ANY_THREAD = contextlib.nullcontext()
 
 
@@ -174,6 +176,8 @@ def _extent_in(frame: FrameType | None) -> Extent | None:
     args: tuple[Any, ...] = frame.f_locals["args"]
     inputs = args[3] if len(args) > 3 else frame.f_locals["kwargs"].get("inputs", ())
     began = frame.f_back
+    while began is not None and began.f_globals.get("__name__") in _ON_THE_WAY:
+        began = began.f_back
     is_of_call = began is not None and str(began.f_globals.get("__name__")).startswith(_ROOM)
     return Extent(frame.f_locals["t_outputs"], inputs, is_of_call)
 

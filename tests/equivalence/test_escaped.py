@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from tests.support.comparison import one_after_another
@@ -90,7 +92,8 @@ def test_what_escaped_from_calls_that_nobody_asks_about_is_not_complained_of() -
     (grad,) = torch.autograd.grad(loss, z, retain_graph=True)
     assert torch.equal(grad, torch.autograd.grad(other(z).sum(), z)[0])
     with pytest.raises(RuntimeError, match=ESCAPED):
-        torch.autograd.grad(loss, [z, x])
+        torch.autograd.grad(loss, [z, x], retain_graph=True)
+    torch.autograd.grad(loss, z)
 
 
 def test_a_routing_that_a_hook_keeps_within_an_expert_is_not_left_out() -> None:
@@ -131,6 +134,44 @@ class KeepsFeatures(nn.Module):
     def forward(self, x: Tensor) -> Any:
         self.kept = self.trunk(x).tanh()
         return self.head(self.kept)
+
+
+class KeepsInput(nn.Module):
+    kept = torch.zeros(())
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        self.kept = x
+        return x * y
+
+
+def test_an_input_as_a_call_knows_it_may_be_asked_for_as_well() -> None:
+    x, y = (torch.randn(5, 4, requires_grad=True) for _ in range(2))
+    expert, z = KeepsInput(), x * 2
+    of_call, _ = parallel_apply([expert, KeepsInput()], [(z, y)] * 2)
+    of_others = torch.stack(parallel_apply([KeepsFeatures()] * 2, [(x,)] * 2))
+    for output, asked in ((of_call, x), (of_call, y), (of_call, z), (of_others, x)):
+        with pytest.raises(RuntimeError, match=ESCAPED):
+            torch.autograd.grad(
+                output.sum() + expert.kept.sin().sum(), [expert.kept, asked], retain_graph=True
+            )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_weight_that_an_input_was_computed_with_may_serve_maps_within_calls(
+    options: dict[str, Any],
+) -> None:
+    layer = nn.Linear(4, 4)
+
+    def call(apply: Callable[..., Any], x: Tensor) -> Any:
+        again = checkpoint(torch.tanh, x, use_reentrant=False)
+        return again + torch.stack(apply([layer, layer], [(x,), (x + 1,)])).sum(0)
+
+    both = []
+    for apply in (functools.partial(parallel_apply, **options), one_after_another):
+        x = layer(torch.ones(3, 4)).tanh()
+        outputs: Any = apply([functools.partial(call, apply)] * 2, [(x,), (x,)])
+        both.append(torch.autograd.grad(torch.stack(outputs).pow(2).sum(), [*layer.parameters()]))
+    torch.testing.assert_close(*both)
 
 
 class Doubles(torch.autograd.Function):
