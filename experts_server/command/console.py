@@ -97,7 +97,7 @@ def _token(file: Path) -> str:
         return read_token(file)
     except ValueError as error:
         hint = "" if error.__cause__ else " (The server's tokens_file has permissions as well.)"
-        raise ConfigError(f"--token-file {str(file)!r}: {error}{hint}") from error
+        raise ConfigError(f"--token-file: {error}{hint}") from error
 
 
 def ask_info(address: str, **connection: Any) -> pb.InfoReply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _MAX_TOKEN_LENGTH = 4096  # grpc refuses headers of more than 8 KiB
@@ -27,6 +28,8 @@ def check_token(token: str) -> None:
 def read_token(file: Path) -> str:
     """Return the token that is all that a file holds.
 
+    What names no file is not shown: it may be the token itself.
+
     Raises:
         ValueError: the file cannot be read, or holds something else.
     """
@@ -34,10 +37,9 @@ def read_token(file: Path) -> str:
         token = file.read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError) as error:  # not there, no text, or a name with a null byte
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"expected a readable text file at {str(file)!r} ({reason}). Check the path."
-        ) from error
+        got = repr(str(file)) if os.path.exists(file) else "none"  # `Path`'s raises for some names
+        raise ValueError(f"expected a readable text file, got {got} ({reason}). Check the path.") from error
     if not token:
-        raise ValueError(f"expected a token in {str(file)!r}, which is empty. Write one.")
+        raise ValueError(f"expected a token in {str(file)!r}, got an empty file. Write one.")
     check_token(token)
     return token

@@ -162,7 +162,10 @@ ADDRESSES = "addresses = ['127.0.0.1:9']\n"
             "key 'hedge.quantile': HedgePolicy: expected 0 < quantile < 1 and a positive first_after_s",
         ),
         (ADDRESSES + "[hedge]\nfirst_after_s = 'soon'", "key 'hedge.first_after_s': HedgePolicy: expected"),
-        (ADDRESSES + "token_file = 'none'", "key 'token_file': expected a readable text file at"),
+        (
+            ADDRESSES + "token_file = 'a-token'",
+            "key 'token_file': expected a readable text file, got none (No such file or directory). Check the path.",
+        ),
         (ADDRESSES + "token = ''", "key 'token': expected a text that is not empty, got a str."),
         (
             ADDRESSES + "token = 'a'\ntoken_file = 'placement.toml'",
@@ -177,6 +180,17 @@ def test_every_mistake_names_key_value_and_what_is_allowed(tmp_path, text, mista
         connect(file)
     assert mistake in str(raised.value)
     assert str(raised.value).startswith(f"config {str(file)!r}")
+
+
+def test_a_token_in_the_place_of_its_file_is_not_shown(tmp_path):
+    token = "3f786850e387550fdab836ed7e6dc881"
+    for connect_so in (
+        lambda: connect(write(tmp_path, ADDRESSES + f"token_file = '{token}'")),
+        lambda: connect("127.0.0.1:1", token=Path(token)),
+    ):
+        with pytest.raises(ValueError) as raised:
+            connect_so()
+        assert token not in str(raised.value)
 
 
 def test_all_mistakes_are_told_at_once(tmp_path):

@@ -252,7 +252,7 @@ def test_what_an_experts_own_errors_tell_of_its_tensors_is_told_to_the_client_al
     ("arguments", "text"),
     [
         (("--token-file", "tokens"), "without blanks, got ' ' at position 5"),
-        (("--token-file", "none"), "(No such file or directory). Check the path.\n"),
+        (("--token-file", TRAIN), "got none (No such file or directory). Check the path.\n"),
         (("--cert", "tokens"), "--cert and --key: expected both or neither"),
         (("--ca", "none"), "TLS: expected a readable file, got '"),
     ],

@@ -98,11 +98,12 @@ def test_after_ctrl_c_calls_that_have_not_begun_never_do() -> None:
 
     def call(index: int) -> None:
         ran.append(index)
-        if index < 2:
+        if index < 2 and threading.current_thread() is caller:
             barrier.wait(60)
-            if threading.current_thread() is caller:
-                raise KeyboardInterrupt
+            raise KeyboardInterrupt
+        if index < 2:
             others.append(threading.current_thread())
+            barrier.wait(60)
             has_raised.wait(60)
 
     with pytest.raises(KeyboardInterrupt):
