@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -205,6 +206,34 @@ def test_a_server_that_is_full_saves_and_tells_its_weights(tmp_path: Path) -> No
         gated.let_go()
         assert first.result().code == "OK"
         assert saved.result() == "generation-00000002"
+
+
+def test_calls_that_are_refused_leave_their_room_to_others() -> None:
+    limits = LimitsConfig(max_queued_calls=3)
+    with serving({"e": nn.Linear(D, D)}, limits=limits) as server, WireClient(server.address) as client:
+        wrong = [("e", tokens(1, D + 1), "INVALID_CALL"), ("none", tokens(1, D), "EXPERT_NOT_FOUND")]
+        calls = [client.forward_call(name, x, call_id=n) for n, (name, x, _) in enumerate(wrong)]
+        for _ in range(3):
+            answers = client.stream("Forward", calls)
+            assert [answer.code for answer in answers] == [code for *_, code in wrong]
+        assert client.forward("e", tokens(1, D)).code == "OK"
+        assert server._server is not None
+        assert repr(server._server.queue_limits.calls).endswith(": 0 of 3>")
+
+
+def test_a_look_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    gated, looks = Gated(), []
+    with serving({"e": gated}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        registry = server._server.registry
+        first = Waiting(lambda: client.forward("e", tokens(1, D)))
+        assert gated.started.acquire(timeout=START_S)
+        (nothing,) = asyncio.run(registry.inspect(["e"], lambda _: looks.append("late"), 0.01))
+        assert isinstance(nothing, TimeoutError)
+        gated.let_go()
+        assert first.result().code == "OK"
+        asyncio.run(registry.inspect(["e"], lambda _: looks.append("in time")))
+        assert looks == ["in time"]
 
 
 def test_an_update_of_more_experts_than_calls_may_wait_is_made_in_parts() -> None:
