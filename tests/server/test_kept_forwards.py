@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server.configuration.config import LimitsConfig
-from experts_server.hosting.kept import RECORD_BYTES, SAVED_BYTES
+from experts_server import ExpertsServer
+from experts_server.configuration.config import LimitsConfig, MemoryConfig, ServingConfig
+from experts_server.hosting.kept import RECORD_BYTES, SAVED_BYTES, KeptForward, KeptForwards, OwnForwards
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from tests.support.gated import D, serving
+from tests.support.hosting import Changes, sgd
 from tests.support.servers import (
     WireClient,
     tokens,
@@ -46,6 +50,66 @@ def test_a_small_kept_forward_holds_nothing_of_a_large_one_that_came_with_it() -
         for rows in sizes[:2]:
             client.backward("e", tokens(rows, D), call_id=rows)
         assert kept.num_bytes == 0
+
+
+def test_a_forward_that_comes_twice_is_kept_once() -> None:
+    """Its answer was lost on the way, so its client sent it again."""
+    with serving({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept = server._server.memory.kept
+        for _ in range(3):
+            client.forward("e", tokens(100, D))
+        assert client.backward("e", tokens(100, D)).code == "OK"
+        assert (len(kept), kept.num_bytes) == (0, 0)
+
+
+def test_of_a_forward_that_finds_no_room_its_inputs_may_stay_and_what_is_let_go_is_counted() -> None:
+    module = nn.Linear(D, 100 * D)
+    limits = LimitsConfig(kept_forward_bytes=10_000)  # of outputs it has ten times as many
+    with serving({"e": module}, limits=limits) as server, WireClient(server.address) as client:
+        assert server._server is not None
+        kept = server._server.memory.kept
+        client.forward("e", tokens(30, D))
+        assert (len(kept), kept.num_let_go) == (1, 0)
+        answer = client.backward("e", torch.ones(30, 100 * D))
+        assert answer.code == "OK"
+        torch.testing.assert_close(answer.tensors[0], torch.ones(30, 100 * D) @ module.weight.detach())
+        client.forward("e", tokens(1000, D))
+        assert (len(kept), kept.num_let_go) == (0, 1)
+
+
+def test_inputs_that_a_module_was_found_to_change_are_not_kept() -> None:
+    """Nothing computed from them again would be what it was: they come again with the backward."""
+    hosted = Changes(D)
+    local = copy.deepcopy(hosted)
+    config = ServingConfig(memory=MemoryConfig(recompute=True))
+    no_grads: dict[str, Any] = {"input_requires_grad": [False]}
+    with (
+        ExpertsServer({"e": hosted}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        client.forward("e", tokens(3, D), **no_grads)
+        assert client.backward("e", tokens(3, D), wants_input_grads=[False]).code == "INPUTS_NEEDED"
+        x, grad = tokens(3, D), tokens(3, D)
+        assert client.backward("e", grad, inputs=[x], wants_input_grads=[False]).code == "OK"
+        client.forward("e", tokens(3, D), **no_grads)  # with copies of them, now that it is known
+        assert client.backward("e", tokens(3, D), wants_input_grads=[False]).code == "OK"
+        client.step("e")
+    for _ in range(2):
+        local(tokens(3, D)).backward(tokens(3, D))
+    sgd(local.parameters()).step()
+    torch.testing.assert_close(hosted.state_dict(), local.state_dict())
+
+
+def test_an_expert_remembers_no_more_graphs_than_there_are() -> None:
+    store = KeptForwards(10 * RECORD_BYTES, max_age_s=60)
+    own = OwnForwards("e", store)
+    for call_id in range(1000):
+        own.put(b"", call_id, KeptForward((torch.ones(1),), (torch.ones(1),), None, False, 0))
+    assert len(store) == 10
+    assert len(own._graphs) < 50
+    own.remove_graphs()
+    assert all(own.get(b"", call_id).outputs is None for call_id in range(990, 1000))
 
 
 def test_what_small_kept_forwards_weigh_in_memory_is_counted() -> None:
