@@ -87,6 +87,13 @@ def test_a_server_that_starts_with_less_room_lets_go_of_gradients_that_do_not_fi
         assert client.step("b").updates[0].num_updates == 1
 
 
+def test_a_step_that_has_nothing_gathered_is_no_mistake_at_an_expert_that_is_not_trained() -> None:
+    nothing = pb.GatheredBackwards(at_least=0, at_most=1, unsure=[1])
+    with ExpertsServer({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:
+        (update,) = client.step("e", gathered=[nothing]).updates
+        assert (update.HasField("status"), update.num_updates) == (False, 0)
+
+
 def test_gradients_that_trainings_leave_behind_give_room_to_the_next() -> None:
     """Each ends after its step, as most do, and the server has room for one."""
     num_bytes = sum(p.nbytes for p in FeedForwardExpert(D).parameters())
@@ -102,9 +109,9 @@ def test_gradients_that_trainings_leave_behind_give_room_to_the_next() -> None:
 
 
 def test_gradients_that_no_step_has_applied_stay_a_minute_where_others_have_no_room() -> None:
-    def num_left(age_s: float) -> int:
+    def num_left(age_s: float, max_age_s: float = 3600.0) -> int:
         at = [0.0]
-        gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: at[0])
+        gathered = GatheredGradients(Budget(100, "bytes"), max_age_s, lambda: at[0])
         gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
         at[0] = age_s
         gathered.put(b"two", Gathered((torch.ones(1),), 1, 1))
@@ -112,6 +119,7 @@ def test_gradients_that_no_step_has_applied_stay_a_minute_where_others_have_no_r
         return len(gathered)
 
     assert (num_left(59.0), num_left(61.0)) == (2, 1)
+    assert num_left(11.0, max_age_s=10.0) == 1, "nor longer than anywhere"
 
 
 def test_gradients_that_a_step_has_applied_go_at_once_where_others_have_no_room_and_only_there() -> None:
@@ -125,6 +133,16 @@ def test_gradients_that_a_step_has_applied_go_at_once_where_others_have_no_room_
 
     assert left(is_crowded=True) == {b"waits"}
     assert left(is_crowded=False) == {b"applied", b"waits"}, "a second step applies them again, as in torch"
+
+
+def test_gradients_that_gather_on_after_a_step_are_not_taken_for_applied() -> None:
+    """Without `zero_grad` in between: the next step is to apply them together with those before."""
+    gathered = GatheredGradients(Budget(100, "bytes"), 3600.0, lambda: 0.0)
+    gathered.put(b"one", Gathered((torch.ones(1),), 1, 1))
+    gathered.note_applied(b"one")
+    gathered.put(b"one", Gathered((torch.ones(1),), 2, 2))
+    gathered.forget_stale(is_crowded=True)
+    assert {*gathered.by_client()} == {b"one"}
 
 
 def test_a_client_that_gives_more_after_its_gradients_were_let_go_is_told_at_its_step() -> None:
