@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -208,6 +209,26 @@ def test_an_optimizer_that_cannot_step_is_told_as_the_experts_failure_and_is_no_
     assert client.expert.num_updates == 0
 
 
+@pytest.mark.parametrize("can_step", [True, False])
+def test_an_update_leaves_no_gradients_in_the_module_also_one_that_fails(can_step: bool) -> None:
+    client = Client(
+        hosted(lambda module: Training(torch.optim.Adam(module.parameters(), capturable=not can_step)))
+    )
+    client.backward(tokens(4, D), tokens(4, D, seed=9))
+    with contextlib.nullcontext() if can_step else pytest.raises(ExpertFailedError):
+        client.update("step")
+    assert {parameter.grad for parameter in client.expert.module.parameters()} == {None}
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_samples", "on_backward"])
+def test_a_backward_that_reaches_no_weight_is_no_update(update: UpdateMode) -> None:
+    expert = hosted(sgd(), update, 1 if update == "on_samples" else None)
+    expert.module.forward = lambda x: x * 2  # type: ignore[method-assign]
+    client = Client(expert)
+    torch.testing.assert_close(client.backward(tokens(2, D), torch.ones(2, D)), torch.full((2, D), 2.0))
+    assert client.update("step") == 0
+
+
 def restarted(expert: HostedExpert, config: Trained, folder: Path, *training: Any) -> HostedExpert:
     with CheckpointFolder(folder) as checkpoints:
         checkpoints.write([take(expert)])
@@ -289,6 +310,18 @@ def test_a_gradient_that_is_not_finite_does_not_count_among_the_samples() -> Non
     assert expert.num_updates == 0
     client.backward(tokens(2, D), tokens(2, D))
     assert expert.num_updates == 1
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_samples"])
+def test_a_sum_of_gradients_that_overflows_is_refused_and_the_sum_before_it_stays(update: UpdateMode) -> None:
+    expert = hosted(sgd(), update, 4 if update == "on_samples" else None)
+    client = Client(expert)
+    x, grad = torch.zeros(2, D), torch.full((2, D), 1e38)  # that of the last bias is 2e38
+    client.backward(x, grad)
+    with pytest.raises(InvalidCallError, match="gathered weight gradient"):
+        client.backward(x, grad)
+    client.backward(x, -grad)
+    assert client.update("step") == 1
 
 
 def test_an_expert_may_be_updated_otherwise_than_the_others() -> None:
