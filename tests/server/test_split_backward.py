@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experts_server import ExpertsServer
 from experts_server.budget import Budget
@@ -185,3 +185,31 @@ def test_the_remote_optimizer_raises_what_was_refused_after_the_answer() -> None
         there["e"](torch.ones(2, D)).sum().backward()
         with pytest.raises(GradientsLostError, match="refused after the answer"):
             RemoteOptimizer(there).step()
+
+
+class Sparse(nn.Module):
+    """Adds a row that each token names; the gradient of these rows is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(3, D, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.rows(torch.tensor([2, 0])) * x
+        return added
+
+
+def test_sparse_gradients_that_come_after_the_answer_train_as_in_torch() -> None:
+    local, hosted = Sparse(), Sparse()
+    config = ServingConfig(memory=MemoryConfig(split_backward=True))
+    with (
+        ExpertsServer({"e": hosted}, optimizer=sgd, config=config) as server,
+        WireClient(server.address) as client,
+    ):
+        for _ in range(2):
+            assert give(client).code == "OK"
+            local(torch.ones(2, D)).backward(torch.ones(2, D))
+        assert not client.step().updates[0].HasField("status")
+    sgd(local.parameters()).step()
+    torch.testing.assert_close(hosted.rows.weight, local.rows.weight)
