@@ -63,6 +63,21 @@ def test_workers_that_nobody_needs_end_but_one_and_new_ones_come(monkeypatch: py
     assert pool.close(START_S)
 
 
+def test_the_last_worker_stays_for_a_system_that_has_no_other_to_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(executor, "IDLE_S", 0.01)
+    pool = WorkerPool()
+    (worker,) = pool._workers
+    worker.join(10 * executor.IDLE_S)
+    turn = Lasting(0.0)
+    with no_thread_to_give():
+        pool.put([turn])
+        assert turn.has_begun.wait(START_S), repr(pool)
+    turn.may_end.set()
+    assert pool.close(START_S)
+
+
 @pytest.mark.parametrize(
     ("turns", "is_long"),
     [
@@ -105,3 +120,25 @@ def test_turns_wait_for_a_system_that_has_no_thread_to_give(caplog: pytest.LogCa
     assert pool.close(START_S)
     assert not pool.has_threads
     assert caplog.text.count("expected another thread, got RuntimeError") == 1
+
+
+def test_a_system_that_has_no_thread_to_give_is_told_of_each_time_that_it_comes_to_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(executor, "STALL_S", START_S)  # nobody tries but who puts turns
+    pool = WorkerPool(num_computing=2)
+    turns = [Lasting(expected_s) for expected_s in (0.0, MIDDLING_S / 2, 1.0, 1.0)]
+    with no_thread_to_give():
+        pool.put(turns[:2])
+        pool.put([])
+    pool.put(turns[2:3])
+    for turn in turns[:3]:
+        assert turn.has_begun.wait(START_S)
+    with no_thread_to_give():
+        pool.put(turns[3:])
+    pool.put([])
+    assert turns[3].has_begun.wait(START_S)
+    for turn in turns:
+        turn.may_end.set()
+    assert pool.close(START_S)
+    assert caplog.text.count("expected another thread, got RuntimeError") == 2

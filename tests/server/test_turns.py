@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from experts_server import ExpertsServer
+from experts_server.budget import Budget
 from experts_server.configuration.config import BatchingConfig, ServingConfig
+from experts_server.hosting.calls import ForwardCall
+from experts_server.hosting.hosted import HostedExpert, SharedMemory
+from experts_server.hosting.kept import KeptForwards
+from experts_server.queues.batching import ExpertQueue, QueueLimits
+from experts_server.queues.executor import WorkerPool
 from tests.support.gated import D, Gated, Waiting, serving, wait_until_queued
 from tests.support.hosting import sgd
 from tests.support.servers import START_S, Answer, WireClient, tokens
@@ -152,6 +158,27 @@ def test_with_a_waiting_time_small_calls_are_joined_as_well() -> None:
         assert server._server is not None
         batches = server._server.registry["e"].stats.kinds["forward"].batch_calls
         assert (batches.total, batches.buckets()[-1]) == (2, ("+Inf", 1))
+
+
+def test_with_a_waiting_time_what_has_all_rows_or_cannot_be_joined_waits_for_nobody() -> None:
+    """Nor is there a second timer while one is set."""
+    memory = SharedMemory(KeptForwards(1 << 20, 60), Budget(1 << 20, ""), Budget(1 << 20, ""))
+    limits = QueueLimits(Budget(9, "calls"), Budget(1 << 20, "bytes"), max_batch_tokens=5, max_wait_s=1.0)
+    pool, timers = WorkerPool(), []
+
+    def comes_at_once(*row_counts: int, can_join: bool = True) -> list[bool]:
+        expert = HostedExpert("e", torch.nn.Linear(D, D), None, memory, can_join=can_join)
+        queue = ExpertQueue(expert, pool, limits, call_later=lambda seconds, _: timers.append(seconds))
+        calls = [ForwardCall(b"", print, 1, (tokens(n, D),), (False,)) for n in row_counts]
+        for call, num_rows in zip(calls, row_counts, strict=True):
+            call.num_tokens = num_rows
+        return [queue.add(call) for call in calls]
+
+    assert comes_at_once(2, 2, 1) == [False, False, True]
+    assert comes_at_once(5) == [True]
+    assert comes_at_once(2, can_join=False) == [True]
+    assert timers == [1.0]
+    assert pool.close(START_S)
 
 
 def test_a_call_that_has_waited_in_vain_for_others_is_computed_alone() -> None:
