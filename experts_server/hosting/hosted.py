@@ -315,11 +315,8 @@ class HostedExpert:
             call = calls[index]
             try:
                 answers[index] = self._answer_joined(call, kept[index], input_grad, weigh)
-            except BaseException as error:
-                self.kept.remove_graph(call.client_id, call.call_id)  # its buffers may be used up
-                if not isinstance(error, RemoteError):
-                    raise
-                answers[index] = error
+            except RemoteError as refusal:
+                answers[index] = refusal
         return [answers[index] for index in range(len(calls))]
 
     def _answer_joined(
