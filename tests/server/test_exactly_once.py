@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -145,6 +146,23 @@ def test_a_client_heard_of_lately_is_not_forgotten_for_a_new_one() -> None:
         for client in (first, second, first, third, first):  # the third one takes the second's place
             give(client)
         assert server.num_updates == {"e": 3}
+
+
+def test_a_copy_of_older_weights_changes_nothing(client: WireClient) -> None:
+    older, newer = ({"e": {k: v + n for k, v in client.get_state()["e"].items()}} for n in (1, 2))
+    client.set_state(older, sequence=5)
+    client.set_state(newer, sequence=6)
+    assert not client.set_state(older, sequence=5).updates[0].HasField("status")
+    torch.testing.assert_close(client.get_state(), newer, rtol=0, atol=0)
+
+
+def test_what_a_client_has_settled_stays_settled_over_a_restart() -> None:
+    before, after = (Ledger(8, Budget(1 << 20, "replies")) for _ in range(2))
+    before.record(b"client", 3, 1)
+    before.find(b"client", 5, settled_below=4)
+    after.load_plain(json.loads(json.dumps(before.to_plain())))
+    with pytest.raises(InvalidCallError, match="expected at least 4, got 3"):
+        after.find(b"client", 3, 0)
 
 
 def test_a_client_that_never_settles_fills_no_memory_and_still_counts_once(
