@@ -87,6 +87,20 @@ def test_a_server_that_starts_with_less_room_lets_go_of_gradients_that_do_not_fi
         assert client.step("b").updates[0].num_updates == 1
 
 
+@pytest.mark.parametrize(("at_most", "code"), [(1, "GRADIENTS_LOST"), (2, "OK")])
+def test_a_step_with_more_backwards_than_its_client_knows_of_is_refused(at_most: int, code: str) -> None:
+    with (
+        ExpertsServer({"e": FeedForwardExpert(D)}, optimizer=sgd) as server,
+        WireClient(server.address) as client,
+    ):
+        for _ in range(2):
+            client.forward("e", tokens(3, D))
+            client.backward("e", tokens(3, D))
+        expected = pb.GatheredBackwards(at_least=1, at_most=at_most)
+        assert pb.Code.Name(client.step("e", gathered=[expected]).updates[0].status.code) == code
+        assert client.num_updates() == {"e": int(code == "OK")}
+
+
 def test_a_step_that_has_nothing_gathered_is_no_mistake_at_an_expert_that_is_not_trained() -> None:
     nothing = pb.GatheredBackwards(at_least=0, at_most=1, unsure=[1])
     with ExpertsServer({"e": nn.Linear(D, D)}) as server, WireClient(server.address) as client:

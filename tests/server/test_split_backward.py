@@ -101,6 +101,19 @@ def test_all_experts_answer_before_the_weight_gradients_of_any_are_begun(
     assert events == order
 
 
+def test_a_forward_stays_as_long_as_more_backwards_may_come_and_no_longer() -> None:
+    split = Split(lambda grad: grad)
+    with split as client:
+        assert split.server._server is not None
+        kept = split.server._server.memory.kept
+        client.forward("e", torch.ones(2, D))
+        for keep_graph in (True, True, False):
+            answer = client.backward("e", torch.ones(2, D), keep_graph=keep_graph)
+            assert answer.code == "OK"
+            torch.testing.assert_close(answer.tensors[0], torch.ones(2, D))
+            assert len(kept) == keep_graph
+
+
 def test_a_repeated_backward_counts_once() -> None:
     with Split(lambda grad: grad) as client:
         answers = [give(client, sequence=4)] + [
