@@ -67,6 +67,29 @@ def test_training_is_that_of_plain_local_experts(memory: MemoryConfig, store: st
         torch.testing.assert_close(other, one)
 
 
+@pytest.mark.parametrize(
+    "update", [{"update": "on_backward"}, {"update": "on_samples", "samples_per_update": 12}], ids=str
+)
+def test_experts_that_backwards_update_come_and_go_with_their_optimizers_state(
+    update: dict[str, Any],
+) -> None:
+    def weights(memory: MemoryConfig) -> list[Tensor]:
+        torch.manual_seed(0)
+        hosted: dict[str, nn.Module] = {f"ffn.{i}": FeedForwardExpert(D) for i in range(NUM_EXPERTS)}
+        num_bytes = sum(p.nbytes for expert in hosted.values() for p in expert.parameters())
+        with serving(hosted, memory, of_training=update) as server, connect(server.address) as there:
+            layer = layer_of(there)
+            result = trained(layer, [make_adam(layer.parameters())])
+            if memory.offload:
+                assert resident(server).peak_bytes <= resident(server).limit_bytes
+                assert resident(server).known_bytes > 3 * num_bytes, "weights and two moments"
+            return result
+
+    offloaded = MemoryConfig(recompute=True, offload=True)
+    for one, other in zip(weights(MemoryConfig()), weights(offloaded), strict=True):
+        torch.testing.assert_close(other, one)
+
+
 def test_dropout_and_buffers_are_those_of_a_server_that_saves_nothing() -> None:
     """Recomputed forwards draw the same numbers, also when the expert left memory in between."""
 

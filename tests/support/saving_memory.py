@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ def serving(
     memory: MemoryConfig,
     store: str | Path = "ram",
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = make_adam,
+    *,
+    of_training: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> ExpertsServer:
     """Leave memory for one update: weights, gradients, and with Adam two moments and counts."""
@@ -50,7 +53,7 @@ def serving(
     limit = sum(4 * size + 64 for size in weights) if optimizer is make_adam else 2 * sum(weights)
     offload = OffloadConfig(max_resident_bytes=limit, store=store)
     config = ServingConfig(memory=memory, offload=offload, **more)
-    return ExpertsServer(modules, optimizer=optimizer, config=config)
+    return ExpertsServer(modules, optimizer=optimizer, config=config, **of_training)
 
 
 def trained(layer: MixtureOfExperts, optimizers: Sequence[Any], num_steps: int = 4) -> list[Tensor]:
