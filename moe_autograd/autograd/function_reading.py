@@ -54,11 +54,11 @@ _HARMLESS = frozenset(
     [
         *("BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_MAP"),
         *("BUILD_SLICE", "BUILD_STRING", "BUILD_TUPLE", "CALL", "CALL_FUNCTION_EX", "COMPARE_OP"),
-        *("CONTAINS_OP", "CONVERT_VALUE", "COPY", "END_FOR", "FORMAT_SIMPLE", "FORMAT_VALUE"),
-        *("FORMAT_WITH_SPEC", "FORWARD", "IS_OP", "KW_NAMES", "LIST_APPEND", "LIST_EXTEND", "LIST_TO_TUPLE"),
-        *("LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN", "POP_ITER"),
-        *("POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP"),
-        *("TO_BOOL", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
+        *("CONTAINS_OP", "CONVERT_VALUE", "COPY", "COPY_FREE_VARS", "END_FOR", "FORMAT_SIMPLE"),
+        *("FORMAT_VALUE", "FORMAT_WITH_SPEC", "FORWARD", "IS_OP", "KW_NAMES", "LIST_APPEND", "LIST_EXTEND"),
+        *("LIST_TO_TUPLE", "LOAD_ASSERTION_ERROR", "LOAD_CONST", "LOAD_SMALL_INT", "NOP", "NOT_TAKEN"),
+        *("POP_ITER", "POP_TOP", "PUSH_NULL", "RAISE_VARARGS", "RESUME", "RETURN_CONST", "RETURN_VALUE"),
+        *("SWAP", "TO_BOOL", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_NOT", "UNPACK_SEQUENCE"),
     ]
 )
 # What takes from below, leaves more than one on the stack, or goes elsewhere.
@@ -178,8 +178,6 @@ class _Reader:
                 return self._is_used_as_what_it_is(place, step.value)
             case "STORE":
                 return bool(step.value != self._this)
-            case "COPY_FREE_VARS":  # of a method there are none but what `super()` takes
-                return self._around is not None or self._function.__code__.co_freevars == ("__class__",)
             case "LOAD_GLOBAL" if step.value == "super":
                 return self._calls_base(place)
             case "LOAD_GLOBAL":
