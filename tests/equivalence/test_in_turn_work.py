@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -148,6 +149,38 @@ def test_what_is_used_again_in_each_round_of_a_loop_is_so_much_work() -> None:
     most_rows = math.isqrt(in_turn.most_small() // 64)
     assert is_made_in_turn(RowsWithRows(), row.expand(most_rows, 64))
     assert not is_made_in_turn(RowsWithRowsInALoop(num_rounds), row.expand(most_rows // 2, 64))
+
+
+class WithMethods(InALoop):
+    def repeat(self, x: Tensor) -> Tensor:
+        for _ in range(len(self.layers)):
+            x = self.shared(x)
+        return x
+
+    def columns(self, x: Tensor) -> Tensor:
+        return torch.einsum("ni,nj->ij", x, x)
+
+
+def test_what_functions_and_methods_do_is_as_much_work() -> None:
+    num_rounds, most_rows, row = 8, in_turn.most_small() // 1024**2, torch.zeros(1, 1024)
+    block, no_rounds = WithMethods(num_rounds), WithMethods(0)
+    block.shared = no_rounds.shared = nn.Linear(1024, 1024, bias=False)
+    layers, shared = no_rounds.layers, no_rounds.shared
+
+    def has_no_rounds(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = shared(layer(x))
+        return shared(x)  # type: ignore[no-any-return]
+
+    for call in (block.repeat, lambda x: block.repeat(x)):
+        assert is_made_in_turn(call, row[:0])
+        assert not is_made_in_turn(call, row.expand(most_rows // num_rounds + 1, 1024))
+    assert is_made_in_turn(has_no_rounds, row.expand(most_rows, 1024))
+    assert not is_made_in_turn(has_no_rounds, row.expand(most_rows + 1, 1024))
+    wide = torch.empty(1, 1).expand(2, math.isqrt(in_turn.most_small()))
+    for call in (block.columns, lambda x: block.columns(x), functools.partial(torch.einsum, "ni->in")):
+        assert is_made_in_turn(call, wide[:, :64])
+        assert not is_made_in_turn(call, wide)
 
 
 class AddsRows(nn.Module):
