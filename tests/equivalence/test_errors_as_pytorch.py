@@ -108,14 +108,14 @@ def test_the_only_call_that_returns_an_earlier_result_leaves_that_ones_node_alon
 def test_an_invalid_gradient_is_reported_with_its_argument_and_both_shapes() -> None:
     class WrongSecond(Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-            return x * y
+        def forward(ctx: Any, x: Tensor, scale: float, y: Tensor) -> Tensor:
+            return x * scale * y
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            return grad, grad[:2]
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+            return grad, None, grad[:2]
 
-    calls = [(torch.ones(3), torch.ones(3, requires_grad=True)) for _ in range(3)]
+    calls = [(torch.ones(3), 2.0, torch.ones(3, requires_grad=True)) for _ in range(3)]
     results = map_with_parallel_backward(WrongSecond, *calls)
     with pytest.raises(RuntimeError, match=r"at index 1 - got \[2\] but expected .* \[3\]") as caught:
         results[1].sum().backward()

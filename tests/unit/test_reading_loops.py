@@ -153,6 +153,13 @@ def loops_until(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def loops_until_it_returns(self: Any, x: Tensor) -> Tensor:
+    while True:
+        x = x - 1
+        if x.sum() < 0:
+            return x
+
+
 def comprehends(self: Any, x: Tensor) -> Any:
     return [one.sin() for one in x]
 
@@ -285,7 +292,8 @@ MORE = [
     *(loops_within_numbers, loops_over_the_parts_of_one, asks_a_part_with_a_number),
     *(returns_a_part_with_a_number, keeps_a_part_with_a_number, takes_a_part_by_what_is_in_a_list),
     *(takes_a_part_by_a_part, measures_a_list),
-    *(loops_until, comprehends, loops_over_its_input, loops_over_a_list, loops_over_one_part),
+    *(loops_until, loops_until_it_returns, comprehends, loops_over_its_input, loops_over_a_list),
+    loops_over_one_part,
     *(loops_over_what_a_method_gives, loops_over_one_of_two, loops_within_a_loop),
     *(loops_within_a_methods_loop, asks_what_it_loops_over, returns_what_it_loops_over),
     *(gives_what_it_loops_over, keeps_what_it_loops_over, loops_over_pairs, counts_what_it_calls),
