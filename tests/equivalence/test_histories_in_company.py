@@ -51,6 +51,18 @@ def test_a_checkpoint_finds_what_was_saved_though_hooks_come_and_go(hook_comes: 
     assert not isinstance(assert_same_program(program), Raised)
 
 
+def test_a_hook_on_what_one_call_takes_does_not_run_for_another_call_alone() -> None:
+    def program(apply: MapFunction) -> Any:
+        seen: list[tuple[int, Tensor]] = []
+        xs = [leaf(i + 1) * 2 for i in range(2)]
+        for i, x in enumerate(xs):
+            x.register_hook(lambda grad, i=i: seen.append((i, grad)))  # type: ignore[misc]
+        apply(SavesInput, *[(x,) for x in xs])[0].sum().backward()
+        return seen
+
+    assert not isinstance(assert_same_program(program), Raised)
+
+
 @every_history
 def test_saved_tensor_hooks_see_what_is_saved_in_the_order_of_the_calls(computed: Any) -> None:
     def program(apply: MapFunction) -> Any:
