@@ -243,10 +243,11 @@ def test_all_choices_may_be_left_out():
     assert select(nothing, torch.zeros(1, 2, dtype=torch.bool))[0].active == ()
 
 
-def test_weights_of_those_that_are_kept_keep_their_proportions_and_their_sum():
-    weights = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.3]])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_of_those_that_are_kept_keep_their_proportions_and_their_sum(sign):
+    weights = sign * torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.3]])
     is_kept = torch.tensor([[True, False, True], [False, True, True]])
-    expected = torch.tensor([[5 / 7, 0, 2 / 7], [0, 0.24, 0.36]])
+    expected = sign * torch.tensor([[5 / 7, 0, 2 / 7], [0, 0.24, 0.36]])
     torch.testing.assert_close(renormalize(weights, is_kept), expected)
 
 

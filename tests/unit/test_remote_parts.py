@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from moe_autograd.remote.placement import HostedExpert, Placement
 from moe_autograd.remote.servers import Servers
 from moe_autograd.remote.state import split_by_expert
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.framing import mark_of
 
 
 class TestDeadline:
@@ -109,6 +111,7 @@ class TestPlacement:
 
     def test_a_server_that_failed_comes_last_until_it_answers(self):
         placement = self.make(a=("ffn.0",), b=("ffn.0",))
+        assert placement.hosts_of("ffn.0") == ("a", "b")
         placement.note_failure("a")
         assert placement.hosts_of("ffn.0") == ("b", "a")
         assert placement.is_lost("a")
@@ -116,6 +119,19 @@ class TestPlacement:
         placement.note_success("a")
         assert not placement.is_lost("a")
         assert placement.hosts_of("ffn.0") == ("a", "b")
+
+    def test_one_that_fails_again_comes_last_for_twice_as_long_up_to_half_a_minute(self, monkeypatch):
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        placement, lengths = self.make(a=("ffn.0",), b=("ffn.0",)), []
+        for _ in range(9):
+            for _ in range(3):  # in one rest they count once
+                placement.note_failure("a")
+            began_at = now[0]
+            while placement.hosts_of("ffn.0") != ("a", "b"):
+                now[0] += 0.125
+            lengths.append(now[0] - began_at)
+        assert lengths == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
     def test_a_servers_last_word_counts(self):
         placement = self.make(a=("ffn.0",), b=())
@@ -189,6 +205,24 @@ class TestPlacement:
         assert placement.replica_of("ffn.0", "a") == 0
         placement.note_replies("ab", {"a": reply("ffn.0", replica=1), "b": reply("ffn.0", replica=1)})
         assert placement.replica_of("ffn.0", "a") == 0
+
+    def test_an_expert_is_away_while_nobody_hosts_it_and_fewer_servers_answer_than_once_did(self):
+        placement = self.make(a=("ffn.0",), b=("ffn.1",))
+        assert not placement.is_away("ffn.0")
+        placement.note_replies("ab", {"b": reply("ffn.1")})
+        assert [placement.is_away(name) for name in ("ffn.0", "ffn.1")] == [True, False]
+        placement.note_replies("ab", {"a": reply(), "b": reply("ffn.1")})
+        assert not placement.is_away("ffn.0"), "its server has dropped it"
+
+    def test_a_server_that_was_started_anew_is_a_stranger_until_it_is_asked(self):
+        placement = Placement(seed=0)
+        for server_id in ("first", "second"):
+            placement.note_replies("a", {"a": pb.InfoReply(server_id=server_id)})
+            placement.note_answer("a", mark_of(server_id))
+            placement.note_answer("a", 0)  # it does not say
+            assert not placement.has_strangers
+            placement.note_answer("a", mark_of("another"))
+            assert placement.has_strangers
 
     def test_an_unknown_expert_has_no_host(self):
         assert self.make(a=()).hosts_of("ffn.0") == ()

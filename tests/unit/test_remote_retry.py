@@ -62,6 +62,12 @@ def test_pauses_grow_up_to_the_longest_and_vary():
     assert trial.num_retries == 8
 
 
+def test_however_many_there_are_they_grow_no_more():
+    trial = attempts(RetryPolicy(patience_s=1e6), timeout_s=1e6)
+    pauses = [trial.pause_before_next([GONE]) for _ in range(1200)]
+    assert all(pause is not None and 0.25 <= pause <= 0.5 for pause in pauses[4:])
+
+
 def test_a_servers_hint_is_honoured():
     assert (
         attempts(RetryPolicy()).pause_before_next([errors.ServerBusyError("full", retry_after_s=7.0)]) == 7.0
