@@ -127,9 +127,14 @@ def test_retries_share_a_budget_that_successes_refill():
     assert repr(budget) == "RetryBudget(2.0 of 2.0)"
 
 
-def test_waiting_for_a_server_that_is_gone_takes_nothing_from_the_budget():
-    policy = RetryPolicy(budget=1.0)
+@pytest.mark.parametrize(
+    "error",
+    [GONE, errors.DeadlineExceededError("no answer yet"), errors.ExpertNotFoundError("it may have moved")],
+    ids=lambda error: type(error).__name__,
+)
+def test_waiting_for_a_server_and_looking_for_an_expert_take_nothing_from_the_budget(error):
+    policy = RetryPolicy(budget=1.0, max_retries=0)
     budget = RetryBudget(policy)
     trial = Attempts(policy, budget, Deadline(100.0))
-    assert all(trial.pause_before_next([GONE]) is not None for _ in range(10))
+    assert all(trial.pause_before_next([error]) is not None for _ in range(10))
     assert budget.try_take()
