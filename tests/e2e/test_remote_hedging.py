@@ -148,6 +148,16 @@ def test_the_request_that_lost_is_cancelled(replicas):
         wait_until_inside(first.server, 0)
 
 
+def test_requests_that_lost_count_as_slow_ones(replicas):
+    experts, first, _ = connected(replicas)
+    latencies = experts.connection._delivery._hedging.latencies
+    first.modules["ffn.0"].gate.clear()
+    with experts, torch.no_grad():
+        for _ in range(10):
+            experts["ffn.0"](torch.ones(1, 4))
+        wait_until(lambda: latencies.usual_s(first.server.address) > SOON.first_after_s)
+
+
 def test_only_calls_without_an_answer_are_asked_twice(replicas):
     experts, first, other = connected(replicas, hedge=HedgePolicy(first_after_s=2.0))
     with experts:

@@ -126,6 +126,23 @@ def test_zero_grad_forgets_a_backward_that_was_under_way_and_keeps_those_after_i
         assert weight(experts) == pytest.approx(-LR * 100)
 
 
+def test_who_waits_is_not_overtaken_when_something_else_ends() -> None:
+    with hosting() as (modules, experts, threads):
+        optimizer = RemoteOptimizer([experts["a"]])
+        after, elsewhere = forward(experts, "a", 100.0), forward(experts, "b", 1.0)
+        under_way = begun(threads, modules["a"], experts, "a", 10.0)
+        step = threads.submit(optimizer.step)
+        wait_until(lambda: num_waiting(experts) == 1)
+        later = threads.submit(after.backward)
+        wait_until(lambda: num_waiting(experts) == 2)
+        elsewhere.backward()
+        assert num_waiting(experts) == 2
+        modules["a"].may_go.set()
+        for future in (under_way, step, later):
+            future.result(START_S)
+        assert weight(experts) == pytest.approx(-LR * 10)
+
+
 def test_those_of_other_experts_are_not_waited_for() -> None:
     with hosting() as (modules, experts, threads):
         backward(experts, "a", 1.0)

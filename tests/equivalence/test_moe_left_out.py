@@ -72,6 +72,13 @@ def test_an_expert_that_returns_nothing_is_no_failure():
         layer(tokens())
 
 
+def test_a_module_here_is_called_by_its_place_whatever_its_name():
+    layer = layer_of(fails={0: "forward"})
+    layer.experts[0].name = "ffn.7"
+    _, routing = layer(tokens(), return_routing=True)
+    assert [failure.expert for failure in routing.failures] == ["expert 0"]
+
+
 def test_a_strict_layer_raises_what_the_expert_raises():
     layer = layer_of(fails={0: "forward"}, on_failure="raise")
     with pytest.raises(ServerUnavailableError, match="the cable is out"):
@@ -178,6 +185,18 @@ def test_an_expert_here_that_has_not_begun_when_the_time_is_over_is_left_out(tim
     torch.testing.assert_close(y, expected_of(layer, x, lost_in_forward={2, 3, 4}))
 
 
+def test_no_token_has_what_it_needs_from_an_expert_here_that_failed(timers):
+    class Looking(Unreliable):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not timers
+            return super().forward(x)
+
+    layer = layer_of(NUM_EXPERTS, fails={0: "forward"}, timeout_after_min_s=60.0, max_concurrency=1)
+    layer.experts[1] = Looking().double()
+    layer(tokens())
+    assert len(timers) == 1
+
+
 def test_ctrl_c_in_a_forward_stops_the_clock(timers):
     layer = layer_of(NUM_EXPERTS, fails={1: "forward"}, timeout_after_min_s=60.0, max_concurrency=1)
     layer.experts[1].error = KeyboardInterrupt()
@@ -231,11 +250,16 @@ def test_a_compiled_backward_is_waited_for_as_others_are():
 
 
 def test_a_layer_that_has_seen_failures_can_be_copied_and_saved():
-    layer, x = layer_of(fails={0: "forward"}), tokens()
+    layer, x = layer_of(3, fails={0: "forward"}), tokens()
     layer(x)
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), layer(x))
     assert twin.experts[0].num_calls == 1, "the copy leaves it alone as well"
+    twin.experts[1].fails_in = "forward"
+    twin(x), layer(x), layer(x)
+    assert [expert.num_calls for expert in layer.experts][:2] == [1, 4], (
+        "what fails there is not left alone here"
+    )
     assert layer.state_dict().keys() == layer_of(on_failure="raise").state_dict().keys()
 
 

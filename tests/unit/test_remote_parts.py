@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from contextvars import copy_context
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_autograd._natural_order import natural_order
+from moe_autograd.remote.awaiting import SCOPE, Scope
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.channel import Channel
 from moe_autograd.remote.deadline import Deadline
@@ -79,6 +81,31 @@ class TestNumbering:
         with numbering.sequences(1) as (numbers, below):
             assert below == numbers[0]
 
+    def step_in(self, scope: Scope | None, numbering: Numbering, *, fails: bool = False) -> int:
+        """Return the number of a step."""
+
+        def step() -> int:
+            SCOPE.set(scope)
+            with numbering.sequences(1, ["a"]) as ((number,), _):
+                return number // (not fails)
+
+        return copy_context().run(step)
+
+    def test_of_steps_that_nobody_has_heard_of_the_last_one_is_repeated_also_if_it_failed(self):
+        numbering, scope = Numbering(), Scope()
+        assert self.step_in(scope, numbering) == 1
+        with pytest.raises(ZeroDivisionError):
+            self.step_in(scope, numbering, fails=True)
+        scope.end(was_heard=False)
+        assert self.step_in(None, numbering) == 2
+
+    def test_a_step_that_another_one_has_followed_is_not_repeated(self):
+        numbering, one, other = Numbering(), Scope(), Scope()
+        assert [self.step_in(scope, numbering) for scope in (one, other)] == [1, 2]
+        one.end(was_heard=False)
+        other.end(was_heard=True)
+        assert self.step_in(None, numbering) == 3
+
     def test_two_clients_have_two_names(self):
         assert Numbering().client_id != Numbering().client_id
 
@@ -128,7 +155,7 @@ class TestPlacement:
             for _ in range(3):  # in one rest they count once
                 placement.note_failure("a")
             began_at = now[0]
-            while placement.hosts_of("ffn.0") != ("a", "b"):
+            while placement.hosts_of("ffn.0") != ("a", "b") and now[0] < began_at + 60:
                 now[0] += 0.125
             lengths.append(now[0] - began_at)
         assert lengths == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]

@@ -107,6 +107,13 @@ class TestMalformed:
             reader.feed(message)
             assert not reader.prove_finite()
 
+    def test_nothing_is_known_of_values_that_were_encoded(self):
+        writer, reader = ParcelWriter(), ParcelReader()
+        writer.add(entry(), [torch.ones(64)], pb.AS_BFLOAT16)
+        (parcel,) = reader.feed(writer.next_message())
+        assert torch.equal(*parcel.tensors, torch.ones(64))
+        assert not reader.prove_finite()
+
     def test_a_parcel_without_a_head_is_refused(self):
         (parcel,) = read([packet(pb.Announcement())])
         assert parcel.head is None
