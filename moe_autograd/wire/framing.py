@@ -172,7 +172,7 @@ def _with_trailer(pieces: Iterable[Buffer]) -> bytes:
 
 
 def _has_trailer(sealed: bytes) -> bool:
-    return len(sealed) >= _TRAILER_BYTES and sealed[-_TRAILER_BYTES : -_TRAILER_BYTES + 1] == _CHECKSUM
+    return sealed[-_TRAILER_BYTES : -_TRAILER_BYTES + 1] == _CHECKSUM
 
 
 def mark_of(server_id: str) -> int:

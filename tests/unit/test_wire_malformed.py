@@ -10,8 +10,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_autograd.errors import CorruptDataError, InvalidCallError
+from moe_autograd.errors import CorruptDataError, InvalidCallError, ServerBusyError
 from moe_autograd.wire import experts_pb2 as pb
+from moe_autograd.wire.options import PARCEL_BYTES
 from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from moe_autograd.wire.tensors import TensorLimits
 from tests.support.parcels import PART_BYTES, announce, entry, floats, messages_of, packet, read
@@ -69,6 +70,18 @@ class TestMalformed:
         message = packet(*(announce(number, floats(1)) for number in range(3)))
         (refused,) = reader.feed(message)
         assert refused.number == 2
+
+    def test_an_unfinished_parcel_counts_with_what_it_takes_beside_its_tensors(self):
+        reader = ParcelReader(TensorLimits(max_unfinished_bytes=2 * (PARCEL_BYTES + 80)))
+        (refused,) = reader.feed(packet(*(announce(number, floats(20)) for number in range(3))))
+        assert refused.number == 2
+        assert isinstance(refused.error, ServerBusyError)
+
+    def test_one_alone_may_have_all_unfinished_bytes_in_its_tensors(self):
+        reader = ParcelReader(TensorLimits(max_unfinished_bytes=80))
+        assert reader.feed(packet(announce(0, floats(20)))) == []
+        (refused,) = reader.feed(packet(announce(1, floats(1))))
+        assert isinstance(refused.error, ServerBusyError)
 
     def test_a_header_that_is_none_is_refused_alone(self):
         odd = pb.Announcement(parcel=0, tensors=[b"\xff"], state_entry=entry())
