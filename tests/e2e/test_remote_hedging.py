@@ -218,6 +218,14 @@ def test_an_error_of_the_expert_is_raised_as_without_hedging(replicas):
         experts["ffn.0"](torch.ones(1, 4))
 
 
+def test_what_a_server_could_not_compute_is_not_asked_of_another(replicas):
+    experts, first, other = connected(replicas, hedge=HedgePolicy(first_after_s=1e6))
+    first.modules["ffn.0"].linear = nn.Linear(5, 5)
+    with experts, pytest.raises(ExpertFailedError):
+        experts["ffn.0"](torch.ones(1, 4))
+    assert other.modules["ffn.0"].num_calls == 0
+
+
 def call_and_note(experts: RemoteExperts, became: list[BaseException]) -> None:
     try:
         experts["ffn.0"](torch.ones(1, 4))
