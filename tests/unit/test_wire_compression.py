@@ -104,6 +104,18 @@ def test_shape_and_dtype_come_back(encoding, shape, part_bytes):
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_reader_knows_whether_something_encoded_is_still_to_come(encoding):
+    writer, reader = ParcelWriter(part_bytes=64), ParcelReader()
+    writer.add(pb.StateEntry(), [torch.ones(100)], encoding)
+    to_come = []
+    for message in iter(writer.next_message, None):
+        reader.feed(message)
+        to_come.append(reader.num_encoded)
+    assert to_come == [1] * (len(to_come) - 1) + [0]
+    assert len(to_come) > 1
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_fewer_bytes_travel(encoding):
     num_bytes = compression.encoded_bytes(torch.float32, 2560, encoding)
     assert num_bytes == {pb.AS_INT8_BLOCKS: 2600}.get(encoding, 5120)

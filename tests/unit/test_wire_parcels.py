@@ -188,6 +188,15 @@ class TestSharing:
             writer.add(entry(), [torch.ones(size)])
         assert max(map(len, messages_of(writer))) < PART_BYTES + 400
 
+    @pytest.mark.parametrize(
+        ("num_tensors", "key"), [(4, "w"), (1, "w" * (PART_BYTES - 44))], ids=["gaps", "heads"]
+    )
+    def test_so_are_those_that_are_gaps_or_heads_mostly(self, num_tensors, key):
+        writer = ParcelWriter(PART_BYTES)
+        for _ in range(200):
+            writer.add(pb.StateEntry(key=key), [torch.ones(1, dtype=torch.uint8)] * num_tensors)
+        assert max(map(len, messages_of(writer))) < 1.5 * PART_BYTES
+
     def test_a_call_added_later_continues_the_stream(self):
         writer = ParcelWriter(PART_BYTES)
         first = writer.add(entry(), [torch.ones(2000)])
