@@ -72,9 +72,10 @@ class TestMalformed:
         assert refused.number == 2
 
     def test_an_unfinished_parcel_counts_with_what_it_takes_beside_its_tensors(self):
-        reader = ParcelReader(TensorLimits(max_unfinished_bytes=2 * (PARCEL_BYTES + 80)))
-        (refused,) = reader.feed(packet(*(announce(number, floats(20)) for number in range(3))))
-        assert refused.number == 2
+        both, most = packet(announce(0, floats(20)), announce(1, floats(20))), 2 * (PARCEL_BYTES + 80)
+        assert ParcelReader(TensorLimits(max_unfinished_bytes=most)).feed(both) == []
+        (refused,) = ParcelReader(TensorLimits(max_unfinished_bytes=most - 1)).feed(both)
+        assert refused.number == 1
         assert isinstance(refused.error, ServerBusyError)
 
     def test_one_alone_may_have_all_unfinished_bytes_in_its_tensors(self):
