@@ -67,29 +67,6 @@ def test_training_is_that_of_plain_local_experts(memory: MemoryConfig, store: st
         torch.testing.assert_close(other, one)
 
 
-@pytest.mark.parametrize(
-    "update", [{"update": "on_backward"}, {"update": "on_samples", "samples_per_update": 12}], ids=str
-)
-def test_experts_that_backwards_update_come_and_go_with_their_optimizers_state(
-    update: dict[str, Any],
-) -> None:
-    def weights(memory: MemoryConfig) -> list[Tensor]:
-        torch.manual_seed(0)
-        hosted: dict[str, nn.Module] = {f"ffn.{i}": FeedForwardExpert(D) for i in range(NUM_EXPERTS)}
-        num_bytes = sum(p.nbytes for expert in hosted.values() for p in expert.parameters())
-        with serving(hosted, memory, of_training=update) as server, connect(server.address) as there:
-            layer = layer_of(there)
-            result = trained(layer, [make_adam(layer.parameters())])
-            if memory.offload:
-                assert resident(server).peak_bytes <= resident(server).limit_bytes
-                assert resident(server).known_bytes > 3 * num_bytes, "weights and two moments"
-            return result
-
-    offloaded = MemoryConfig(recompute=True, offload=True)
-    for one, other in zip(weights(MemoryConfig()), weights(offloaded), strict=True):
-        torch.testing.assert_close(other, one)
-
-
 def test_dropout_and_buffers_are_those_of_a_server_that_saves_nothing() -> None:
     """Recomputed forwards draw the same numbers, also when the expert left memory in between."""
 
@@ -275,6 +252,34 @@ def test_a_weight_that_an_offloaded_expert_returns_is_sent_though_another_takes_
     for i, answer in enumerate(answers):
         assert [tensor.flatten()[0].item() for tensor in answer.tensors] == [i, i, i]
     offload.close()
+
+
+@pytest.mark.parametrize(
+    "update", [{"update": "on_backward"}, {"update": "on_samples", "samples_per_update": 3}], ids=str
+)
+def test_the_optimizers_state_of_experts_that_backwards_update_comes_and_goes(
+    update: dict[str, Any], tmp_path: Path
+) -> None:
+    hosted: dict[str, nn.Module] = {f"e.{i}": FeedForwardExpert(D) for i in range(2)}
+    local = copy.deepcopy(hosted)
+    optimizers = {name: make_adam(module.parameters()) for name, module in local.items()}
+    memory = MemoryConfig(recompute=True, offload=True)
+    with (
+        serving(hosted, memory, tmp_path, of_training=update) as server,
+        WireClient(server.address) as client,
+    ):
+        for name in [*hosted] * 3:
+            client.forward(name, tokens(3, D))
+            (got,) = client.backward(name, tokens(3, D)).tensors
+            leaf = tokens(3, D).requires_grad_()
+            local[name](leaf).backward(tokens(3, D))
+            optimizers[name].step(), optimizers[name].zero_grad()
+            torch.testing.assert_close(got, leaf.grad)
+        resident(server).flush()
+        assert {"e.0.optimizer", "e.1.optimizer"} <= {
+            one.name for one in (tmp_path / "resident-store").iterdir()
+        }
+        assert resident(server).peak_bytes <= resident(server).limit_bytes
 
 
 def test_only_what_updates_reads_and_writes_the_optimizers_state(tmp_path: Path) -> None:
