@@ -15,6 +15,6 @@ def expert() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
 
-def is_made_in_turn(module: Callable[..., Any], x: Any = None) -> bool:
+def is_made_in_turn(module: Callable[..., Any], x: Any = None, *more: Any, **kwargs: Any) -> bool:
     x = torch.randn(3, 4, requires_grad=True) if x is None else x
-    return in_turn.call_in_turn([module], [(x,)], [{}]) is not None
+    return in_turn.call_in_turn([module], [(x, *more)], [kwargs]) is not None
