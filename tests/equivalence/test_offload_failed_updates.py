@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.offloading import assert_same_weights, both, ffn
+from tests.support.offloading import OPTIMIZERS, assert_same_weights, both, ffn
+from tests.support.scarce import no_thread_to_give
 from tests.support.stores import WatchedStore
 
 PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8")
@@ -106,6 +107,21 @@ def test_an_update_at_the_end_of_a_backward_that_raises_leaves_the_other_experts
     del others
     sum(expert(x) for expert in experts).sum().backward()  # type: ignore[union-attr]
     train_plain([0, 1, 2])
+    assert_same_weights(experts, plain)
+
+
+def test_updates_in_backwards_are_made_once_each_also_while_the_system_has_no_thread_to_give() -> None:
+    """The first one raised, and the second backward made its update, too."""
+    experts, plain = both(lambda: nn.Linear(4, 4), 2, OPTIMIZERS["momentum"], update="on_backward")
+    optimizers = [OPTIMIZERS["momentum"](module.parameters()) for module in plain]
+    x = torch.randn(6, 4)
+    with no_thread_to_give():
+        experts[0](x).sum().backward()
+    experts[0](x).sum().backward()
+    for _ in range(2):
+        optimizers[0].zero_grad()
+        plain[0](x).sum().backward()
+        optimizers[0].step()
     assert_same_weights(experts, plain)
 
 

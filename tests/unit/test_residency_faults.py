@@ -1,10 +1,11 @@
-"""Parts when something goes wrong: no memory, a part that cannot be attached, a close or the collector in between."""
+"""Parts when something goes wrong: no memory, no thread, a part that cannot be attached, a close or the collector."""
 
 from __future__ import annotations
 
 import gc
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import RamStore
-from tests.support.stores import WatchedStore
+from tests.support.scarce import no_thread_to_give
+from tests.support.stores import WatchedStore, put_all_out
 
 PATIENCE_S = 60
 TOO_MUCH = 1 << 60
@@ -78,6 +80,31 @@ def test_a_wish_that_the_system_has_no_memory_for_does_not_stop_the_others(
     residency.prefetch([a])
     store.wait_for("read a")
     assert_can_be_held(residency, a)
+
+
+def test_parts_are_written_and_read_ahead_while_the_system_has_no_thread_to_give(store: WatchedStore) -> None:
+    """Whoever came next waited for ever for a write that nobody had begun."""
+    residency = Residency(150, store, torch.device("cpu"))
+    part = part_of(residency, "a")
+    with no_thread_to_give():
+        with residency.hold([part]):
+            residency.changed(part)
+        residency.flush()
+        put_all_out(residency)
+        residency.prefetch([part])
+        store.wait_for("read a")
+    assert store.events == ["write a", "read a"]
+    residency.close()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_experts_that_the_system_has_no_thread_for_leave_nothing(tmp_path: Path) -> None:
+    def build() -> OffloadedExperts:
+        return OffloadedExperts([nn.Linear(4, 4)], max_resident_bytes=1000, store=tmp_path)
+
+    with no_thread_to_give(), pytest.raises(RuntimeError, match="thread"):
+        build()
+    build().close()  # the folder is free
 
 
 @pytest.mark.parametrize("ahead", [False, True])

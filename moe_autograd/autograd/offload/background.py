@@ -17,12 +17,31 @@ from moe_autograd.autograd.offload.parts import Part
 T = TypeVar("T")
 
 
+def begun_threads(*names: str) -> list[futures.ThreadPoolExecutor]:
+    """Return executors of one thread each, which is there from the start.
+
+    `submit` of one without a thread raises where the system has none to give, and keeps what it was given all the same:
+    it would be run after what is submitted next.
+
+    Raises:
+        RuntimeError: the system has no thread to give.
+    """
+    executors = [futures.ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
+    for executor in executors:
+        executor.submit(_begin)
+    return executors
+
+
+def _begin() -> None:
+    """What a thread does first."""
+
+
 class Mover:
     """Moves one part after the other until there is none left; whoever has more to move starts it again.
 
     Args:
-        name: of the thread.
-        lock: held by whoever calls `start`, and while `choose` runs; told when nothing is left.
+        thread: that moves them.
+        lock: held by whoever calls `start`, and while `choose` runs; told when it moves no more.
         choose: returns the next part, marked as being moved; `None` if there is none now.
         move: moves it, with the lock released; raises nothing.
         device: of the parts. On a GPU the thread has a stream of its own, and moves wait for nobody's kernels. So a
@@ -31,7 +50,7 @@ class Mover:
 
     def __init__(
         self,
-        name: str,
+        thread: futures.Executor,
         lock: Guard,
         choose: Callable[[], Part | None],
         move: Callable[[Part], None],
@@ -39,8 +58,8 @@ class Mover:
     ) -> None:
         self.is_moving = False
         self._stream = stream_apart(device)
+        self._thread = thread
         self._lock, self._choose, self._move = lock, choose, move
-        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def start(self) -> None:
         """Begin, if it does not move already. The lock is held."""
@@ -67,10 +86,10 @@ class Mover:
 
 
 class Apart:
-    """A thread of its own, outside of the modes and random numbers of whoever calls; one function at a time."""
+    """A thread outside of the modes and random numbers of whoever calls; one function at a time."""
 
-    def __init__(self, name: str) -> None:
-        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix=name)
+    def __init__(self, thread: futures.Executor) -> None:
+        self._thread = thread
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function there; it has ended when this returns or raises."""

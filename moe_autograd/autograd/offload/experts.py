@@ -78,7 +78,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         TypeError: an expert is no module, or has a tensor of a dtype that safetensors has not (complex128);
             `optimizer` is no function, but an optimizer, for one, or returns none, or one whose step wants a closure
             (LBFGS); `store` is none; `beside` is something else.
-        RuntimeError: other experts use the folder, in this process or another.
+        RuntimeError: other experts use the folder, in this process or another; or the system has no thread to give.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
     are any, except for weights, which are found again by place. `step` between a forward and its backward makes

@@ -45,7 +45,7 @@ import torch
 from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream
-from moe_autograd.autograd.offload.background import Apart
+from moe_autograd.autograd.offload.background import Apart, begun_threads
 from moe_autograd.autograd.offload.checks import check_fits, check_process
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
@@ -71,6 +71,9 @@ class Residency:
     Attributes:
         places: where the tensors lay that were taken over.
 
+    Raises:
+        RuntimeError: the system has no thread to give.
+
     Threads: any thread may call anything; `hold` blocks until there is room.
     """
 
@@ -79,13 +82,14 @@ class Residency:
         self.places: Places = WeakKeyDictionary()
         self._known_bytes = 0
         self._lock = Guard()
+        reader, writer, updater = begun_threads("offload-read", "offload-write", "offload-update")
         self._resident = Resident(limit_bytes, device)
-        self._transfers = Transfers(self._lock, self._resident, store)
+        self._transfers = Transfers(self._lock, self._resident, store, reader, writer)
         self._holders = Holders()
         self._passing = Passing()
         self._is_closed = False
         self._process = os.getpid()
-        self._apart = Apart("offload-update")
+        self._apart = Apart(updater)
 
     def __repr__(self) -> str:
         with self._lock:

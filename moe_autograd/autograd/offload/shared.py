@@ -30,7 +30,7 @@ class SharedResidency:
         device: of the buffers.
 
     Raises:
-        RuntimeError: other experts use the folder, in this process or another.
+        RuntimeError: other experts use the folder, in this process or another; or the system has no thread to give.
 
     Threads: any may call `close`; `checkpoint` and `restore` belong where no forward, backward or update runs.
     """

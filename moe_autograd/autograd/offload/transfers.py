@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import torch
 
@@ -27,9 +28,13 @@ class Transfers:
         lock: guards the parts and all state here; told whenever a part is no longer marked.
         resident: the parts in memory.
         store: where the rest is.
+        reader: its thread reads.
+        writer: its thread writes.
     """
 
-    def __init__(self, lock: Guard, resident: Resident, store: Store) -> None:
+    def __init__(
+        self, lock: Guard, resident: Resident, store: Store, reader: Executor, writer: Executor
+    ) -> None:
         self.to_write = ToWrite()
         self._wishes: OrderedDict[Part, None] = OrderedDict()
         self._lock, self._resident, self._store = lock, resident, store
@@ -37,8 +42,8 @@ class Transfers:
         self._error: BaseException | None = None  # the last one's
         self._is_closed = False
         device = resident.buffers.device
-        self._reader = Mover("offload-read", lock, self._next_wish, self._grant, device)
-        self._writer = Mover("offload-write", lock, self.to_write.take_next, self._write, device)
+        self._reader = Mover(reader, lock, self._next_wish, self._grant, device)
+        self._writer = Mover(writer, lock, self.to_write.take_next, self._write, device)
 
     @property
     def is_moving(self) -> bool:
