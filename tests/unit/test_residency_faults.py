@@ -107,6 +107,46 @@ def test_experts_that_the_system_has_no_thread_for_leave_nothing(tmp_path: Path)
     build().close()  # the folder is free
 
 
+def test_who_waits_for_a_write_that_finds_no_memory_to_begin_is_told(
+    residency: Residency, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = part_of(residency, "a")
+    with residency.hold([part]):
+        residency.changed(part)
+
+    def take_next() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(residency._transfers.to_write, "take_next", take_next)
+        with pytest.raises(OSError, match="MemoryError"):
+            residency.flush()
+    residency.flush()
+    assert store.events == ["write a"]
+
+
+def test_wishes_are_granted_though_one_before_them_found_no_memory(
+    residency: Residency, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, tried = part_of(residency, "a"), threading.Event()
+    residency.adopt(part, lambda name: None)  # which the store has
+    store.write("a", part.layout, torch.empty(100, dtype=torch.uint8))
+
+    def make_room(*args: object, **kwargs: object) -> bool:
+        tried.set()
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(residency._transfers, "make_room", make_room)
+        residency.prefetch([part])
+        assert tried.wait(PATIENCE_S)
+        with residency._lock:
+            while residency._transfers._reader.is_moving:
+                assert residency._lock.wait(PATIENCE_S)
+    residency.prefetch([part])
+    store.wait_for("read a")
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_part_that_cannot_be_attached_is_told_and_is_absent_again(
     residency: Residency, ahead: bool

@@ -64,21 +64,29 @@ class Mover:
     def start(self) -> None:
         """Begin, if it does not move already. The lock is held."""
         if not self.is_moving:
+            self._thread.submit(self._run)  # which raises at the interpreter's exit
             self.is_moving = True
-            self._thread.submit(self._run)
 
     def _run(self) -> None:
-        with on_stream(self._stream):
-            while (part := self._next()) is not None:
-                self._move(part)
+        try:
+            with on_stream(self._stream):
+                while (part := self._next()) is not None:
+                    self._move(part)
+        except BaseException:
+            with self._lock:
+                self._rest()
+            raise
 
     def _next(self) -> Part | None:
         with self._lock:
             part = self._choose()
             if part is None:
-                self.is_moving = False
-                self._lock.notify_all()
+                self._rest()
             return part
+
+    def _rest(self) -> None:
+        self.is_moving = False
+        self._lock.notify_all()
 
     def close(self) -> None:
         """Finish what is being moved, and end the thread."""

@@ -43,7 +43,7 @@ class Transfers:
         self._is_closed = False
         device = resident.buffers.device
         self._reader = Mover(reader, lock, self._next_wish, self._grant, device)
-        self._writer = Mover(writer, lock, self.to_write.take_next, self._write, device)
+        self._writer = Mover(writer, lock, self._next_to_write, self._write, device)
 
     @property
     def is_moving(self) -> bool:
@@ -64,7 +64,7 @@ class Transfers:
             text, error = "OffloadedExperts: expected the store to take a part, got", self._error
             if isinstance(error, OSError) and error.errno is not None:
                 raise OSError(error.errno, f"{text} {error.strerror}", error.filename) from error
-            raise OSError(f"{text} {error}.") from error
+            raise OSError(f"{text} {error!r}.") from error
 
     def make_room(self, num_bytes: int, keep: Sequence[Part], spare_wished: bool) -> bool:
         """Free the least recently used until `num_bytes` more fit; start to write those that must be first."""
@@ -167,6 +167,13 @@ class Transfers:
             wait(self._lock.wait)
         self.raise_error(since)
 
+    def _next_to_write(self) -> Part | None:
+        try:
+            return self.to_write.take_next()
+        except BaseException as error:  # as no memory for it: whoever waits is told
+            self._note_failure(error)
+            return None
+
     def _write(self, part: Part) -> None:
         assert part.buffer is not None
         error: BaseException | None = None
@@ -182,10 +189,13 @@ class Transfers:
                 part.is_stored = True
                 self.start_reading()
             else:
-                self.num_failures += 1
-                self._error = error.with_traceback(None)  # its frames know the buffer
+                self._note_failure(error)
                 part.is_changed = True
             self._lock.notify_all()
+
+    def _note_failure(self, error: BaseException) -> None:
+        self.num_failures += 1
+        self._error = error.with_traceback(None)  # its frames know the buffer
 
     def begin_no_more(self) -> None:
         """Go on with what is being read and written, and with what is to be written at once."""
