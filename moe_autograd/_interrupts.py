@@ -15,9 +15,8 @@ end, or for the next `let_through`::
 
 Sections may be nested: the outermost ends the wait, or `let_through`, which is for those who wait within one.
 
-A generator that is a context (`contextlib.contextmanager`) is not left where Ctrl-C comes just as it would be; it ends
-when the exception goes, which a notebook keeps. One that is `unwindable` ends where the exception leaves what is
-`unwinding`.
+A generator that is a context (`_contexts`) is not left where Ctrl-C comes just as it would be; it ends when the
+exception goes, which a notebook keeps. One that is `unwindable` ends where the exception leaves what is `unwinding`.
 
 Threads: any; on others than the main thread nothing is to be done, since handlers do not run there.
 
@@ -35,6 +34,8 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from types import FrameType, GeneratorType
 from typing import Any, ParamSpec, TypeVar, cast
+
+from moe_autograd._contexts import GeneratorContext
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,28 +97,28 @@ class _Opened:
             _hold()
 
 
-class _Unwindable(contextlib._GeneratorContextManager[T]):
+class _Unwindable(GeneratorContext[T]):
     def __enter__(self) -> T:
         if _get_ident() == _main.thread_id:
-            _main.entered.append(self.gen)
+            _main.entered.append(self.generator)
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> bool | None:
         try:
             return super().__exit__(*exc_info)
         finally:
-            generator = cast("GeneratorType[Any, None, None]", self.gen)
+            generator = cast("GeneratorType[Any, None, None]", self.generator)
             is_last = _get_ident() == _main.thread_id and _main.entered[-1:] == [generator]
             if is_last and generator.gi_frame is None:
                 _main.entered.pop()
 
 
 def unwindable(function: Callable[P, Iterator[T]]) -> Callable[P, contextlib.AbstractContextManager[T]]:
-    """Do as `contextlib.contextmanager`; what is entered ends at the latest with what is `unwinding` around it."""
+    """Do as `contextmanager`; what is entered ends at the latest with what is `unwinding` around it."""
 
     @functools.wraps(function)
     def enter(*args: P.args, **kwargs: P.kwargs) -> _Unwindable[T]:
-        return _Unwindable(cast(Any, function), args, kwargs)
+        return _Unwindable(function(*args, **kwargs))
 
     return enter
 

@@ -43,6 +43,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._C._functorch import is_legacy_batchedtensor as _is_batched
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.errors import UnsupportedTransformError
 
 _TORCHS_OWN = (Tensor, torch.nn.Parameter)
@@ -130,7 +131,7 @@ def accelerator_in_use() -> Accelerator | None:
     return _built_for if _built_for is not None and _built_for.is_in_use() else None
 
 
-@contextlib.contextmanager
+@contextmanager
 def put_back(accelerator: Accelerator, devices: Iterable[int]) -> Iterator[None]:
     """Put this thread's device, and its streams on `devices`, back at the end, whatever is current then."""
     own_device = accelerator.current_device()
@@ -201,7 +202,7 @@ class Lanes:
         self._ready = [stream.record_event() for stream in self._callers]
         self._done: list[torch.Event] = []
 
-    @contextlib.contextmanager
+    @contextmanager
     def of(self, number: int) -> Iterator[None]:
         """Let this thread queue the kernels of call `number` on its lanes, and put the thread's own streams back."""
         accelerator = self._accelerator
@@ -233,7 +234,7 @@ class Lanes:
                 stream.wait_event(event)
 
 
-@contextlib.contextmanager
+@contextmanager
 def as_on_lane(number: int) -> Iterator[None]:
     """Let nodes of the graph, made inside, belong to the lanes of call `number`, whose backward leads to them.
 
@@ -314,7 +315,7 @@ def _is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_torch_function_mode_enabled()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _unseen() -> Iterator[None]:
     with torch._C.DisableTorchFunction(), _ExcludeDispatchKeyGuard(_OF_MODES):
         yield

@@ -22,11 +22,11 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted
 from moe_autograd._natural_order import natural_order
 

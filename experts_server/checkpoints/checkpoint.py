@@ -39,6 +39,7 @@ from safetensors import SafetensorError
 from experts_server.checkpoints.snapshot import FORMAT, Snapshot
 from experts_server.configuration.names import check_name
 from experts_server.locks import take_folder
+from moe_autograd._contexts import contextmanager
 from moe_autograd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -249,7 +250,7 @@ def _read_generation(folder: Path) -> dict[str, Snapshot]:
         return {name: _read_expert(folder, name, entry) for name, entry in manifest["experts"].items()}
 
 
-@contextlib.contextmanager
+@contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     """Tell what is damaged (`_Damaged`) from what only cannot be read (`CheckpointError`)."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from experts_server.configuration.names import MAX_NAMES_PER_PATTERN, counted
 from experts_server.configuration.settings import load_config
 from experts_server.serving.certificates import check_credentials
 from experts_server.serving.configured import check_buildable
+from moe_autograd._contexts import contextmanager
 from moe_autograd.errors import ConfigError, MoeAutogradError, RemoteError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.addresses import is_host_and_port
@@ -91,7 +91,7 @@ def _default(model: type[BaseModel], key: str) -> str:
     return f"  [default: {model.model_fields[key].default}]"
 
 
-@contextlib.contextmanager
+@contextmanager
 def _in_one_line() -> Iterator[None]:
     """Show an error of ours as one line and exit 1."""
     try:

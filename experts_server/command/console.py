@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import stat
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from experts_server.command.stdout import open_stream, to_stdout
 from experts_server.command.tables import console_of_any_width, fit, plain_table
 from experts_server.configuration.names import counted
+from moe_autograd._contexts import contextmanager
 from moe_autograd.errors import ConfigError, CorruptDataError, DeadlineExceededError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -48,7 +48,7 @@ class _Line:
         return cast(bytes, self.channel.unary_unary(methods.path(rpc), None, None)(sealed, **self.terms))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _connected(
     address: str,
     *,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 from collections.abc import Iterator
 from typing import BinaryIO, TextIO
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.errors import ConfigError, MoeAutogradError
 
 
-@contextlib.contextmanager
+@contextmanager
 def to_stdout() -> Iterator[None]:
     """Write to stdout within. What its encoding does not have, as the dots of a name that was cut, is a question mark.
 

@@ -5,7 +5,6 @@ Knows nothing of clients, gradients that gather, or what is kept: it makes `Outp
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
 from experts_server.spec import infer_spec
+from moe_autograd._contexts import contextmanager
 from moe_autograd.errors import ExpertFailedError, InvalidCallError, RemoteError
 from moe_autograd.wire.status import told
 from moe_autograd.wire.tensors import check_can_travel
@@ -116,7 +116,7 @@ class ModuleCaller:
             self.changes_buffers[evaluate] = buffers != self._buffers_now()
         return self._outputs_of(result)
 
-    @contextlib.contextmanager
+    @contextmanager
     def on_copies_of_buffers(self, evaluate: bool) -> Iterator[None]:
         """Let the module change copies of its buffers inside; afterwards it has those from before, bit for bit.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from experts_server.hosting.own_memory import storages
+from moe_autograd._contexts import contextmanager
 
 Gradients = Sequence[Tensor | None]
 
@@ -104,7 +104,7 @@ class GraphWeigher:
         self.num_saved = 0
         self._seen = {memory.data_ptr() for tensor in known for memory in storages(tensor)}
 
-    @contextlib.contextmanager
+    @contextmanager
     def weighing(self) -> Iterator[None]:
         """Count what is saved within."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):

@@ -9,13 +9,13 @@ and all else draws from that. An expert made only of layers known to draw nothin
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.separating import ROW_WISE, is_its_class
+from moe_autograd._contexts import contextmanager
 from moe_autograd._random import CallSeeds, GivenSeeds, own_streams, running
 
 DRAWS_NOTHING = ROW_WISE | frozenset(
@@ -46,7 +46,7 @@ class RandomStream:
         self._latest: GivenSeeds | None = None
         self.is_silent = self._seeds is None
 
-    @contextlib.contextmanager
+    @contextmanager
     def drawing(self, seed: int = 0, part: int = FORWARD) -> Iterator[None]:
         """Let random operators of this thread draw from this stream; with a seed, what always follows that."""
         if self._seeds is None:

@@ -15,13 +15,13 @@ Modules with any other part are not separated: their calls are computed one by o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from experts_server.hosting.gradients import Gradients
 from experts_server.hosting.modules import IdentityExpert
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.in_turn import is_watched
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
 
@@ -70,7 +70,7 @@ class LinearTape:
         self._layers = [part for part in module.modules() if type(part) is nn.Linear]
         self._noted: list[tuple[nn.Linear, Tensor, Tensor]] = []
 
-    @contextlib.contextmanager
+    @contextmanager
     def recording(self) -> Iterator[None]:
         """Take note of the calls within."""
         hooks = [layer.register_forward_hook(self._note) for layer in self._layers]

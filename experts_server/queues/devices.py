@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._streams import Accelerator, accelerator_in_use, put_back
 
 _NOTHING = contextlib.nullcontext()
@@ -24,7 +25,7 @@ def devices_contained() -> contextlib.AbstractContextManager[None]:
     return _NOTHING if accelerator is None else _contained(accelerator)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _contained(accelerator: Accelerator) -> Iterator[None]:
     with put_back(accelerator, accelerator.devices()), torch.autograd.set_multithreading_enabled(False):
         yield

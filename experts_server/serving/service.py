@@ -6,7 +6,6 @@ one message each or carry weights.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from experts_server.serving.doorway import EOF, Context, Doorway, Passing, only_
 from experts_server.serving.security import Permission
 from experts_server.serving.streams import PassStream
 from experts_server.serving.unanswered import Unanswered
+from moe_autograd._contexts import contextmanager
 from moe_autograd.errors import CorruptDataError, InvalidCallError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire import methods
@@ -210,7 +210,7 @@ class Service:
                 return seal(await self._apply_state(*await self._receive_state(rpc)))
         raise AssertionError("abort raises")
 
-    @contextlib.contextmanager
+    @contextmanager
     def _weights_under_way(self) -> Iterator[None]:
         self.weights_under_way.take(1)
         try:

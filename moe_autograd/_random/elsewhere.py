@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._random.seeds import CallSeeds, running
 
 Seeds = tuple[list[int], Callable[[], None]]

@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._random.stand_ins import generator_of, lending
 
 # All that draw so where their `dropout_p` is positive (a test compares with torch's own list).
@@ -60,7 +61,7 @@ class OnOwnState(TorchDispatchMode):
             return operator(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _drawing_from(own: torch.Generator) -> Iterator[None]:
     """Let the generator of `own`'s device share its state."""
     device = generator_of(own.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+
+from moe_autograd._contexts import contextmanager
 
 PROCESS_GENERATOR = torch.default_generator
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ class CallSeeds:
             assert self._base is not None
         return _mix(self._base, index)
 
-    @contextlib.contextmanager
+    @contextmanager
     def promised(self) -> Iterator[None]:
         """Inside, calls elsewhere may draw, and other threads take no base that this one's numbers follow from."""
         outer, _ = self._parent
@@ -252,7 +253,7 @@ class GivenSeeds(CallSeeds):
         """Return what the generator of call `index` begins with."""
         return self._seed if index == 0 else _mix(self._seed, index)
 
-    @contextlib.contextmanager
+    @contextmanager
     def promised(self) -> Iterator[None]:
         """Nobody else has the seed."""
         yield

@@ -13,7 +13,6 @@ add it, and the join hands on none for that leaf. Only where that makes no diffe
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 
@@ -119,7 +119,7 @@ def is_worth_adding(leaf: Tensor) -> bool:
     return leaf.grad is not None and leaf.numel() >= LEAST_ADDED
 
 
-@contextlib.contextmanager
+@contextmanager
 def ended(wanted: Iterable[Wanted]) -> Iterator[None]:
     """Add nothing any more if the block is left by an exception (Rule 4)."""
     try:

@@ -14,7 +14,6 @@ its gradient.
 from __future__ import annotations
 
 import collections
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -26,6 +25,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, as_on_lane
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
@@ -316,7 +316,7 @@ def is_entry(node: Node | None) -> bool:
     return type(node) is _ENTRY_NODE
 
 
-@contextlib.contextmanager
+@contextmanager
 def entered_again(values: Sequence[Any]) -> Iterator[list[Any]]:
     """Inside, a call is made with `values`, for the first time or again.
 

@@ -18,7 +18,6 @@ starts such backwards wraps them in `nested_backwards()`, and what is asked for 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -31,6 +30,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.this_backward import kept_by_this_backward
 from moe_autograd.autograd.uncompiled import left_alone
 
@@ -94,7 +94,7 @@ def at_end_of_backward(function: Callable[[], object]) -> None:
         _end_of_this_backward().add(function)
 
 
-@contextlib.contextmanager
+@contextmanager
 def nested_backwards() -> Iterator[None]:
     """Inside, a backward that ends is not the end: `at_end_of_backward` waits for the one that runs now.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
 from moe_autograd.autograd.boxed import Grads
@@ -366,7 +367,7 @@ def _tie(calls: JoinedModules) -> Sequence[Sequence[Tensor]]:
         return lead_to_used(calls, join(calls))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _thawed(calls: Sequence[ModuleCall]) -> Iterator[None]:
     """Tie leaves that were frozen after a call used them, too: what they are in the backward counts, as in a loop."""
     frozen = [leaf for call in calls for leaf in call.leaves if not leaf.requires_grad]

@@ -23,7 +23,6 @@ Threads: `of` is used by the thread that runs the call; hooks never run at the s
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import unwindable
 from moe_autograd._random import running
 from moe_autograd.autograd.unrecorded import unrecorded
@@ -198,7 +198,7 @@ def _saving_by(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-@contextlib.contextmanager
+@contextmanager
 def handing_on(pack: Any, to: Any) -> Iterator[None]:
     """Let everybody know in this block that what one hook sees it hands on to another.
 

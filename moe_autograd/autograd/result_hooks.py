@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import abc
 import collections
-import contextlib
 import functools
 import threading
 import weakref
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, innermost, of_several, waited_for
 
@@ -240,7 +240,7 @@ class Arrived(Within):
         return seed
 
 
-@contextlib.contextmanager
+@contextmanager
 def begun_with(
     seeds: Sequence[tuple[Within, Tensor | None]], *, others_sleep: bool = False
 ) -> Iterator[None]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._habits import habit_of
 from moe_autograd._interrupts import unwinding
 from moe_autograd._random import CallSeeds, own_streams, running

@@ -21,7 +21,6 @@ gradient. Nobody can keep the engine from it, so such a backward is refused.
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
 
@@ -125,7 +125,7 @@ def let_these_sleep(hooks: Any) -> Ends:
     return frozenset([id(hooks)])
 
 
-@contextlib.contextmanager
+@contextmanager
 def sleeping_hooks(
     starts: Sequence[Node], ends: Ends, tensors: Callable[[], Iterable[Tensor]] = tuple
 ) -> Iterator[None]:
@@ -180,7 +180,7 @@ def let_new_hooks_sleep() -> None:
         _inner.backwards[number] = let_hooks_sleep(tensors())
 
 
-@contextlib.contextmanager
+@contextmanager
 def all_hooks_sleep(ends: Ends) -> Iterator[None]:
     """Run inner backwards, wherever they begin: wrapped hooks at these ends do nothing on this thread."""
     outer, _inner.of_all = _inner.of_all, _inner.of_all | ends
@@ -190,7 +190,7 @@ def all_hooks_sleep(ends: Ends) -> Iterator[None]:
         _inner.of_all = outer
 
 
-@contextlib.contextmanager
+@contextmanager
 def retained_grads_untouched(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put back the `.grad` of tensors that retain it: an inner backward adds its part, the outer one all."""
     retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]

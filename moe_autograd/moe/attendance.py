@@ -7,7 +7,6 @@ have a group that leaves out nobody: they have answered when it returns.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.grouping import CallFailure, CallGroup, LenientCallGroup, group_of
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
@@ -245,7 +245,7 @@ class _GroupAttendance:
         del failure  # where this raises, its frame is in the traceback: the exception must not hold itself
         self.attendance.note_failure(position, phase, errors.pop())
 
-    @contextlib.contextmanager
+    @contextmanager
     def waiting(self, phase: str, give_up: Callable[[str], None]) -> Iterator[_Roll]:
         wait = self.attendance.wait_in(phase)
         with wait.waiting(give_up):

@@ -14,7 +14,6 @@ Shape letters: T tokens.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted
 
 GiveUp = Callable[[str], None]
@@ -74,7 +74,7 @@ class Wait:
         with self._lock:
             return bool(self._is_waiting_T()[self._on_cpu[call]].any())
 
-    @contextlib.contextmanager
+    @contextmanager
     def waiting(self, give_up: GiveUp) -> Iterator[None]:
         """Have `give_up` called with the reason, if the time comes within the block; at once if it has come."""
         with self._lock:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted
 from moe_autograd.errors import CorruptDataError, DeadlineExceededError, RemoteError, ServerUnavailableError
 from moe_autograd.remote.compression import Compression, Encodings
@@ -269,7 +270,7 @@ class Channel:
     def __repr__(self) -> str:
         return f"Channel({self.address!r})"
 
-    @contextlib.contextmanager
+    @contextmanager
     def our_errors(self, rpc: str, operation: Operation, *, may_interrupt: bool = False) -> Iterator[Passage]:
         """Make an RPC in this block; what it raises is raised as one of ours.
 

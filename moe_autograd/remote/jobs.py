@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.grouping import Attendance, CallFailure, Failures
 from moe_autograd.errors import RemoteError, ServerUnavailableError
 from moe_autograd.remote.calls import Outcome, Request

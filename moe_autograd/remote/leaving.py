@@ -18,12 +18,13 @@ Threads: any.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from moe_autograd._contexts import contextmanager
 
 if TYPE_CHECKING:
     from moe_autograd.remote.jobs import Job
@@ -54,7 +55,7 @@ class LeftForwards:
         self._alive: dict[int, Sequence[Call]] = {}  # those of nodes that are still there, by their `id`
         self._passes: set[object] = set()
 
-    @contextlib.contextmanager
+    @contextmanager
     def passing(self) -> Iterator[None]:
         """Let it be known of a pass until its forwards have failed, or their node is there."""
         this = object()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd._intraop import end_team
 from moe_autograd.errors import RemoteError
 from moe_autograd.remote.channel import Channel

@@ -17,16 +17,21 @@ ROOT = Path(__file__).parents[2]
 DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.errors": (),
     "moe_autograd._natural_order": (),
-    "moe_autograd.timeline": ("moe_autograd._interrupts", "moe_autograd._natural_order"),
+    "moe_autograd._contexts": (),
+    "moe_autograd.timeline": (
+        "moe_autograd._contexts",
+        "moe_autograd._interrupts",
+        "moe_autograd._natural_order",
+    ),
     "moe_autograd._intraop": (),
     "moe_autograd._ambient": ("moe_autograd.errors",),
-    "moe_autograd._random": (),
+    "moe_autograd._random": ("moe_autograd._contexts",),
     "moe_autograd._habits": ("moe_autograd._intraop",),
     "moe_autograd._switching": (),
     "moe_autograd._frames": (),
-    "moe_autograd._interrupts": (),
+    "moe_autograd._interrupts": ("moe_autograd._contexts",),
     "moe_autograd._waiting": ("moe_autograd._interrupts",),
-    "moe_autograd._streams": ("moe_autograd.errors",),
+    "moe_autograd._streams": ("moe_autograd._contexts", "moe_autograd.errors"),
     "moe_autograd._threads": (
         "moe_autograd._frames",
         "moe_autograd._interrupts",
@@ -49,6 +54,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.wire": ("moe_autograd.errors",),
     "moe_autograd.autograd": (
         "moe_autograd._ambient",
+        "moe_autograd._contexts",
         "moe_autograd._frames",
         "moe_autograd._habits",
         "moe_autograd._interrupts",
@@ -63,12 +69,14 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "moe_autograd.moe": (
         "moe_autograd._ambient",
+        "moe_autograd._contexts",
         "moe_autograd._interrupts",
         "moe_autograd.autograd",
         "moe_autograd.errors",
     ),
     "moe_autograd.remote": (
         "moe_autograd._ambient",
+        "moe_autograd._contexts",
         "moe_autograd._interrupts",
         "moe_autograd._intraop",
         "moe_autograd._natural_order",
@@ -95,6 +103,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.configuration",
         "experts_server.locks",
         "experts_server.spec",
+        "moe_autograd._contexts",
         "moe_autograd._random",
         "moe_autograd._streams",
         "moe_autograd.autograd",
@@ -106,6 +115,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.budget",
         "experts_server.hosting",
         "moe_autograd._ambient",
+        "moe_autograd._contexts",
         "moe_autograd._intraop",
         "moe_autograd._natural_order",
         "moe_autograd._streams",
@@ -117,6 +127,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.hosting",
         "experts_server.locks",
         "experts_server.queues",
+        "moe_autograd._contexts",
         "moe_autograd.errors",
     ),
     "experts_server.serving": (
@@ -126,6 +137,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "experts_server.hosting",
         "experts_server.queues",
         "moe_autograd._ambient",
+        "moe_autograd._contexts",
         "moe_autograd._intraop",
         "moe_autograd.errors",
         "moe_autograd.moe.experts",
@@ -134,6 +146,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "experts_server.command": (
         "experts_server.configuration",
         "experts_server.serving",
+        "moe_autograd._contexts",
         "moe_autograd._natural_order",
         "moe_autograd.autograd",
         "moe_autograd.errors",
@@ -217,6 +230,20 @@ def test_nothing_is_pickled(module: str) -> None:
     assert not imported & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
     calls = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not calls & {"torch.load", "torch.save"}
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if name != "moe_autograd._contexts"])
+def test_contexts_raise_what_their_blocks_raise(module: str) -> None:
+    """Those of `contextlib` set an attribute of it, which an exception may refuse."""
+    tree = tree_of(module)
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not (used | imported) & {"contextlib.contextmanager", "contextlib._GeneratorContextManager"}
 
 
 ROOMS_WITH_A_MAP = (

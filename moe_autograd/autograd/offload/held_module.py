@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.checks import check_values
 from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.owners import check_own
@@ -70,7 +71,7 @@ class HeldModule:
         with self.noticing_changes(), _caching_no_casts(self.residency.device):
             return self.module(*args, **kwargs)
 
-    @contextlib.contextmanager
+    @contextmanager
     def noticing_changes(self) -> Iterator[None]:
         """Run the module inside, or its backward; notice if that changes what is held (batch norm's statistics)."""
         before = self._versions()
@@ -139,7 +140,7 @@ def _caching_no_casts(device: torch.device) -> contextlib.AbstractContextManager
     return contextlib.nullcontext()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _without_cached_casts() -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)
     try:

@@ -7,7 +7,6 @@ room for them they are put aside, before it may leave memory, and get a new one 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -58,7 +58,7 @@ class HeldOptimizer:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    @contextlib.contextmanager
+    @contextmanager
     def _counts_on_host(self) -> Iterator[None]:
         """Have the numbers of steps where torch has them; on a GPU it would be waited for, for each parameter anew."""
         states = self._states_with_count() if self._residency.device.type == "cuda" else []

@@ -5,10 +5,11 @@ No locks here: `Residency` has the only one.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+
+from moe_autograd._contexts import contextmanager
 
 
 class Holders:
@@ -29,7 +30,7 @@ class Holders:
         if not self._num_holds[me]:
             del self._num_holds[me]
 
-    @contextlib.contextmanager
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, the current thread waits for room."""
         me = threading.get_ident()

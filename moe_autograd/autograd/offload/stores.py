@@ -8,7 +8,6 @@ checkpoint as well.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.folder_locks import FolderLock
 
@@ -161,7 +161,7 @@ def _write(path: Path, flags: int, header: bytes, flat: torch.Tensor) -> None:
                 rest = rest[os.write(fd, rest) :]
 
 
-@contextlib.contextmanager
+@contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
     """Open a file; what the system says against an operation inside, which knows no name, gets that of the file."""
     fd = os.open(path, flags, 0o644)
