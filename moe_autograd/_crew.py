@@ -36,6 +36,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TypeAlias
 
 from moe_autograd._ambient import Ambient
 from moe_autograd._habits import LIGHT_S, Habit
@@ -54,11 +56,17 @@ MOST_LOOKS_AGAIN = 16  # in a look, at threads that waited before
 MOSTLY = 0.75  # of the threads came to a call: so many at least did of 64 that wait 0.3 ms, a third of 64 that are tiny
 
 
-def taken_from(failures: dict[int, BaseException]) -> dict[int, BaseException]:
-    """Return the failures, and empty the dictionary: frames in their tracebacks hold it, and it is not to hold them."""
-    taken = dict(failures)
+Failure: TypeAlias = tuple[BaseException, TracebackType | None]
+
+
+def taken_from(failures: dict[int, Failure]) -> dict[int, BaseException]:
+    """Return the failures, and empty the dictionary: frames in their tracebacks hold it, and it is not to hold them.
+
+    An exception that several calls have raised, as that of a future is, has the traceback of the first of them.
+    """
+    last_first = sorted(failures.items(), reverse=True)
     failures.clear()
-    return taken
+    return {index: BaseException.with_traceback(*failure) for index, failure in last_first}
 
 
 def _nothing(index: int) -> None:
@@ -84,7 +92,7 @@ class Crew:
         self._pending = deque(order)
         self._limit = limit
         self._scope = scope
-        self._failures: dict[int, BaseException] = {}
+        self._failures: dict[int, Failure] = {}
         self._ambient: Ambient | None = Ambient()
         self._cores = cores  # that many calls may compute at once
         # That many have intra-op threads of their own: where there are more cores than calls, each gets several.
@@ -188,9 +196,9 @@ class Crew:
             except KeyboardInterrupt as interrupt:
                 if not is_added:
                     raise
-                self._failures[index] = interrupt
+                self._failures[index] = interrupt, interrupt.__traceback__
             except BaseException as error:
-                self._failures[index] = error
+                self._failures[index] = error, error.__traceback__
 
     def _leave(self, count: int = 1) -> bool:
         """Take `count` threads off; return whether none is left."""
@@ -227,7 +235,8 @@ class Crew:
             if ambient is not None:  # else Ctrl-C has ended the map before this thread came
                 ambient.run(functools.partial(self._work, is_added=True))
         except BaseException as error:
-            self._failures[self._num_calls] = error  # the world could not be reinstated: no call of ours
+            # the world could not be reinstated: no call of ours
+            self._failures[self._num_calls] = error, error.__traceback__
         finally:
             if not self._have_all:
                 here.progress = None

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from moe_autograd._crew import Crew, taken_from
+from moe_autograd._crew import Crew, Failure, taken_from
 from moe_autograd._habits import Habit
 from moe_autograd._intraop import get_team_size, num_cores, set_team_size
 
@@ -82,7 +82,7 @@ def _run_in_turn(
     call: Callable[[int], None], order: range, scope: Callable[[], AbstractContextManager[object]]
 ) -> dict[int, BaseException]:
     """Run the calls one by one on the calling thread."""
-    failures: dict[int, BaseException] = {}
+    failures: dict[int, Failure] = {}
     entered = scope()
     try:
         with entered:
@@ -92,7 +92,7 @@ def _run_in_turn(
                 except KeyboardInterrupt:
                     raise
                 except BaseException as error:
-                    failures[index] = error
+                    failures[index] = error, error.__traceback__
     except BaseException:
         entered.__exit__(None, None, None)
         raise

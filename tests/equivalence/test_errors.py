@@ -14,6 +14,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,6 +216,32 @@ def test_the_traceback_leads_to_the_line_that_raised_and_the_cause_stays(where: 
     assert names[-1] == "the_line_that_raised"
     assert where in names
     assert caught.value.__cause__ is cause
+
+
+@pytest.mark.parametrize("max_concurrency", [1, 2])
+def test_an_exception_that_several_calls_raise_shows_how_it_came_to_the_first(max_concurrency: int) -> None:
+    third_has_begun = threading.Event()
+
+    def the_line_that_raised() -> None:
+        raise LookupError("shared")
+
+    def call(index: int, x: Tensor) -> Tensor:
+        if index == 2:
+            third_has_begun.set()
+        if index == 1 and max_concurrency == 2:  # so the first has ended, and neither of the others
+            assert third_has_begun.wait(PATIENCE_S)
+        return x * shared.result(PATIENCE_S)
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        shared = pool.submit(the_line_that_raised)
+        with pytest.raises(LookupError) as caught:
+            parallel_apply(
+                [call] * 3, [(i, torch.ones(2)) for i in range(3)], max_concurrency=max_concurrency
+            )
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names.count("call") == 1
+    assert names[-1] == "the_line_that_raised"
+    assert any("call 0" in note and "2 other calls" in note for note in caught.value.__notes__)
 
 
 def test_a_failure_in_a_nested_map_is_noted_once_by_each_map() -> None:
