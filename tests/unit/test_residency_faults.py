@@ -18,6 +18,7 @@ from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import RamStore
 from tests.support.scarce import no_thread_to_give
 from tests.support.stores import WatchedStore, put_all_out
+from tests.support.subprocesses import assert_prints
 
 PATIENCE_S = 60
 TOO_MUCH = 1 << 60
@@ -105,6 +106,31 @@ def test_experts_that_the_system_has_no_thread_for_leave_nothing(tmp_path: Path)
     with no_thread_to_give(), pytest.raises(RuntimeError, match="thread"):
         build()
     build().close()  # the folder is free
+
+
+def test_a_checkpoint_as_the_interpreter_exits_is_told_that_there_are_no_threads_any_more(
+    tmp_path: Path,
+) -> None:
+    """The first one was, and the next waited for ever."""
+    assert_prints(
+        f"""
+        import atexit
+        from torch import nn
+        from moe_autograd.autograd.offload import OffloadedExperts
+
+        experts = OffloadedExperts([nn.Linear(4, 4)], max_resident_bytes=1000, store={str(tmp_path)!r})
+
+        def save_twice():
+            for _ in range(2):
+                try:
+                    experts.checkpoint()
+                except RuntimeError:
+                    print("told")
+
+        atexit.register(save_twice)
+        """,
+        "told told",
+    )
 
 
 def test_who_waits_for_a_write_that_finds_no_memory_to_begin_is_told(
