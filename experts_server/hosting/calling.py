@@ -51,7 +51,7 @@ class ModuleCaller:
         check_calls(f"expert {name!r}", module)
         check_weights(f"expert {name!r}", module)
         self.spec = infer_spec(module)
-        self.random = RandomStream(module)
+        self.random = RandomStream(name, module)
         self.changes_inputs = False  # in place; found out
         # By `evaluate`: whether it changes its buffers, as spectral normalization does; found out at the first call.
         self._with_buffers = [part for part in module.modules() if part._buffers]

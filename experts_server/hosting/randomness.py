@@ -4,11 +4,14 @@ torch has one CPU generator for the whole process. Experts run on several thread
 again, for its backward or by another server, has to see the same dropout mask. So a client sends a seed with each
 forward, and an expert that may draw random numbers draws them from generators of that seed (`moe_autograd._random`
 hands them to the operators). Where none came, forwards that may have a backward take one from the expert's own stream,
-and all else draws from that. An expert made only of layers known to draw nothing, without hooks, pays nothing for this.
+and all else draws from that. It begins where the expert's name and the process's seed tell, and takes nothing from the
+process's generator, which belongs to whoever has made a server in his own process. An expert made only of layers known
+to draw nothing, without hooks, pays nothing for this.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 from experts_server.hosting.separating import ROW_WISE, is_its_class
 from moe_autograd._contexts import contextmanager
-from moe_autograd._random import CallSeeds, GivenSeeds, own_streams, running
+from moe_autograd._random import GivenSeeds, own_streams, running
 
 DRAWS_NOTHING = ROW_WISE | frozenset(
     [
@@ -33,16 +36,18 @@ FORWARD, BACKWARD, LATER = range(3)  # parts of a call: with one seed, each draw
 class RandomStream:
     """The random numbers of one expert.
 
+    Args:
+        name: the expert's.
+        module: that may draw.
+
     Threads: one at a time, as the expert itself.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         may_draw = not all(type(part) in DRAWS_NOTHING and is_its_class(part) for part in module.modules())
-        self._seeds = CallSeeds() if may_draw else None
+        self._seeds = _seeds_of(name) if may_draw else None
         found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
         self._devices = [CPU, *sorted(found - {CPU}, key=str)]
-        if self._seeds is not None:  # seeded now: not by which expert happens to draw first
-            self._seeds.draw(0, CPU)
         self._latest: GivenSeeds | None = None
         self.is_silent = self._seeds is None
 
@@ -90,5 +95,10 @@ class RandomStream:
         drawn = torch.empty((), dtype=torch.int64, device="cpu")
         return int(drawn.random_(1, None, generator=self._seeds.generator(0, CPU)))
 
-    def _generators(self, seeds: CallSeeds) -> list[torch.Generator]:
+    def _generators(self, seeds: GivenSeeds) -> list[torch.Generator]:
         return [seeds.generator(0, device) for device in self._devices]
+
+
+def _seeds_of(name: str) -> GivenSeeds:
+    of_process = GivenSeeds(torch.initial_seed())
+    return GivenSeeds(of_process.seed_of(1 + zlib.crc32(name.encode())))

@@ -112,10 +112,10 @@ def test_without_a_device_turns_are_as_they_are() -> None:
 # ---- random numbers
 
 
-def stream_elsewhere() -> RandomStream:
+def stream_elsewhere(name: str = "elsewhere") -> RandomStream:
     module = nn.Dropout()
     module.register_buffer("scale", torch.ones(1))
-    stream = RandomStream(module)
+    stream = RandomStream(name, module)
     stream._devices.append(ELSEWHERE)
     return stream
 
@@ -137,7 +137,7 @@ def test_what_is_drawn_on_a_device_of_the_module_is_seen_and_put_back() -> None:
 
 
 def test_a_saved_stream_goes_on_on_every_device_that_was_saved() -> None:
-    stream, other, on_cpu = stream_elsewhere(), stream_elsewhere(), RandomStream(nn.Dropout())
+    stream, other, on_cpu = stream_elsewhere(), stream_elsewhere("other"), RandomStream("e", nn.Dropout())
     draw(stream, ELSEWHERE)
     state = stream.state()
     other.set_state(state)
@@ -149,7 +149,7 @@ def test_a_saved_stream_goes_on_on_every_device_that_was_saved() -> None:
 
 
 def test_what_was_saved_on_the_cpu_alone_is_gone_on_with_there() -> None:
-    on_cpu, stream = RandomStream(nn.Dropout()), stream_elsewhere()
+    on_cpu, stream = RandomStream("e", nn.Dropout()), stream_elsewhere()
     stream.set_state(on_cpu.state())
     torch.testing.assert_close(draw(stream, torch.device("cpu")), draw(on_cpu, torch.device("cpu")))
     assert draw(stream, ELSEWHERE).shape == (8,)

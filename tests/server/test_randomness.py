@@ -18,9 +18,9 @@ from tests.support.servers import WireClient
 
 
 def masks(order: list[int]) -> dict[int, Tensor]:
-    """What each of three streams, made in the same way, gives when they draw in this order."""
+    """What the streams of three experts give when they are made, and draw, in this order."""
     torch.manual_seed(7)
-    streams = [RandomStream(nn.Dropout()) for _ in range(3)]
+    streams = {index: RandomStream(f"e{index}", nn.Dropout()) for index in order}
     drawn = {}
     for index in order:
         with streams[index].drawing():
@@ -34,6 +34,23 @@ def test_what_an_expert_draws_does_not_depend_on_who_draws_first() -> None:
         assert torch.equal(one[index], other[index])
     assert not torch.equal(one[0], one[1])
     assert not torch.equal(one[1], one[2])
+
+
+def test_what_an_expert_draws_follows_from_the_seed_of_the_process() -> None:
+    def drawn(seed: int) -> int:
+        torch.manual_seed(seed)
+        return RandomStream("e", nn.Dropout()).next_seed()
+
+    assert drawn(7) == drawn(7) != drawn(2**64 - 1)
+
+
+def test_a_server_in_the_process_draws_nothing_from_its_generator() -> None:
+    expert = ShowsItsMask(64)
+    before = torch.get_rng_state()
+    with ExpertsServer({"e": expert}) as server, WireClient(server.address) as client:
+        client.forward("e", torch.ones(2, 64), call_id=1, keep_graph=True)
+        client.backward("e", torch.ones(2, 64), call_id=1, wants_input_grads=[True])
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def noisy(x: Tensor) -> Tensor:
