@@ -30,8 +30,8 @@ from moe_autograd.autograd.changes import (
 )
 from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import meet
-from moe_autograd.autograd.entry import ESCAPED, Entrance, flatten, is_entry
-from moe_autograd.autograd.escaped import Escaping, asked_within_calls
+from moe_autograd.autograd.entry import Entrance, flatten, is_entry
+from moe_autograd.autograd.escaped import Escaping, refuse_escaped
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
@@ -88,12 +88,11 @@ class JoinedModules(Joined):
 
     def refuse_escaped(self, wanted: Sequence[Wanted]) -> None:
         """See `Joined`."""
-        within = asked_within_calls()
-        if within:
-            reached = [any(own) for own in split(wanted, self.num_inputs)]
-            calls = itertools.compress(self.calls, reached)
-            if not all(self._nodes_within(call).isdisjoint(within) for call in calls):
-                raise RuntimeError(ESCAPED)
+        refuse_escaped(functools.partial(self._nodes_reached, wanted))
+
+    def _nodes_reached(self, wanted: Sequence[Wanted]) -> set[Node | None]:
+        reached = [any(own) for own in split(wanted, self.num_inputs)]
+        return set().union(*map(self._nodes_within, itertools.compress(self.calls, reached)))
 
     def _nodes_within(self, call: ModuleCall) -> set[Node | None]:
         """Return the nodes of a call's graph, and where what it takes enters that."""

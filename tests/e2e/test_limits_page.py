@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.errors import UnsupportedTransformError
 from tests.support.limits_page import in_call, in_loop, leaf, of
+from tests.support.offloading import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -163,6 +165,19 @@ def test_nested_tensors() -> None:
     assert torch.equal(in_call(torch.sin, nested.detach()).to_padded_tensor(0.0), torch.ones(1, 2, 2).sin())
 
 
+def _offloaded_expert_says_that_a_weight_has_another_use() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(super().forward(x))
+            return kept[0] * 2
+
+    kept: list[Tensor] = []
+    (expert,) = OffloadedExperts([Keeps(2, 2)], OPTIMIZERS["sgd"], max_resident_bytes=1000, store="ram")
+    y = expert(leaf())
+    with pytest.raises(RuntimeError, match="got a gradient of another use"):
+        (y + kept[0]).sum().backward()
+
+
 @of("**A tensor with history that leaves a call otherwise than as its result**")
 def test_tensors_that_leave() -> None:
     kept: list[Tensor] = []
@@ -184,6 +199,7 @@ def test_tensors_that_leave() -> None:
     assert torch.equal(torch.autograd.grad(y.sum() + kept[0].sum(), kept)[0], torch.ones(2))
     with pytest.raises(RuntimeError, match="to leave a call as its result"):
         torch.autograd.grad(y.sum() + 0 * kept[0].sum(), x)
+    _offloaded_expert_says_that_a_weight_has_another_use()
     in_object = in_call(lambda x: types.SimpleNamespace(y=[(x * 2, {"z": deque([x.exp()])})]), x)
     found, (deeper,) = in_object.y[0][0], in_object.y[0][1]["z"]
     assert all(torch.autograd.grad(result.sum(), x)[0] is not None for result in (found, deeper))

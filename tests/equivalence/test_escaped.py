@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
+from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.comparison import one_after_another
 
 NUM_CALLS = 3
@@ -234,3 +235,105 @@ def test_what_escaped_a_map_within_a_call_that_is_made_again_is_named() -> None:
     outputs = parallel_apply([Loses(), Loses()], [(x,)] * 2, recompute=True)
     with pytest.raises(RuntimeError, match=ESCAPED):
         torch.stack(outputs).sum().backward()
+
+
+def test_what_escaped_a_map_within_a_call_is_followed_to_what_that_call_takes() -> None:
+    inner = [KeepsFeatures(), KeepsFeatures()]
+
+    def call(x: Tensor) -> Tensor:
+        return torch.stack(parallel_apply(inner, [(x * 2,)] * 2)).sum(0)
+
+    x, z = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    y = torch.stack(parallel_apply([call, lambda y: y * z], [(x.sin(),)] * 2)).sum()
+    loss = y + inner[0].kept.pow(2).sum()
+    with pytest.raises(RuntimeError, match=ESCAPED):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, z)
+    assert torch.equal(grad, x.sin())
+
+
+# ---- of offloaded experts
+
+
+class KeepsPenalty(nn.Module):
+    """Keeps what it computes of its input alone, and what it computes with its weights as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.penalty, self.kept = nn.Linear(4, 4), torch.zeros(()), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty, self.kept = (3 * x).sum(), self.layer(x).tanh()
+        return 2 * self.kept
+
+
+def offloaded(modules: list[KeepsPenalty], *, is_trained: bool = True, **options: Any) -> OffloadedExperts:
+    optimizer = (lambda parameters: torch.optim.SGD(parameters, lr=0.1)) if is_trained else None
+    for module in modules:
+        module.requires_grad_(is_trained)
+    return OffloadedExperts(modules, optimizer, max_resident_bytes=10_000, store="ram", **options)
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+@pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("run", BACKWARDS, ids=range(len(BACKWARDS)))
+def test_what_an_offloaded_expert_keeps_of_its_input_is_not_left_out(
+    run: Callable[[Tensor, list[Tensor]], object], is_trained: bool, num_microbatches: int | None
+) -> None:
+    modules = [KeepsPenalty() for _ in range(NUM_CALLS)]
+    experts = offloaded(modules, is_trained=is_trained, num_microbatches=num_microbatches)
+    for apply in (parallel_apply, functools.partial(parallel_apply, recompute=True), one_after_another):
+        weight = torch.randn(4, 4, requires_grad=True)
+        x = torch.randn(6, 4) @ weight
+        outputs: Any = apply([*experts], [(x,)] * NUM_CALLS)
+        loss = torch.stack(outputs).sum() + sum(module.penalty for module in modules)
+        with pytest.raises(RuntimeError, match=ESCAPED):
+            run(loss, [weight])
+
+
+def test_what_an_offloaded_expert_keeps_is_seen_where_its_weights_are_not_asked_for() -> None:
+    modules = [KeepsPenalty() for _ in range(NUM_CALLS)]
+    experts = offloaded(modules)
+    for apply in (parallel_apply, one_after_another):
+        x, z = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+        # tensors that nobody holds any longer
+        outputs: Any = apply([*experts], [(x * z,), (x * 2,), (z * 2,)])
+        loss = torch.stack(outputs).sum() + modules[1].kept.pow(2).sum()
+        torch.autograd.grad(loss, z, retain_graph=True)
+        with pytest.raises(RuntimeError, match=ESCAPED):
+            torch.autograd.grad(loss, x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="of another use|freed|" + ESCAPED):
+            loss.backward()
+
+
+def test_a_tensor_that_an_offloaded_expert_keeps_is_not_asked_for_beside_others() -> None:
+    x, z = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+    module = KeepsPenalty()
+    y = offloaded([module])[0](x * z)
+    for asked in ([module.kept, x], [module.kept, z]):
+        with pytest.raises(RuntimeError, match=ESCAPED):
+            torch.autograd.grad(y.pow(2).sum() + module.kept.sum(), asked, retain_graph=True)
+
+
+def test_what_an_offloaded_expert_within_a_call_keeps_may_not_be_part_of_the_calls_result() -> None:
+    module = KeepsPenalty()
+    (expert,) = offloaded([module])
+
+    def call(x: Tensor) -> Tensor:
+        return expert(x) + module.penalty
+
+    x = torch.randn(6, 4, requires_grad=True)
+    outputs = parallel_apply([call, torch.sin], [(x,)] * 2)
+    with pytest.raises(RuntimeError, match=ESCAPED):
+        torch.stack(outputs).sum().backward()
+
+
+def test_what_an_offloaded_expert_keeps_and_is_not_in_the_loss_harms_nobody() -> None:
+    module, plain = KeepsPenalty(), KeepsPenalty()
+    plain.load_state_dict(module.state_dict())
+    (expert,) = offloaded([module])
+    x = torch.randn(6, 4, requires_grad=True)
+    for step in (expert, plain):
+        step(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * torch.autograd.grad(plain(x).sum(), x)[0])

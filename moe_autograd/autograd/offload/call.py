@@ -6,7 +6,8 @@ The node keeps a graph of its own, from detached inputs to the results, one for 
            └─ detached ── expert, weights held ── y 1 ──┘
 
 The weights are leaves of the inner graphs. The backward asks for their gradients there, and gathers them in the
-expert's own part instead of `.grad`, which would have to stay in memory.
+expert's own part instead of `.grad`, which would have to stay in memory. The inputs are leaves, too, each with an
+`inlet`: a backward from outside that comes to it says so.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from moe_autograd._interrupts import unwinding
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, differs, to_declare
+from moe_autograd.autograd.escaped import refuse_escaped
+from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, to_declare
+from moe_autograd.autograd.inlet import Inlet, let_in
 from moe_autograd.autograd.offload.checks import check_reached, check_returned
 from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
@@ -38,6 +42,7 @@ from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
+from moe_autograd.autograd.walks import plain, walk
 
 _TWICE = (
     "OffloadedExperts: expected a gradient of first order, got a derivative of the gradient. "
@@ -136,14 +141,20 @@ class OffloadedCall:
         return result, [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
     def forward(
-        self, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
+        self, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], inlets: Sequence[Inlet]
     ) -> tuple[list[Tensor], list[_Piece]]:
-        """Call the expert on each micro-batch; return its tensors, and the inner graphs."""
+        """Call the expert on each micro-batch; return its tensors, and the inner graphs.
+
+        Args:
+            call: of the expert.
+            tensors: among what it takes.
+            inlets: where these enter.
+        """
         results, pieces = [], []
         for rows in self._microbatches.rows:
             moved = None if self._num_microbatches is None else MovedActivations(self._held.residency)
             cut = self._microbatches.cut(tensors, rows)
-            inputs = [_leaf_of(piece, tensor) for piece, tensor in zip(cut, tensors, strict=True)]
+            inputs = [let_in(*each) for each in zip(cut, tensors, inlets, strict=True)]
             with self._held.residency.hold([self._held.weights]), torch.enable_grad():
                 with saving(self._held, moved):
                     result = call(inputs)
@@ -261,7 +272,9 @@ class _Node(Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(t for t in (anchor, *tensors) if t is not None and t.requires_grad))
-        results, ctx.pieces = call.forward(run, tensors)
+        own, num_before = weakref.ref(ctx), 0 if anchor is None else 1
+        inlets = [Inlet(own, place) for place in range(num_before, num_before + len(tensors))]
+        results, ctx.pieces = call.forward(run, tensors, inlets)
         declare(ctx, call.grad_dtypes)
         ctx.call, ctx.is_spent, ctx.has_anchor = call, False, anchor is not None
         has_gradient = [any(piece.outputs[i] for piece in ctx.pieces) for i in range(len(results))]
@@ -276,6 +289,8 @@ class _Node(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
         if ctx.is_spent:
             raise RuntimeError(BACKWARD_TWICE)
+        if not is_backward_compiled():
+            refuse_escaped(functools.partial(_nodes_of, ctx.pieces))
         keep_graph = keeps_graph()
         ctx.is_spent = not keep_graph
         anchor = ctx.next_functions[0][0]
@@ -293,12 +308,8 @@ class _Node(Function):
         return filled(ctx.next_functions, (None, None, nothing, *found))
 
 
-def _leaf_of(piece: Tensor, tensor: Tensor) -> Tensor:
-    """Return a leaf that shows a piece of a tensor, and whose gradient has the dtype of the tensor's."""
-    leaf = piece.detach().requires_grad_(piece.requires_grad)
-    if differs(tensor):
-        leaf.grad_dtype = tensor.grad_dtype
-    return leaf
+def _nodes_of(pieces: Sequence[_Piece]) -> set[Node | None]:
+    return {node for piece in pieces for node, _ in walk(plain([edge for edge in piece.outputs if edge]))}
 
 
 def _storage_of(tensor: Tensor) -> object:
