@@ -7,7 +7,8 @@ call's backward has freed the graph already, it is this that PyTorch complains o
 
 Rule 1. A backward that is asked for tensors by name looks, once, which entries it leads to from where it begins: those
         of callers' tensors that lead to what it is asked for are a fault. A call may be made within another one: there
-        the caller's tensor leads to an entry itself, and on from the tensor that enters there.
+        the caller's tensor leads to an entry itself, and on from the tensor that enters there. And what has escaped
+        may serve within a call of another map, where the outer graph does not lead by the entry (`_within_calls`).
 Rule 2. Where it leads to some entry, and is asked for a tensor within a call that it comes to, or for its input as the
         call knows it, that is one as well: what comes to that tensor by way of the results would be missing.
 Rule 3. A backward that is not asked for any looks where an entry is still there, though the calls that it leads to are
@@ -26,6 +27,7 @@ from torch.autograd.graph import GradientEdge, Node
 from moe_autograd.autograd.entry import ESCAPED, is_entry
 from moe_autograd.autograd.inlet import inlet_at
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
+from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.this_backward import (
     asked_for_by_name,
     extents_of_this_backward,
@@ -140,4 +142,22 @@ def _entries_met() -> set[Node]:
 
 
 def _entries_among(edges: Iterable[Edge]) -> set[Node]:
-    return {node for node, _ in edges if node is not None and _is_entry(node)}
+    nodes = {node for node, _ in edges if node is not None}
+    entries = {node for node in nodes if _is_entry(node)}
+    return entries | _within_calls(nodes) if any(map(_is_anchor, nodes)) else entries
+
+
+def _is_anchor(node: Node) -> bool:
+    """Whether it is of a leaf without elements, such as calls lead to by way of another map's entry."""
+    leaf = _leaf_at(node)
+    return leaf is not None and leaf.numel() == 0
+
+
+def _within_calls(nodes: Iterable[Node | None]) -> set[Node]:
+    """Return the entries in the graphs of calls, at any depth; those where what they take enters are not in them."""
+    found = set[Node]()
+    for joined in filter(None, map(joined_by, nodes)):
+        for call in joined.calls:
+            within: set[Node] = call.nodes() if hasattr(call, "nodes") else set()
+            found |= {node for node in within if _is_entry(node)} | _within_calls(within)
+    return found

@@ -252,6 +252,53 @@ def test_what_escaped_a_map_within_a_call_is_followed_to_what_that_call_takes() 
     assert torch.equal(grad, x.sin())
 
 
+# ---- used within a call of another map
+
+
+class Uses(nn.Module):
+    """Computes with what an earlier expert keeps, where no look at its attributes finds it."""
+
+    def __init__(self, earlier: KeepsFeatures, depth: int = 0) -> None:
+        super().__init__()
+        self.layer, self.earlier, self.depth = nn.Linear(4, 4), [lambda: earlier], depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        earlier = self.earlier[0]()
+        if self.depth:
+            (inner, _) = parallel_apply([Uses(earlier, self.depth - 1), nn.Tanh()], [(x,), (x,)])
+            return x + inner
+        return self.layer(x) + earlier.kept
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_escaped_and_serves_in_a_call_of_another_map_is_not_left_out(
+    options: dict[str, Any], depth: int
+) -> None:
+    first = [KeepsFeatures(), KeepsFeatures()]
+    second = [Uses(expert, depth) for expert in first]
+    x, z, alone = (torch.randn(3, 4, requires_grad=True) for _ in range(3))
+    y = torch.stack(parallel_apply(first, [(x,), (alone,)], **options)).sum(0)
+    for given, asked in ((y, x), (y, [z, x]), (y * z, [z, x]), (z, [z, alone])):
+        outputs = parallel_apply(second, [(given,)] * 2, **options)
+        loss = torch.stack(outputs).sin().sum() + (y * z).sum()
+        with pytest.raises(RuntimeError, match=ESCAPED):
+            torch.autograd.grad(loss, asked, retain_graph=True)
+        with pytest.raises(RuntimeError, match=ESCAPED):
+            loss.backward(retain_graph=True)
+
+
+def test_what_serves_in_a_call_of_another_map_is_not_complained_of_where_nobody_asks_about_it() -> None:
+    first = [KeepsFeatures(), KeepsFeatures()]
+    x, z = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    _, of_z = parallel_apply(first, [(x,), (z,)])
+    outputs = parallel_apply([Uses(first[0]), nn.Tanh()], [(of_z,)] * 2)
+    (grad,) = torch.autograd.grad(torch.stack(outputs).sum(), z, retain_graph=True)
+    assert grad.any()
+    with pytest.raises(RuntimeError, match=ESCAPED):
+        torch.autograd.grad(torch.stack(outputs).sum(), [z, x])
+
+
 # ---- of offloaded experts
 
 
