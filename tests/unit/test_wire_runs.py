@@ -108,6 +108,11 @@ class TestRoundTrip:
         received = read(sent(*((forward(call_id=rows), [t]) for rows, t in enumerate(made))))
         assert all(torch.equal(parcel.tensors[0], t) for parcel, t in zip(received, made, strict=True))
 
+    def test_each_call_keeps_its_random_seed(self):
+        seeds = [0, 7, (1 << 64) - 1]
+        received = read(sent(*((forward(random_seed=seed), [torch.ones(1, 4)]) for seed in seeds)))
+        assert [parcel.head.random_seed for parcel in received] == seeds
+
     def test_tensors_that_are_not_plain_memory_travel_by_value(self):
         made = [
             torch.arange(12.0).view(3, 4).t(),
@@ -143,7 +148,9 @@ class TestCost:
         (message,) = sent(*((head(n), [torch.ones(1 + n % 3, 8)]) for n in range(64)))
         contents = contents_of(message)
         assert (len(contents.announcements), len(contents.parts)) == (1, 1)
-        assert list(contents.announcements[0].run.num_rows) == [1 + n % 3 for n in range(64)]
+        run = contents.announcements[0].run
+        assert list(run.num_rows) == [1 + n % 3 for n in range(64)]
+        assert not run.random_seeds, "none draws random numbers"
 
     @pytest.mark.parametrize(
         "other",
@@ -166,9 +173,16 @@ class TestCost:
         assert [parcel.head for parcel in read([message])] == alone
 
     def test_large_tensors_and_tensors_without_elements_travel_by_themselves(self):
-        messages = sent(*((forward(), [torch.ones(rows, 1 << 14)]) for rows in (0, 1, 1, 2, 1)))
+        messages = sent(*((forward(), [torch.ones(rows, 1 << 14)]) for rows in (0, 1, 1, 0, 1, 1, 2, 1)))
         kinds = [a.WhichOneof("head") for message in messages for a in contents_of(message).announcements]
-        assert kinds == ["forward_call", "run", "forward_call", "forward_call"]
+        assert kinds == ["forward_call", "run", "forward_call", "run", "forward_call", "forward_call"]
+
+    def test_tensors_that_are_larger_than_a_part_are_not_in_a_run(self):
+        writer = ParcelWriter(part_bytes=64)
+        for _ in range(2):
+            writer.add(forward(), [torch.ones(1, 17)])
+        sizes = [part.num_bytes for message in messages_of(writer) for part in contents_of(message).parts]
+        assert max(sizes) == 64
 
     def test_a_run_and_a_message_have_limits(self):
         messages = sent(*((ResultHead(n), [torch.ones(1, 1)]) for n in range(3 * MAX_IN_RUN)))
@@ -247,12 +261,13 @@ def lie(
     num_bytes: int = 48,
     num_tensors: int = 1,
     part_bytes: int = 48,
+    number: int = 4,
 ) -> bytes:
     """A message that says this of its run."""
     header = pb.TensorHeader(dtype=pb.FLOAT32, shape=shape, num_bytes=num_bytes).SerializeToString()
     contents = pb.Contents(
-        announcements=[pb.Announcement(parcel=4, tensors=[header] * num_tensors, run=run)],
-        parts=[pb.Part(parcel=4, num_bytes=part_bytes)],
+        announcements=[pb.Announcement(parcel=number, tensors=[header] * num_tensors, run=run)],
+        parts=[pb.Part(parcel=number, num_bytes=part_bytes)],
     )
     return frame_packet(contents.SerializeToString(), [bytes(part_bytes)], part_bytes)
 
@@ -338,9 +353,12 @@ class TestRefusal:
             reader.feed(frame_packet(again.SerializeToString(), [], 0))
 
     def test_no_number_within_a_run_is_larger_than_what_its_answer_can_say(self):
-        last = pb.Announcement(parcel=(1 << 64) - 1, run=run_of())
+        assert [parcel.number for parcel in read([lie(run_of(), number=(1 << 64) - 2)])] == [
+            (1 << 64) - 2,
+            (1 << 64) - 1,
+        ]
         with pytest.raises(CorruptDataError, match=r"expected numbers below 2\*\*64, got 2 from there"):
-            read([frame_packet(pb.Contents(announcements=[last]).SerializeToString(), [], 0)])
+            read([lie(run_of(), number=(1 << 64) - 1)])
 
     def test_a_message_of_too_many_parcels_ends_the_stream_before_they_are_made(self, monkeypatch):
         monkeypatch.setattr("moe_autograd.wire.reading.MAX_PARCELS", 3)
