@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.configuration.config import BatchingConfig, SecurityConfig, ServingConfig
+from experts_server.configuration.config import BatchingConfig, LimitsConfig, SecurityConfig, ServingConfig
 from experts_server.serving.open_inference import MESSAGES, RPCS, SERVICE
 from moe_autograd.moe.experts import FeedForwardExpert
 from moe_autograd.wire.tensors import raw_bytes
@@ -72,6 +72,35 @@ def test_an_inference_is_the_forward_of_the_expert(server: ExpertsServer) -> Non
     assert list(infer(server, "ffn.0", tokens(0, D)).outputs[0].shape) == [0, D]
 
 
+@pytest.mark.parametrize("rpc", ["ModelReady", "ModelMetadata"])
+def test_there_is_one_version_of_a_model(server: ExpertsServer, rpc: str) -> None:
+    assert ask(server, rpc, name="ffn.0", version="1") == ask(server, rpc, name="ffn.0")
+    if rpc == "ModelReady":
+        assert not ask(server, rpc, name="ffn.0", version="7").ready
+    else:
+        with pytest.raises(grpc.RpcError, match="expected version '1' or none, got '7'"):
+            ask(server, rpc, name="ffn.0", version="7")
+
+
+class Transposed(nn.Module):
+    """Returns what lies in memory by columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, -1)
+
+
+def test_inputs_of_all_sizes_that_are_allowed_are_taken_and_any_layout_of_an_output_is_sent() -> None:
+    config = ServingConfig(limits=LimitsConfig(max_tensor_bytes=64))
+    with ExpertsServer({"e": Transposed()}, config=config) as server:
+        for shape in ((2, 8), (2, *[1] * 14, 8)):
+            x = tokens(16, 1).reshape(shape)
+            reply = infer(server, "e", x)
+            output = torch.frombuffer(bytearray(reply.raw_output_contents[0]), dtype=torch.float32)
+            assert torch.equal(output.reshape(list(reply.outputs[0].shape)), x.transpose(0, -1))
+        with pytest.raises(grpc.RpcError, match="expected at most 64 bytes"):
+            infer(server, "e", tokens(17, 1))
+
+
 @pytest.mark.parametrize(
     ("name", "x", "overrides", "code", "text"),
     [
@@ -113,6 +142,8 @@ def test_an_inference_is_the_forward_of_the_expert(server: ExpertsServer) -> Non
             "INVALID_ARGUMENT",
             "expected bools of 0 and 1",
         ),
+        ("ffn.0", tokens(2, D), {"shape": [1] * 15 + [2, D]}, "INVALID_ARGUMENT", "expected up to 16 sizes"),
+        ("ffn.0", torch.tensor(1.0), {}, "INVALID_ARGUMENT", "expected shape (num_tokens, 8), got ()"),
         ("ffn.0", tokens(2, D) / 0, {}, "INVALID_ARGUMENT", "expected finite values"),
     ],
 )
@@ -221,6 +252,37 @@ def test_each_rpc_is_accepted_exactly_with_a_token_that_the_server_knows(tmp_pat
             with pytest.raises(grpc.RpcError) as refused:
                 call(request, metadata=header, timeout=START_S)
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+class Counting(nn.Module):
+    """Counts its calls, also those that evaluate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x * 0 + self.num_calls
+
+
+def test_an_inference_changes_buffers_exactly_for_those_who_may_train(tmp_path: Any) -> None:
+    tokens_file = tmp_path / "tokens"
+    tokens_file.write_text("read read-token-of-length-32-and-more\ntrain train-token-of-length-32-and-more")
+    tensor = {"name": "input.0", "datatype": "FP32", "shape": [1, 1]}
+    request = MESSAGES["ModelInferRequest"](
+        model_name="e", inputs=[tensor], raw_input_contents=[bytes(4)]
+    ).SerializeToString()
+    config = ServingConfig(security=SecurityConfig(tokens_file=tokens_file))
+    with ExpertsServer({"e": Counting()}, config=config) as server, WireClient(server.address) as client:
+
+        def num_calls_with(word: str) -> float:
+            header = (("authorization", f"Bearer {word}-token-of-length-32-and-more"),)
+            call = client.channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            reply = MESSAGES["ModelInferResponse"].FromString(call(request, metadata=header, timeout=START_S))
+            return torch.frombuffer(bytearray(reply.raw_output_contents[0]), dtype=torch.float32).item()
+
+        assert [num_calls_with(word) for word in ("read", "read", "train", "read")] == [1, 1, 1, 2]
 
 
 def test_metadata_claim_no_shape_that_is_not_known() -> None:
