@@ -70,6 +70,36 @@ def test_a_hanging_expert_stops_serving_and_serves_again_while_the_others_go_on(
         caller.join(START_S)
 
 
+def test_an_expert_that_returns_while_the_server_drains_serves_nobody_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "STUCK_S", 0.0)
+    experts = {"returns": Hanging(), "hangs": Hanging()}
+    with (
+        ExpertsServer(experts, config=ServingConfig(drain_timeout_s=START_S)) as server,
+        WireClient(server.address) as client,
+        ThreadPoolExecutor() as callers,
+    ):
+        assert server._server is not None
+        stub, stuck = health_pb2_grpc.HealthStub(client.channel), server._server.health._stuck
+        try:
+            for name in experts:
+                callers.submit(client.forward, name, torch.ones(2, 8))
+            wait_until(lambda: stuck == {*experts})
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=START_S)
+            statuses = (reply.status for reply in watch)
+            assert SERVING in statuses
+            callers.submit(server.stop)
+            assert NOT_SERVING in statuses
+            experts["returns"].may_go.set()
+            wait_until(lambda: stuck == {"hangs"})
+            request = health_pb2.HealthCheckRequest(service="returns")
+            assert stub.Check(request, timeout=START_S).status == NOT_SERVING
+        finally:
+            for expert in experts.values():
+                expert.may_go.set()
+
+
 def test_while_a_save_waits_for_an_expert_that_hangs_another_one_that_hangs_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
