@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_autograd._random import CallSeeds, operators, own_streams, running, seeds, stand_ins
+from moe_autograd._random import (
+    CallSeeds,
+    GivenSeeds,
+    operators,
+    own_streams,
+    running,
+    seeds,
+    seeds_elsewhere,
+    stand_ins,
+)
 from tests.support.subprocesses import assert_prints
 
 
@@ -73,6 +83,7 @@ def test_what_has_no_numbers_draws_none() -> None:
     with own_streams(CallSeeds()):
         assert torch.rand(3, device="meta").shape == (3,)
         assert torch.nn.functional.dropout(torch.ones(3, device="meta")).device.type == "meta"
+        assert torch.native_dropout(torch.empty(0), 0.5, True)[0].shape == (0,)
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(3))
@@ -147,6 +158,56 @@ def test_maps_of_two_threads_that_meet_draw_different_numbers(
 
     monkeypatch.setattr(seeds, "_mix", meet)
     assert first.draw(0, seeds.CPU).initial_seed() != met[1]
+
+
+def test_calls_apart_do_not_draw_what_those_drew_that_come_back_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = CallSeeds().apart(), CallSeeds()
+    drawn = first.draw(0, seeds.CPU).initial_seed()
+    mix = seeds._mix
+
+    def come_back(base: int, index: int) -> int:
+        monkeypatch.setattr(seeds, "_mix", mix)
+        first.come_back()
+        return mix(base, index)
+
+    monkeypatch.setattr(seeds, "_mix", come_back)
+    assert second.apart().draw(0, seeds.CPU).initial_seed() != drawn
+
+
+def test_no_call_elsewhere_that_may_draw_has_the_seed_of_one_that_draws_nothing() -> None:
+    with own_streams(GivenSeeds(0)):
+        running.index, running.places = 0, [0, 1]
+        with seeds_elsewhere([True, False]) as (given, _):
+            assert given == [1, 0]
+
+
+def test_a_call_that_asks_for_seeds_elsewhere_again_has_others() -> None:
+    with own_streams(CallSeeds()):
+        running.index, running.places = 0, [0]
+        with seeds_elsewhere([True]) as (first, _), seeds_elsewhere([True]) as (second, _):
+            assert first != second
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_is_forked_while_another_thread_runs_calls_has_torchs_own_generator() -> None:
+    before, runs, is_over = torch.random.default_generator, threading.Event(), threading.Event()
+
+    def run() -> None:
+        with own_streams(CallSeeds()):
+            runs.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    runs.wait()
+    child = os.fork()
+    if not child:
+        os._exit(3 if torch.random.default_generator is before else 4)
+    is_over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 COLLECTED_WHERE_A_CALL_FIRST_DRAWS = """
