@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moe_autograd import parallel_apply
+from moe_autograd.autograd import watched
 from tests.equivalence.test_statistics import Gate
 from tests.support.comparing_modules import assert_same_without_error
 from tests.support.comparison import MapFunction, one_after_another
@@ -83,6 +84,28 @@ def test_a_change_that_nobody_looked_for_raises_in_a_call_that_meets_it(name: st
         parallel_apply([meets, change], [(x,) for x in xs])
 
 
+def test_an_error_that_a_change_may_have_brought_about_says_so() -> None:
+    (module,), xs = seeded(lambda: nn.Linear(4, 4), 1), leaves(2)
+    has_begun, has_changed = threading.Event(), threading.Event()
+
+    def meets(x: Tensor) -> Any:
+        has_begun.set()
+        assert has_changed.wait(PATIENCE_S)
+        if not module.training:
+            raise ValueError("not training")
+        return module(x)
+
+    def change(x: Tensor) -> Any:
+        assert has_begun.wait(PATIENCE_S)
+        setattr(module, "training", False)  # noqa: B010  # by a name that nobody looks for
+        has_changed.set()
+        return module(x)
+
+    with pytest.raises(ValueError, match="not training") as caught:
+        parallel_apply([meets, change], [(x,) for x in xs])
+    assert any("what call 0" in note for note in caught.value.__notes__)
+
+
 def test_weights_that_calls_change_in_place_raise() -> None:
     """As one that keeps an average of them does, without gradients."""
     (template,), xs = seeded(lambda: nn.Linear(4, 4), 1), leaves(2)
@@ -97,6 +120,48 @@ def test_weights_that_calls_change_in_place_raise() -> None:
 
     with pytest.raises(RuntimeError, match=r"parameters of a module changed meanwhile"):
         parallel_apply([average] * 2, [(x,) for x in xs])
+
+
+def test_weights_that_count_no_changes_may_be_shared() -> None:
+    with torch.inference_mode():
+        module = nn.Linear(4, 4)
+    barrier, xs = threading.Barrier(2), [torch.randn(3, 4) for _ in range(2)]
+    with torch.no_grad():
+        outputs = parallel_apply([lambda x: (barrier.wait(PATIENCE_S), module(x))[1]] * 2, xs)
+        assert all(map(torch.equal, outputs, map(module, xs)))
+
+
+def test_a_change_that_is_undone_while_a_call_runs_raises_where_it_meets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watched, "AT_ONCE_S", 0.0)
+    (module,), xs = seeded(lambda: nn.Linear(4, 4), 1), leaves(4)
+    changed, may_undo, undone = threading.Event(), threading.Event(), threading.Event()
+
+    def changes(x: Tensor) -> Any:
+        setattr(module, "training", False)  # noqa: B010  # by a name that nobody looks for
+        changed.set()
+        assert may_undo.wait(PATIENCE_S)
+        setattr(module, "training", True)  # noqa: B010
+        undone.set()
+        return module(x)
+
+    def comes_before(x: Tensor) -> Any:
+        assert changed.wait(PATIENCE_S)
+        return x * 2
+
+    def meets(x: Tensor) -> Any:
+        may_undo.set()
+        assert undone.wait(PATIENCE_S)
+        return module(x)
+
+    def comes_after(x: Tensor) -> Any:
+        may_undo.set()
+        return x * 2
+
+    calls = [changes, comes_before, meets, comes_after]
+    with pytest.raises(RuntimeError, match=r"what call 2 .* shares"):
+        parallel_apply(calls, [(x,) for x in xs], max_concurrency=2)
 
 
 def test_a_module_may_say_that_changes_are_its_own_business() -> None:
