@@ -97,7 +97,18 @@ def test_the_calls_of_a_group_are_made_by_it() -> None:
     of_class, of_instance = Grouped(4, 4), nn.Linear(4, 4)
     of_class.call_group = of_instance.call_group = Group()  # type: ignore[assignment]
     x = torch.randn(3, 4)
-    assert all(torch.equal(y, -x) for y in parallel_apply([of_class, of_instance], [x, x]))
+    for modules in ([of_class], [of_instance], [of_class, of_instance]):
+        assert all(torch.equal(y, -x) for y in parallel_apply(modules, [x] * len(modules)))
+
+
+def test_a_function_may_have_a_group_too() -> None:
+    def call(x: Tensor) -> Tensor:
+        return x + 1
+
+    x = torch.randn(3, 4)
+    assert torch.equal(parallel_apply([call], [x])[0], x + 1)
+    call.call_group = Group()  # type: ignore[attr-defined]
+    assert torch.equal(parallel_apply([call], [x])[0], -x)
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

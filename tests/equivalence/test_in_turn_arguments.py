@@ -127,7 +127,7 @@ def test_tensors_of_other_classes_and_other_arguments_get_a_thread() -> None:
     x, special = torch.randn(3, 4), torch.randn(3, 4).as_subclass(Special)
     assert not is_made_in_turn(expert(), special)
     assert not is_made_in_turn(expert(), "no tensor")
-    for other in (special, b"no tensor", (x, wait), [x], wait):
+    for other in (special, b"no tensor", (x, wait), [x], wait, torch.ones(3, 1, device="meta")):
         assert in_turn.call_in_turn([TakesMore()], [(x, other)], [{}]) is None
         assert in_turn.call_in_turn([TakesMore()], [(x,)], [{"scale": other}]) is None
     assert in_turn.call_in_turn([expert()], [()], [{}]) is None

@@ -50,6 +50,19 @@ def test_a_tensor_that_is_given_in_the_place_of_a_module_may_have_a_method_of_it
     assert is_made_in_turn(has_a_default)
 
 
+class Activates(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() + 1
+
+
+def test_a_tensor_that_a_module_takes_may_have_methods_of_its_own() -> None:
+    x = torch.randn(3, 4)
+    x.whose = "ours"  # type: ignore[attr-defined]
+    assert is_made_in_turn(Activates(), x)
+    x.relu = lambda: wait(x)  # type: ignore[method-assign]
+    assert not is_made_in_turn(Activates(), x)
+
+
 def functions_of_one_code(*namespaces: dict[str, Any]) -> list[Any]:
     code = compile("def call(x): return act(x)", "experts.py", "exec")
     for namespace in namespaces:
