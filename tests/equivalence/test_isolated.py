@@ -207,6 +207,16 @@ def test_a_gradient_is_refused_where_apply_refuses_it_and_in_its_words(given: st
     assert attempt(isolated) == attempt(native)
 
 
+def test_a_gradient_that_is_a_number_goes_to_the_device_of_its_argument() -> None:
+    x, y = torch.ones((), device="meta", requires_grad=True), torch.ones(3)
+    GivesWhatItIsTold.gradients = (torch.ones(()), torch.ones(3))
+    natively = torch.autograd.grad(GivesWhatItIsTold.apply(x, y), x)[0]
+    ctx, output = run_isolated_forward(GivesWhatItIsTold, x, y)
+    grad, _ = run_isolated_backward(GivesWhatItIsTold, ctx, torch.ones_like(output))
+    assert grad is not None
+    assert grad.device == natively.device == x.device
+
+
 def test_a_gradient_that_nobody_asks_for_may_have_any_shape() -> None:
     GivesWhatItIsTold.gradients = (torch.ones(3), torch.ones(7, 7))
     ctx, _ = run_isolated_forward(GivesWhatItIsTold, torch.ones(3, requires_grad=True), torch.ones(3))

@@ -12,7 +12,7 @@ import pytest
 
 from moe_autograd import _crew, _habits, _workers
 from moe_autograd._crew import TINY_S, Crew
-from moe_autograd._habits import LIGHT_S, Habit, habit_of
+from moe_autograd._habits import LIGHT_S, MOST_NEEDED, Habit, habit_of
 from moe_autograd._intraop import SPIN_S
 from moe_autograd._lookout import lookout
 from moe_autograd._workers import run_all
@@ -90,6 +90,15 @@ def test_calls_that_wait_in_every_other_map_are_soon_not_expected_to() -> None:
     habit.note(only_waited=True)
     habit.note(only_waited=True)
     assert habit.only_wait
+
+
+def test_some_maps_in_a_row_that_only_wait_are_enough_however_often_a_guess_was_wrong() -> None:
+    habit = Habit()
+    for _ in range(MOST_NEEDED):
+        for _ in range(MOST_NEEDED):
+            habit.note(only_waited=True)
+        assert habit.only_wait
+        habit.note(only_waited=False)
 
 
 @pytest.mark.parametrize(("seconds", "want_all_cores"), [(2 * SPIN_S, True), (0.0, False)])

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -104,6 +105,25 @@ def test_other_threads_hold_nothing_back(handler: Any) -> None:
         thread.join()
     assert signal.signal(signal.SIGINT, before) is handler
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_what_another_thread_ends_leaves_sections_as_they_are(is_within: bool, handled: list[str]) -> None:
+    """As its collection of garbage ends generators."""
+
+    def entered() -> Iterator[None]:
+        with uninterrupted() as section, section.opened():
+            yield
+
+    left: Any = entered()
+    next(left)
+    thread = threading.Thread(target=left.close)
+    with uninterrupted() if is_within else nullcontext():
+        thread.start()
+        thread.join()
+        interrupt()
+        handled.append("over")
+    assert handled == (["over", "handled"] if is_within else ["handled", "over"])
 
 
 def nested(done: Callable[[str], None]) -> None:
