@@ -78,6 +78,15 @@ def test_after_the_calls_torch_has_its_own_generator_back() -> None:
     assert torch.random.default_generator is before
 
 
+def test_to_end_once_more_does_nothing() -> None:
+    outer, inner = CallSeeds(), own_streams(CallSeeds())
+    with own_streams(outer):
+        with inner:
+            assert running.seeds is not outer
+        inner.__exit__(None, None, None)
+        assert running.seeds is outer
+
+
 def test_what_has_no_numbers_draws_none() -> None:
     torch.manual_seed(5)
     with own_streams(CallSeeds()):
@@ -188,6 +197,15 @@ def test_a_call_that_asks_for_seeds_elsewhere_again_has_others() -> None:
         running.index, running.places = 0, [0]
         with seeds_elsewhere([True]) as (first, _), seeds_elsewhere([True]) as (second, _):
             assert first != second
+
+
+def test_while_calls_within_a_call_may_draw_elsewhere_nobody_draws_what_follows_from_it() -> None:
+    outer, others = CallSeeds(), CallSeeds()
+    with own_streams(outer):
+        running.index = 0
+        with seeds_elsewhere([True]):
+            drawn = others.draw(0, seeds.CPU).initial_seed()
+        assert drawn != outer.seed_of(0)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -304,8 +322,11 @@ def test_a_finalizer_that_is_collected_in_the_first_map_may_make_one() -> None:
             gc.set_threshold(700)
             print(len(operators.installed))
             operators.installed.clear()
+        gc.disable()
+        operators.install()
+        print(gc.isenabled())
         """,
-        20 * "2 ",
+        20 * "2 " + "False",
         limit_s=60,
     )
 
