@@ -188,6 +188,17 @@ def test_a_child_that_another_thread_forks_within_a_section_hears_ctrl_c() -> No
     assert ends == [3]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_ctrl_c_ends_a_process_that_goes_back_to_the_default_inside() -> None:
+    child = os.fork()
+    if not child:
+        with uninterrupted():
+            interrupt()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+
+
 def test_what_was_entered_ends_where_the_exception_leaves_what_is_unwinding() -> None:
     events: list[str] = []
 
