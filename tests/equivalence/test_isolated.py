@@ -207,6 +207,31 @@ def test_a_gradient_is_refused_where_apply_refuses_it_and_in_its_words(given: st
     assert attempt(isolated) == attempt(native)
 
 
+class Scales(Function):
+    @staticmethod
+    def forward(ctx: Any, factor: float, x: Tensor) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad.to("meta")
+
+
+def test_what_is_no_tensor_is_not_counted_where_a_gradient_is_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def native() -> Any:
+        return torch.autograd.grad(Scales.apply(2.0, x), x, torch.ones(3))
+
+    def isolated() -> Any:
+        ctx, _ = run_isolated_forward(Scales, 2.0, x)
+        return run_isolated_backward(Scales, ctx, torch.ones(3))
+
+    said = attempt(isolated)
+    assert isinstance(said, Raised)
+    assert said == attempt(native)
+
+
 def test_a_gradient_that_is_a_number_goes_to_the_device_of_its_argument() -> None:
     x, y = torch.ones((), device="meta", requires_grad=True), torch.ones(3)
     GivesWhatItIsTold.gradients = (torch.ones(()), torch.ones(3))
@@ -217,12 +242,13 @@ def test_a_gradient_that_is_a_number_goes_to_the_device_of_its_argument() -> Non
     assert grad.device == natively.device == x.device
 
 
-def test_a_gradient_that_nobody_asks_for_may_have_any_shape() -> None:
-    GivesWhatItIsTold.gradients = (torch.ones(3), torch.ones(7, 7))
+@pytest.mark.parametrize("given", [torch.ones(7, 7), torch.ones(3, device="meta")], ids=["shape", "device"])
+def test_a_gradient_that_nobody_asks_for_may_have_any_shape_and_device(given: Tensor) -> None:
+    GivesWhatItIsTold.gradients = (torch.ones(3), given)
     ctx, _ = run_isolated_forward(GivesWhatItIsTold, torch.ones(3, requires_grad=True), torch.ones(3))
     grads = run_isolated_backward(GivesWhatItIsTold, ctx, torch.ones(3))
     assert torch.equal(grads[0], torch.ones(3))  # type: ignore[arg-type]  # it is there
-    assert grads[1] is None
+    assert grads[1] is (given if given.shape == (3,) else None)
 
 
 def test_the_gradients_of_a_backward_that_records_carry_no_graph() -> None:
