@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import watched
@@ -53,16 +54,19 @@ def test_calls_with_names_of_adapters_take_turns(is_within: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("part", "name", "value"),
     [
-        ("training", False),
-        ("forward", torch.sin),
-        ("_forward_hooks", {1: lambda module, args, y: y * 2}),
-        ("_modules", {}),
-        ("_parameters", {}),
+        ("", "training", False),
+        ("", "forward", torch.sin),
+        ("", "_forward_hooks", {1: lambda module, args, y: y * 2}),
+        ("0", "_backward_hooks", {1: lambda module, *_: None}),
+        ("", "_modules", {}),
+        ("", "_parameters", {}),
     ],
 )
-def test_a_change_that_nobody_looked_for_raises_in_a_call_that_meets_it(name: str, value: object) -> None:
+def test_a_change_that_nobody_looked_for_raises_in_a_call_that_meets_it(
+    part: str, name: str, value: object
+) -> None:
     (template,), xs = seeded(lambda: nn.Sequential(nn.Linear(4, 4)), 1), leaves(2)
     template.bias = nn.Parameter(torch.zeros(4))
     has_begun, has_changed = threading.Event(), threading.Event()
@@ -74,7 +78,7 @@ def test_a_change_that_nobody_looked_for_raises_in_a_call_that_meets_it(name: st
 
     def change(x: Tensor) -> Any:
         assert has_begun.wait(PATIENCE_S)
-        setattr(template, name, value)
+        setattr(template.get_submodule(part), name, value)
         has_changed.set()
         return template(x)
 
@@ -129,6 +133,20 @@ def test_weights_that_count_no_changes_may_be_shared() -> None:
     with torch.no_grad():
         outputs = parallel_apply([lambda x: (barrier.wait(PATIENCE_S), module(x))[1]] * 2, xs)
         assert all(map(torch.equal, outputs, map(module, xs)))
+
+
+class RefusesLooks(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_version = getattr(func, "__self__", None) is Tensor._version
+        assert not (is_version and type(args[0]) is nn.Parameter)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_do_not_see_how_a_shared_module_is_looked_at() -> None:
+    (module,), xs = seeded(lambda: nn.Linear(4, 4), 1), leaves(2)
+    barrier = threading.Barrier(2)
+    with RefusesLooks():
+        parallel_apply([lambda x: (barrier.wait(PATIENCE_S), module(x))[1]] * 2, [(x,) for x in xs])
 
 
 def test_a_change_that_is_undone_while_a_call_runs_raises_where_it_meets_it(
