@@ -123,6 +123,13 @@ def test_keyword_arguments_nested_inputs_and_detached_tensors() -> None:
     assert not got[0]["seen"][0].requires_grad
 
 
+def test_what_an_expert_calls_recomputed_is_its_own_business() -> None:
+    expert, x = ffn(), torch.randn(5, 4, requires_grad=True)
+    expert.recomputed = False  # type: ignore[assignment]
+    (got,) = parallel_apply([expert], [(x,)], recompute=True)
+    assert torch.equal(got, expert(x))
+
+
 def test_partial_backwards_and_inputs_without_gradients() -> None:
     experts = experts_of(lambda: Checkpointed(ffn()))
     plain = copy.deepcopy(experts)
