@@ -110,6 +110,21 @@ def test_ctrl_c_behind_the_last_call_is_itself() -> None:
         in_turn.call_in_turn([expert()] * NUM_CALLS, args, [{}] * NUM_CALLS)
 
 
+def test_who_replaces_how_parts_are_taken_in_turn_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[nn.Module] = []
+
+    def parts_of(module: nn.Sequential) -> Iterator[nn.Module]:
+        for part in module._modules.values():
+            assert part is not None
+            taken.append(part)
+            yield part
+
+    modules = [expert() for _ in range(NUM_CALLS)]
+    monkeypatch.setattr(nn.Sequential, "__iter__", parts_of)
+    assert in_turn.call_in_turn(modules, [(torch.randn(3, 4),)] * NUM_CALLS, [{}] * NUM_CALLS) is not None
+    assert taken == [part for module in modules for part in module._modules.values()]
+
+
 OPTIONS: list[dict[str, bool]] = [{"recompute": True}, {"defer_weight_grads": True}]
 
 
