@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply, split_backward
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.remote import RemoteOptimizer, connect
+from tests.support.comparison import one_after_another
 
 deferring = functools.partial(parallel_apply, defer_weight_grads=True)
 
@@ -130,3 +132,27 @@ def test_compiled_experts_beside_plain_ones_get_the_gradients_of_their_weights()
     expected = torch.autograd.grad(theirs[0](x).sum(), [x, *theirs[0].parameters()])
     input_grads, pending = split_backward(compiled[0](x).sum(), None, [x], weights)
     assert_all_close([*input_grads, *pending.run()], [*expected])
+
+
+class Watches(nn.Linear):
+    """Has a hook on what it computed that waits for all gradients there."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__(4, 4)
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        z = y.sin()
+        register_multi_grad_hook([y, z], lambda grads: self.seen.append(sum(g is not None for g in grads)))
+        return z
+
+
+def test_a_hook_that_waits_for_several_gradients_within_a_call_runs_once() -> None:
+    def run(apply: Any) -> list[int]:
+        seen: list[int] = []
+        x = torch.randn(3, 4, requires_grad=True)
+        sum(apply([Watches(seen) for _ in range(2)], [(x * 1,)] * 2)).sum().backward()
+        return seen
+
+    assert run(deferring) == run(one_after_another) == [2, 2]
