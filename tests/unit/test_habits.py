@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moe_autograd import _crew, _habits, _workers
+from moe_autograd._ambient import Ambient
 from moe_autograd._crew import TINY_S, Crew
 from moe_autograd._habits import LIGHT_S, MOST_NEEDED, Habit, habit_of
 from moe_autograd._intraop import SPIN_S
@@ -186,6 +187,22 @@ def test_a_habit_that_finds_no_threads_is_kept_by_those_there_are(
     monkeypatch.setattr(_crew, "start_soon", refuse)
     assert run_all(ran.append, range(8), habit=habit) == {}
     assert ran == list(range(8))
+
+
+class Unreachable(Ambient):
+    def run(self, function: Any) -> Any:
+        raise RuntimeError("this world cannot be made here")
+
+
+def test_threads_that_cannot_have_the_callers_world_make_no_calls_and_say_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    habit, ran = Habit(), list[int]()
+    habit.only_wait = True
+    monkeypatch.setattr(_crew, "Ambient", Unreachable)
+    failures = run_all(ran.append, range(8), habit=habit)
+    assert ran == list(range(8))
+    assert ["cannot be made" in str(error) for error in failures.values()] == [True]
 
 
 def test_a_habit_goes_with_what_has_it() -> None:
