@@ -78,6 +78,21 @@ def test_after_the_calls_torch_has_its_own_generator_back() -> None:
     assert torch.random.default_generator is before
 
 
+def test_a_call_that_puts_its_own_state_back_draws_as_if_it_had_not_set_another() -> None:
+    drawn = []
+    for sets_another in (False, True):
+        torch.manual_seed(5)
+        with own_streams(CallSeeds()):
+            running.index = 0
+            if sets_another:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(1)
+                    torch.rand(1)
+            own = torch.rand(2)
+        drawn.append([*own.tolist(), *torch.rand(2).tolist()])
+    assert drawn[0] == drawn[1]
+
+
 def test_to_end_once_more_does_nothing() -> None:
     outer, inner = CallSeeds(), own_streams(CallSeeds())
     with own_streams(outer):
