@@ -221,6 +221,19 @@ def test_an_input_whose_gradient_a_call_wants_retained_has_it() -> None:
     assert_same_modules_program(program)
 
 
+def test_what_calls_hold_retains_its_gradient_as_in_a_loop() -> None:
+    def program(apply: MapFunction) -> Any:
+        xs = leaves()
+        held = xs[0] * 2
+        held.retain_grad()
+        outputs = apply([lambda x: x * held] * NUM_CALLS, [(x,) for x in xs])
+        for _ in range(2):
+            loss_of(outputs).backward(retain_graph=True)
+        return held.grad, [x.grad for x in xs]
+
+    assert_same_modules_program(program)
+
+
 def test_hooks_on_modules_run_once_and_may_change_what_passes() -> None:
     def program(apply: MapFunction) -> Any:
         modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
