@@ -78,6 +78,22 @@ def test_it_is_let_through_within_any_section_once(handled: list[str]) -> None:
     assert handled == ["waits", "handled", "waits again", "handled"]
 
 
+def test_it_waits_again_where_what_was_let_through_has_raised() -> None:
+    events: list[str] = []
+
+    def let_one_through() -> None:
+        with uninterrupted():
+            interrupt()
+            with pytest.raises(KeyboardInterrupt):
+                let_through()
+            interrupt()
+            events.append("waited")
+
+    with pytest.raises(KeyboardInterrupt):
+        let_one_through()
+    assert events == ["waited"]
+
+
 def test_what_it_raises_is_raised_at_the_end_beside_what_is_raised_inside() -> None:
     def fail() -> None:
         with uninterrupted():
