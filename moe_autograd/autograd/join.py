@@ -214,8 +214,7 @@ class _Part:
 
     def __init__(self, whole: Joined, places: list[int], device: torch.device | None) -> None:
         self.whole, self.places, self._device = whole, places, device
-        self.joined = type(whole)([whole.calls[i] for i in places], whole.map.of_some(places))
-        self.joined.is_whole = False
+        self.joined = whole.part(places)
 
     def depart(self) -> Tensor:
         """Return what leads to everything that the calls depend on."""

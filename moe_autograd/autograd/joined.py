@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -95,6 +95,12 @@ class Joined:
         # held while what the calls saved is taken out; re-entrant, as an unpack hook may start a backward
         self.taking = threading.RLock()
         self.num_saved = [len(call.to_save) for call in calls]
+
+    def part(self, places: Sequence[int]) -> Self:
+        """Return some of the calls, which are tied apart from the others."""
+        part = type(self)([self.calls[i] for i in places], self.map.of_some(places))
+        part.is_whole = False
+        return part
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors that the join is to lead to.

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,6 +60,12 @@ class JoinedModules(Joined):
     entrance: Entrance
     reads_saved = False
     turns: Turns | None = None  # of calls that run forwards again
+
+    def part(self, places: Sequence[int]) -> Self:
+        """See `Joined`."""
+        part = super().part(places)
+        part.entrance = self.entrance
+        return part
 
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`."""
