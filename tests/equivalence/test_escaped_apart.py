@@ -65,3 +65,18 @@ def test_what_escaped_into_one_of_several_calls_is_named_to_who_asks_for_it() ->
     results = parallel_apply([sine, sine], [(y + expert.kept,), (expert.kept,)])
     with pytest.raises(RuntimeError, match=ESCAPED):
         torch.autograd.grad(sum(results).sum(), [expert.kept, expert.second.weight])
+
+
+def test_results_of_one_call_that_lead_to_each_other_have_no_entries_between_them() -> None:
+    """A leaf without elements is looked at closely, as entries have such."""
+    x, nothing = torch.randn(3, 4, requires_grad=True), torch.randn(0, 4, requires_grad=True)
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = sine(x)
+        return y, y * 2
+
+    def differentiated(apply: Callable[..., list[Any]]) -> Tensor:
+        ((first, second),) = apply([two], [(torch.cat([x, nothing]),)])
+        return torch.autograd.grad((first + second).sum(), x)[0]
+
+    assert torch.equal(differentiated(parallel_apply), differentiated(one_after_another))
