@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ GO_ON = {"offload", "recompute", "porting"}  # pages whose code goes on from one
 @pytest.mark.parametrize("page", ["split-backward", "recompute", "offload", "porting", "prefetch"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run(page)
 
 

@@ -104,13 +104,13 @@ def test_a_file_of_another_size_raises_instead_of_giving_shifted_bytes(tmp_path:
 
 
 FILES_ARE_TOO_LARGE = """
-import errno, os, resource, signal, sys, tempfile
+import errno, os, resource, signal, sys
 import torch
 from torch import nn
 from moe_autograd.autograd.offload import OffloadedExperts
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-folder = os.path.realpath(tempfile.mkdtemp())
+folder = os.path.realpath({folder!r})
 experts = OffloadedExperts(
     (nn.Linear(32, 32) for _ in range(4)), torch.optim.Adam, max_resident_bytes=26_000, store=folder
 )
@@ -128,8 +128,8 @@ except OSError as error:
 """
 
 
-def test_a_file_that_the_system_refuses_is_named_and_its_errno_is_kept() -> None:
-    assert_prints(FILES_ARE_TOO_LARGE, "True True")
+def test_a_file_that_the_system_refuses_is_named_and_its_errno_is_kept(tmp_path: Path) -> None:
+    assert_prints(FILES_ARE_TOO_LARGE.format(folder=str(tmp_path)), "True True")
 
 
 def test_what_the_system_says_against_a_file_names_it(tmp_path: Path) -> None:
