@@ -49,7 +49,7 @@ def take(hosted: HostedExpert) -> Snapshot:
     """Copy the expert's state; call it in a turn of the expert.
 
     Raises:
-        CheckpointError: some of it is neither a tensor nor a plain value.
+        CheckpointError: some of it is neither a tensor nor a plain value, or a tensor of a kind that has no plain copy.
     """
     tensors = {}
     for key, value in hosted.module.state_dict().items():
@@ -63,7 +63,7 @@ def take(hosted: HostedExpert) -> Snapshot:
     random_state = hosted.caller.random.state()
     if random_state is not None:
         tensors["random"] = random_state
-    copied = {name: _copy(tensor) for name, tensor in tensors.items()}
+    copied = {name: _copy(f"expert {hosted.name!r}, {name!r}", tensor) for name, tensor in tensors.items()}
     return Snapshot(
         copied,
         {
@@ -301,8 +301,14 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+def _copy(place: str, tensor: Tensor) -> Tensor:
+    try:
+        return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    except RuntimeError as error:  # such as of a sparse one
+        raise CheckpointError(
+            f"{place}: expected a tensor that can be copied to the CPU as it is, got one that cannot "
+            f"({in_one_line(error)}). Host this expert without checkpoint_dir."
+        ) from error
 
 
 def _changed(place: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

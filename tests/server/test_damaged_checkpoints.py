@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import json
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +34,28 @@ def change_the_format(folder: Path) -> None:
     file.write_bytes(content.replace(told % FORMAT, told % (FORMAT + 1)))
 
 
-ENTRY = {"file": "../generation-00000001/ffn.0.safetensors", "num_bytes": 1, "xxh3_64": ""}
+def lead_to_the_generation_before(folder: Path) -> None:
+    """By a manifest that is right in all but the name."""
+    before = folder.parent / "generation-00000001"
+    entry = json.loads(json.loads((before / "manifest.json").read_bytes())["manifest"])["experts"]["ffn.0"]
+    manifest = {"format": FORMAT, "generation": 2, "experts": {f"../{before.name}/ffn.0": entry}}
+    (folder / "manifest.json").write_bytes(_sealed(manifest))
+
+
+def replace_by(replace: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "glu.0.safetensors"
+        file.unlink()
+        replace(file)
+
+    return damage
+
+
+def replace_all_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "flipped byte": flip_a_byte,
     "truncated file": lambda folder: (folder / "glu.0.safetensors").write_bytes(b"short"),
@@ -40,12 +66,15 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "foreign manifest": lambda folder: (folder / "manifest.json").write_bytes(
         b'{"manifest": "{}", "xxh3_64": ""}'
     ),
-    "manifest that leaves its folder": lambda folder: (folder / "manifest.json").write_bytes(
-        _sealed({"format": FORMAT, "generation": 2, "experts": {"../generation-00000001/ffn.0": ENTRY}})
-    ),
+    "manifest that says nothing": lambda folder: (folder / "manifest.json").write_bytes(b"{}"),
+    "manifest that leaves its folder": lead_to_the_generation_before,
     "list as manifest": lambda folder: (folder / "manifest.json").write_bytes(b"[]"),
     "lists without end": lambda folder: (folder / "manifest.json").write_bytes(b"[" * 100_000),
+    "unreadable sector": replace_by(lambda file: file.symlink_to("/proc/self/mem")),  # EIO at its first page
+    "folder for a file": replace_by(Path.mkdir),
+    "file for the folder": replace_all_by_a_file,
 }
+OF_ANOTHER = ("flipped byte",)  # file than that of `glu.0`, which stays whole
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -58,14 +87,18 @@ def test_a_damaged_generation_is_passed_over_and_that_is_said(
         DAMAGES[damage](tmp_path / "generation-00000002")
         with caplog.at_level(logging.ERROR):
             name, snapshots = folder.read_newest() or ("", {})
+        of_one = folder.read_newest_of("glu.0")
     assert name == "generation-00000001"
     assert snapshots["ffn.0"].tensors["weights.w"].item() == 1
     assert "generation-00000002" in caplog.text
     assert "Falling back" in caplog.text
+    if damage not in OF_ANOTHER:
+        assert of_one is not None
+        assert (of_one[0], of_one[1].tensors["weights.w"].item()) == (name, 1)
 
 
-def write_another_format(folder: Path) -> None:
-    (folder / "manifest.json").write_bytes(_sealed({"format": FORMAT + 1, "experts": {}}))
+def write_another_format(difference: int, folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(_sealed({"format": FORMAT + difference, "experts": {}}))
 
 
 def lead_in_circles(folder: Path) -> None:
@@ -77,14 +110,20 @@ def lead_in_circles(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (write_another_format, f"expected format {FORMAT}, got {FORMAT + 1}: another version"),
+        *(
+            (
+                functools.partial(write_another_format, n),
+                f"expected format {FORMAT}, got {FORMAT + n}: another version",
+            )
+            for n in (-1, 1)
+        ),
         (lead_in_circles, r"expected files that can be read, got 'Too many levels .*' \(glu.0.safetensors\)"),
     ],
 )
 def test_a_generation_that_may_be_whole_and_cannot_be_read_is_not_passed_over(
     tmp_path: Path, spoil: Callable[[Path], None], text: str
 ) -> None:
-    """After a downgrade, or as another user, a server would go on from an older state and remove the newer one."""
+    """After an upgrade, or as another user, a server would go on from an older state and remove the newer one."""
     with CheckpointFolder(tmp_path) as folder:
         for number in (1, 2):
             folder.write([snapshot_of(name, number) for name in ("ffn.0", "glu.0")])
@@ -142,3 +181,23 @@ def test_a_file_that_is_named_as_a_generation_takes_no_place_of_one_and_stays(tm
         (tmp_path / "generation-00000200").write_text("mine")
         folder.write([snapshot_of("ffn.0", 201)])
         assert names_in(tmp_path) == [f"generation-00000{number}" for number in ("099", 102, 200, 201)]
+
+
+def test_a_removal_that_is_interrupted_leaves_no_torn_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the place of a whole one."""
+
+    def interrupted(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            next(path.iterdir()).unlink()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with CheckpointFolder(tmp_path, keep=1) as folder:
+        folder.write([snapshot_of("ffn.0", 1)])
+        with monkeypatch.context() as torn:
+            torn.setattr(shutil, "rmtree", interrupted)
+            folder.write([snapshot_of("ffn.0", 2)])
+        assert names_in(tmp_path) == ["generation-00000002"]
+        folder.write([snapshot_of("ffn.0", 3)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["generation-00000003", "lock"]

@@ -71,13 +71,20 @@ class WithSecrets(nn.Linear):
     def set_extra_state(self, state: dict[str, int]) -> None: ...
 
 
+def with_sparse_buffer() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.register_buffer("kept", torch.eye(D).to_sparse())
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [
         (WithSecrets(D, D), "expert 'e', '_extra_state' of its state_dict: expected a tensor, got dict"),
         (nn.Linear(D, D, dtype=torch.complex128), "expected tensors that safetensors can hold, got one that it cannot"),
+        (with_sparse_buffer(), "'weights.kept': expected a tensor that can be copied to the CPU as it is, got"),
     ],
-    ids=["extra state", "dtype"],
+    ids=["extra state", "dtype", "sparse"],
 )  # fmt: skip
 def test_an_expert_that_no_checkpoint_can_hold_is_refused_at_the_start(
     tmp_path: Path, module: nn.Module, text: str
