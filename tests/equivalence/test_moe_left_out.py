@@ -114,6 +114,15 @@ def test_an_expert_that_comes_back_is_used_again(clock):
     assert torch.equal(y, layer_of(on_failure="raise")(x))
 
 
+def test_an_expert_that_rests_is_no_failure_of_a_pass_that_has_no_token_for_it():
+    layer, x = layer_of(fails={0: "forward"}), tokens()
+    layer(x)
+    others = x[(layer.router(x).expert_index != 0).all(dim=1)]
+    y, routing = layer(others, return_routing=True)
+    assert routing.failures == []
+    assert torch.equal(y, layer_of(on_failure="raise")(others))
+
+
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_checkpoint_around_a_layer_wants_the_same_experts_to_answer_again(clock, comes_back):
     layer = layer_of(fails={0: "forward"})

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import math
 import re
+import threading
 import weakref
 
 import pytest
@@ -363,3 +364,28 @@ def test_min_experts_of_a_router_that_does_not_tell_its_top_k_is_checked_when_it
     layer = MixtureOfExperts(Own(), [nn.Identity()] * NUM_EXPERTS, on_failure="drop", min_experts=3)
     with pytest.raises(ValueError, match=r"got 3 \(top_k=2\)"):
         layer(tokens().float())
+
+
+# ---- options that change no number
+
+
+def test_experts_keep_only_their_input_where_that_is_chosen():
+    layer = layer_of(recompute=True)
+    layer(tokens()).sum().backward()
+    assert [expert.num_calls for expert in layer.experts] == [2] * NUM_EXPERTS
+
+
+def test_experts_run_one_at_a_time_where_that_is_chosen(nothing_is_small):
+    layer, others, are_there = layer_of(max_concurrency=1), threading.Event(), []
+
+    def wait_for_another(*_):
+        are_there.append(False)
+        if len(are_there) > 1:
+            others.set()
+        else:
+            are_there[0] = others.wait(0.2)
+
+    for expert in layer.experts:
+        expert.register_forward_pre_hook(wait_for_another)
+    layer(tokens())
+    assert are_there == [False] * NUM_EXPERTS

@@ -23,6 +23,11 @@ from tests.support.servers import WireClient, tokens
     ("modules", "optimizer", "text"),
     [
         ({"ffn.0": FeedForwardExpert(D)}, adam, "expected the configured experts ffn.0, got ffn.0, glu.0"),
+        (
+            {**experts(), "new": nn.Linear(D, D)},
+            adam,
+            "expected the configured experts ffn.0, glu.0, new, got ffn.0",
+        ),
         ({**experts(), "ffn.0": FeedForwardExpert(D, 4)}, adam, "'up.bias': '(4,) float32'"),
         ({**experts(), "glu.0": SwiGLUExpert(D, 8)}, adam, "'up.weight': '(8, 8) float32'"),
         (
@@ -32,7 +37,14 @@ from tests.support.servers import WireClient, tokens
         ),
         (experts(), lambda p: torch.optim.SGD(p, lr=1), "'optimizer': 'SGD'} as configured, got"),
     ],
-    ids=["other experts", "other shapes", "other shapes of the last", "other class", "other optimizer"],
+    ids=[
+        "other experts",
+        "another expert",
+        "other shapes",
+        "other shapes of the last",
+        "other class",
+        "other optimizer",
+    ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_with_both_sides_named(
     tmp_path: Path, modules: dict[str, nn.Module], optimizer: Any, text: str

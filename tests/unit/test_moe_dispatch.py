@@ -124,5 +124,7 @@ def test_with_zero_grads_changes_no_value_and_gives_exact_zeros_even_for_infinit
 
 
 def test_with_zero_grads_of_frozen_parameters_adds_no_node() -> None:
-    y = torch.randn(3)
+    y = torch.randn(3, requires_grad=True) * 2
+    node = y.grad_fn
     assert with_zero_grads(y, [torch.randn(2)]) is y
+    assert y.grad_fn is node

@@ -219,12 +219,19 @@ def test_an_even_load_costs_top_k_and_a_collapsed_one_num_experts(top_k: int) ->
     assert load_balancing_loss(collapsed, torch.tensor([8, 0, 0, 0])).item() == pytest.approx(4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_load_balancing_loss_is_computed_in_the_dtype_of_the_probabilities(dtype: torch.dtype) -> None:
+    loss = load_balancing_loss(torch.full((3, 2), 0.5, dtype=dtype), torch.tensor([1, 2]))
+    torch.testing.assert_close(loss, torch.ones((), dtype=dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 20])
-def test_z_loss_is_the_mean_squared_logsumexp_in_float32(num_tokens: int) -> None:
+def test_z_loss_is_the_mean_squared_logsumexp_in_float32_or_wider(num_tokens: int) -> None:
     logits = torch.randn(num_tokens, 6)
     expected = (logits.exp().sum(-1).log() ** 2).mean()
     torch.testing.assert_close(z_loss(logits), expected)
     assert z_loss(logits.bfloat16()).dtype == torch.float32
+    torch.testing.assert_close(z_loss(logits.double()), (logits.double().exp().sum(-1).log() ** 2).mean())
 
 
 def test_both_losses_teach_the_router() -> None:
