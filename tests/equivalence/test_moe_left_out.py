@@ -123,6 +123,17 @@ def test_an_expert_that_rests_is_no_failure_of_a_pass_that_has_no_token_for_it()
     assert torch.equal(y, layer_of(on_failure="raise")(others))
 
 
+def test_who_failed_is_left_alone_whoever_was_called_beside_it():
+    layer, x = layer_of(fails={1: "forward"}), tokens()
+    others = x[(layer.router(x).expert_index != 0).all(dim=1)]
+    for _ in range(2):
+        _, routing = layer(others, return_routing=True)
+    (failure,) = routing.failures
+    assert (failure.expert_index, failure.reason.partition(" for ")[0]) == (1, "left alone")
+    layer(x)
+    assert [expert.num_calls for expert in layer.experts[:2]] == [1, 1]
+
+
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_checkpoint_around_a_layer_wants_the_same_experts_to_answer_again(clock, comes_back):
     layer = layer_of(fails={0: "forward"})

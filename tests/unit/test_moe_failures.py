@@ -162,6 +162,13 @@ def test_a_token_that_cannot_get_enough_any_more_is_not_waited_for(timers):
     assert len(timers) == 1
 
 
+def test_a_token_that_can_just_get_enough_is_waited_for(timers):
+    wait = wait_for([0], [1])
+    wait.settle(1, True)
+    assert not timers
+    assert wait.is_needed(0)
+
+
 def test_when_all_have_settled_the_clock_is_stopped_and_none_is_started(timers):
     wait = wait_for([0], [0])
     wait.settle(0, True)
@@ -187,20 +194,35 @@ def test_to_settle_twice_is_to_settle_once(timers):
     wait.settle(0, True)
     wait.settle(0, True)
     assert not timers
+    wait = wait_for([0], [0], [0], min_experts=2)
+    for is_answered in (False, True):
+        wait.settle(0, is_answered)
+    wait.settle(1, True)
+    assert not timers
+
+
+def test_the_clock_is_started_once(timers):
+    wait = wait_for([0], [0], [0])
+    wait.settle(0, True)
+    wait.settle(1, True)
+    assert len(timers) == 1
 
 
 def test_when_it_rings_those_who_wait_are_told_why_and_those_who_come_later_too(timers):
     told = []
     wait = wait_for([0], [0])
     wait.settle(0, True)
-    with wait.waiting(lambda reason: told.append(("first", reason))):
+    with (
+        wait.waiting(lambda reason: told.append(("first", reason))),
+        wait.waiting(lambda reason: told.append(("second", reason))),
+    ):
         with wait.waiting(lambda reason: told.append(("over", reason))):
             pass
         timers[0].ring()
         with wait.waiting(lambda reason: told.append(("late", reason))):
             pass
     reason = "given up 0.25 s after every token had what it needs (min_experts=1, timeout_after_min_s=0.25)"
-    assert told == [("first", reason), ("late", reason)]
+    assert told == [("first", reason), ("second", reason), ("late", reason)]
 
 
 def test_a_call_is_needed_as_long_as_a_token_that_can_get_enough_has_not():
