@@ -264,10 +264,11 @@ def test_cancelling_a_task_ends_its_call_that_both_servers_keep_waiting(replicas
     assert isinstance(became[0], ServerUnavailableError), "and not only with its deadline"
 
 
-def test_a_call_ends_with_its_deadline_whatever_its_requests_do(monkeypatch):
+@pytest.mark.parametrize("policy", [SOON, HedgePolicy(first_after_s=1e6)], ids=str)
+def test_a_call_ends_with_its_deadline_whatever_its_requests_do(monkeypatch, policy):
     never = threading.Event()
     monkeypatch.setattr(hedging, "exchange", lambda *_: never.wait())
-    sender = Hedging(SOON, RetryBudget(RetryPolicy()), Channel, lambda *_: None)
+    sender = Hedging(policy, RetryBudget(RetryPolicy()), Channel, lambda *_: None)
     operation = Operation(Deadline(0.2), Cancellation())
     request = Request("ffn.0", pb.ForwardCall(), [])
     ((address, outcome),) = sender.send("127.0.0.1:1", [request], ["127.0.0.1:2"], operation)
@@ -289,7 +290,17 @@ class TestPolicy:
             latencies.note("a", 0.5)
         assert latencies.usual_s("a") == 0.5
 
-    @pytest.mark.parametrize("bad", [{"quantile": 0.0}, {"quantile": 1.0}, {"first_after_s": 0.0}], ids=str)
+    def test_what_is_long_ago_counts_no_more(self):
+        latencies = Latencies(HedgePolicy(quantile=0.99))
+        for taken_s in [9.0] * 10 + [0.5] * 100:
+            latencies.note("a", taken_s)
+        assert latencies.usual_s("a") == 0.5
+
+    @pytest.mark.parametrize(
+        "bad",
+        [{"quantile": 0.0}, {"quantile": 1.0}, {"first_after_s": 0.0}, {"first_after_s": True}],
+        ids=str,
+    )
     def test_what_is_none_is_refused(self, bad):
         with pytest.raises(ValueError, match="HedgePolicy: expected 0 < quantile < 1"):
             HedgePolicy(**bad)

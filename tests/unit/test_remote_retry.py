@@ -40,6 +40,17 @@ def test_what_the_server_has_refused_is_not_repeated(error, if_answered, if_brok
     assert is_worth_retrying(error, was_answered=False, has_new_token=False) is if_broken
 
 
+def test_a_token_that_was_refused_is_shown_again_where_it_is_another_one_now():
+    refused = errors.PermissionDeniedError("x")
+    assert is_worth_retrying(refused, was_answered=True, has_new_token=True)
+
+
+def test_what_came_whole_and_is_refused_is_not_asked_for_again():
+    too_large = errors.CorruptDataError("x")
+    too_large.__cause__ = errors.InvalidCallError("a tensor of 8 GB")
+    assert not is_worth_retrying(too_large, was_answered=False, has_new_token=False)
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(RetryPolicy)])
 def test_a_policy_takes_no_number_below_zero_nor_a_pause_or_an_attempt_of_no_time(name: str) -> None:
     for wrong in (-1, math.inf, math.nan, 10**400, True, "1", None):
@@ -72,6 +83,18 @@ def test_a_servers_hint_is_honoured():
     assert (
         attempts(RetryPolicy()).pause_before_next([errors.ServerBusyError("full", retry_after_s=7.0)]) == 7.0
     )
+
+
+def test_of_several_hints_the_longest_is_honoured():
+    hints = [errors.ServerBusyError("full", retry_after_s=seconds) for seconds in (2.0, 7.0, 3.0)]
+    assert attempts(RetryPolicy()).pause_before_next([GONE, *hints]) == 7.0
+
+
+def test_where_some_servers_are_gone_and_others_busy_it_is_a_retry_and_takes_no_patience():
+    trial = attempts(RetryPolicy(patience_s=0.0, max_retries=1))
+    assert trial.pause_before_next([GONE, BUSY]) is not None
+    assert trial.pause_before_next([BUSY, GONE]) is None
+    assert trial.why_given_up == "connect's RetryPolicy has max_retries=1"
 
 
 def test_without_patience_a_server_that_is_gone_is_not_waited_for():
@@ -112,6 +135,9 @@ def test_nothing_is_tried_beyond_the_deadline():
         attempts(RetryPolicy(initial_pause_s=9.0, max_pause_s=9.0), timeout_s=1.0).pause_before_next([GONE])
         is None
     )
+    policy = RetryPolicy(initial_pause_s=9.0, max_pause_s=9.0)
+    nearly_over = Deadline(100.0, started_at=time.monotonic() - 97.0)
+    assert Attempts(policy, RetryBudget(policy), nearly_over).pause_before_next([GONE]) is None
 
 
 def test_retries_share_a_budget_that_successes_refill():
