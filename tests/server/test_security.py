@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from experts_server import ExpertsServer
 from experts_server.command.cli import main
 from experts_server.configuration.config import SecurityConfig, ServingConfig
+from experts_server.serving import security as security_module
 from experts_server.serving.security import Gate, read_tokens
 from moe_autograd.errors import ConfigError, PermissionDeniedError
 from moe_autograd.moe.experts import FeedForwardExpert
@@ -167,6 +168,55 @@ def test_a_tokens_file_that_was_written_with_its_time_of_before_is_read_again(tm
     asyncio.run(gate.check([("authorization", f"Bearer {TRAIN[::-1]}")], "train"))
     with pytest.raises(PermissionDeniedError):
         asyncio.run(gate.check([("authorization", f"Bearer {TRAIN}")], "train"))
+
+
+SHOWN = [("authorization", f"Bearer {TRAIN}")]
+
+
+@pytest.fixture
+def of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of tokens that is looked at whenever that is asked for."""
+    monkeypatch.setattr(security_module, "_LOOK_INTERVAL_S", 0.0)
+    file = tmp_path / "tokens"
+    file.write_text(f"train {TRAIN}\nread {READ}")
+    return file
+
+
+def test_a_token_that_is_taken_back_is_refused_at_the_next_look(of_two: Path) -> None:
+    gate = Gate(of_two)
+    assert asyncio.run(gate.check(SHOWN, "train")) == "train"
+    of_two.write_text(f"read {READ}")
+    with pytest.raises(PermissionDeniedError):
+        asyncio.run(gate.check(SHOWN, "read"))
+
+
+def test_a_stream_that_is_open_hears_of_other_tokens_though_nobody_else_calls(of_two: Path) -> None:
+    gate = Gate(of_two)
+    before = asyncio.run(gate.edition_now())
+    assert asyncio.run(gate.edition_now()) == before
+    of_two.write_text(f"read {READ}")
+    after = asyncio.run(gate.edition_now())
+    assert after != before
+    assert asyncio.run(gate.edition_now()) == after
+
+
+def test_tokens_are_not_looked_at_for_every_call(of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(of_two)
+    monkeypatch.setattr(security_module, "_LOOK_INTERVAL_S", 1e6)
+    for _ in range(2):
+        assert asyncio.run(gate.check(SHOWN, "train")) == "train"
+        of_two.write_text(f"read {READ}")
+
+
+def test_trouble_with_tokens_that_comes_back_is_told_of_again(
+    of_two: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, whole = Gate(of_two), of_two.read_text()
+    for text in ("none", whole, "none"):
+        of_two.write_text(text)
+        asyncio.run(gate.edition_now())
+        assert asyncio.run(gate.check(SHOWN, "train")) == "train"
+    assert caplog.text.count("tokens stay as they were") == 2
 
 
 def test_no_token_and_no_tensor_gets_into_the_log(tmp_path: Path) -> None:
