@@ -17,6 +17,7 @@ from moe_autograd.moe.layer import MixtureOfExperts
 from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.remote import HedgePolicy, RemoteExperts, connect
 from tests.support.proxy import Proxy
+from tests.support.servers import WireClient
 from tests.support.survivors import combine_survivors
 
 NUM_EXPERTS, D_MODEL = 4, 4
@@ -118,6 +119,21 @@ def test_a_straggler_that_is_asked_for_twice_is_one_all_the_same(hosted):
         hosted.modules[0].may_go.set()
     torch.testing.assert_close(y, hosted.expected(x, lost_in_forward={0}), rtol=1e-6, atol=1e-6)
     (failure,) = routing.failures
+    assert failure.reason.startswith("StragglerError: expert 'ffn.0' at 127.0.0.1")
+
+
+def test_a_straggler_is_given_up_also_where_what_the_others_need_was_sent_again(hosted):
+    """Their server has let go of the forwards, and answers when it has computed these once more."""
+    hosted.modules[0].held_in = "backward"
+    x = hosted.tokens()
+    y, routing = hosted.layer(timeout_after_min_s=0.05)(x, return_routing=True)
+    connection = hosted.experts.connection
+    with WireClient(connection.addresses[0], connection.numbering.client_id) as client:
+        client.forget(**{f"ffn.{index}": index + 1 for index in range(NUM_EXPERTS)})
+    y.sum().backward()
+    assert [len(module.shapes) for module in hosted.modules[1:]] == [2] * (NUM_EXPERTS - 1)
+    (failure,) = routing.failures
+    assert (failure.expert, failure.phase) == ("ffn.0", "backward")
     assert failure.reason.startswith("StragglerError: expert 'ffn.0' at 127.0.0.1")
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_autograd import MixtureOfExperts, TopKRouter
-from moe_autograd.errors import CorruptDataError, RemoteError
+from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError
 from moe_autograd.remote import RemoteExpert, RetryPolicy, connect
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
@@ -351,3 +351,25 @@ def test_weights_of_which_it_says_nothing_count_as_not_set(liar, expert, names):
         CorruptDataError, match=rf"expected answers for \['ffn\.0'\], got {re.escape(str(names))}"
     ):
         expert.load_state_dict(weights)
+
+
+def test_a_second_result_of_a_call_does_not_take_the_place_of_the_first(liar, expert):
+    liar.forward = lambda call: results((call, [X]), (call, [2 * X]))
+    assert torch.equal(expert(X), X)
+
+
+def test_inputs_that_a_forward_has_brought_already_are_not_sent_again(liar, expert):
+    writer = ParcelWriter()
+    writer.add(pb.CallResult(status=pb.Status(code=pb.INPUTS_NEEDED, message="gone")), [])
+    liar.forward = lambda call: list(iter(writer.next_message, None))
+    with pytest.raises(InputsNeededError, match=r"expert 'ffn\.0' at 127\.0\.0\.1:\d+, forward.*: gone"):
+        expert(X)
+
+
+def test_a_result_that_ends_in_the_middle_says_so(liar):
+    liar.forward = lambda call: results((call, [torch.ones(1 << 20)]))[:-1]
+    with (
+        connect(liar.address, timeout_s=60.0, retry=ONCE) as experts,
+        pytest.raises(CorruptDataError, match="expected the rest of 1 parcels, got its end"),
+    ):
+        experts["ffn.0"](X)
