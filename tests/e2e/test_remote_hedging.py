@@ -304,3 +304,16 @@ class TestPolicy:
     def test_what_is_none_is_refused(self, bad):
         with pytest.raises(ValueError, match="HedgePolicy: expected 0 < quantile < 1"):
             HedgePolicy(**bad)
+
+
+def test_a_hedged_forward_is_left_at_no_server_that_its_backward_goes_to():
+    named = {"ffn.0": nn.Linear(4, 4)}
+    with (
+        ExpertsServer(named) as one,
+        ExpertsServer(named) as other,
+        connect([one.address, other.address], hedge=True) as experts,
+    ):
+        y = experts["ffn.0"](torch.ones(2, 4, requires_grad=True))
+        assert len(experts.connection.left_forwards) == 0
+        del y
+        assert len(experts.connection.left_forwards) == 1
