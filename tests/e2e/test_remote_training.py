@@ -168,6 +168,18 @@ def test_on_backward_applies_each_backward_at_once():
     torch.testing.assert_close(modules["ffn.0"].state_dict(), twin.state_dict())
 
 
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_an_update_goes_only_to_servers_that_gather_gradients_for_it(update):
+    with (
+        ExpertsServer({"ffn.0": nn.Linear(4, 4)}, optimizer=sgd, update=update) as server,
+        connect(server.address) as experts,
+    ):
+        experts["ffn.0"](torch.ones(2, 4)).sum().backward()
+        assert repr(experts.connection._updates).startswith(f"Updates({int(update == 'on_step')} experts")
+        RemoteOptimizer(experts).step()
+        assert experts.info()["ffn.0"].num_updates == 1
+
+
 def test_step_with_a_closure_returns_its_loss():
     with (
         ExpertsServer({"ffn.0": nn.Linear(4, 4)}, optimizer=OPTIMIZERS["sgd"]) as server,
