@@ -59,6 +59,7 @@ class Liar:
         self.forward: Answer = lambda call: results((call, [X]))
         self.backward: Answer = lambda call: results((call, [X]))
         self.hosted = pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True, num_parameters=16)
+        self.forgets = grpc.StatusCode.INVALID_ARGUMENT
         self.state = state(WEIGHT, BIAS)
         self.reply = seal(pb.UpdateReply(updates=[pb.ExpertUpdate(expert="ffn.0")]))
         self.may_end = threading.Event()  # its streams, after what they say
@@ -69,6 +70,7 @@ class Liar:
             SERVICE,
             {
                 "Info": grpc.unary_unary_rpc_method_handler(self._info),
+                "Forget": grpc.unary_unary_rpc_method_handler(lambda _, call: call.abort(self.forgets, "")),
                 "GetState": grpc.unary_stream_rpc_method_handler(lambda request, _: map(bytes, self.state)),
                 "SetState": grpc.stream_unary_rpc_method_handler(lambda messages, _: self.reply),
                 "Forward": grpc.stream_stream_rpc_method_handler(
@@ -373,3 +375,19 @@ def test_a_result_that_ends_in_the_middle_says_so(liar):
         pytest.raises(CorruptDataError, match="expected the rest of 1 parcels, got its end"),
     ):
         experts["ffn.0"](X)
+
+
+def test_an_answer_that_is_none_is_asked_for_again(liar):
+    liar.forward = lambda call: results((call, [X])) if len(liar.streams) > 1 else []
+    with connect(liar.address, timeout_s=60.0) as experts:
+        assert torch.equal(experts["ffn.0"](X), X)
+
+
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "UNAVAILABLE", "DATA_LOSS", "DEADLINE_EXCEEDED"])
+def test_it_is_told_once_more_what_to_forget_where_that_may_not_have_arrived(liar, expert, code):
+    liar.forgets = grpc.StatusCode[code]
+    connection = expert._connection
+    expert(X)  # its graph goes
+    connection.left_forwards.tell()
+    wait_until(lambda: not connection._delivery._channel(liar.address)._told)
+    wait_until(lambda: len(connection.left_forwards) == (code != "INVALID_ARGUMENT"), patience_s=20.0)
