@@ -5,9 +5,10 @@ Among it are three things that can be done for one thread at a time only:
 1. Changes of a module for as long as it runs: `torch.func.functional_call` puts other weights into it, others switch it
    to `eval`, its adapters off (as `peft` does), freeze it, or put a hook on it. Another call that runs the module
    meanwhile would compute with the change: calls that share it take turns (`turns`).
-2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached` and forward-mode
-   differentiation (`torch.func.jvp` and its like) are of the whole process. Side by side, calls would have each
-   other's, and might leave it behind: a map with such a call makes one after the other.
+2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached`, `torch.backends`,
+   forward-mode differentiation (`torch.func.jvp` and its like), what Python warns of, standard output and the working
+   directory are of the whole process. Side by side, calls would have each other's, and might leave it behind: a map
+   with such a call makes one after the other.
 3. Collectives (`torch.distributed.all_reduce` and its like), which all ranks have to come to in one order (`ranks`).
 
 Three looks, each of which uses the one before it::
@@ -23,6 +24,7 @@ import builtins
 import contextlib
 import dis
 import inspect
+import itertools
 import sys
 import types
 import weakref
@@ -48,14 +50,17 @@ _METHODS = frozenset(
 )
 # only where they are set: mostly they are read
 _SET = frozenset(["training", "requires_grad", "forward", "data"])
-_UNSURE = _METHODS | _SET  # the name alone does not tell: `_done_in` looks what is done with it
+# only where they lead to what is set, or to `flags`: mostly they are read
+_BACKENDS = frozenset(["backends", "cudnn", "mkldnn"])
+_UNSURE = _METHODS | _SET | _BACKENDS  # the name alone does not tell: `_done_in` looks what is done with it
 # rule 1: names of what changes modules, as users' code and torch's own have them
 CHANGING = frozenset(
     [
         *("functional_call", "_functional_call", "_reparametrize_module", "_swap_state", "adapter_names"),
         *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
         *("register_full_backward_pre_hook", "register_parametrization", "remove_parametrizations"),
-        *_UNSURE,
+        *_METHODS,
+        *_SET,
     ]
 )
 _CACHED = "parametrize.cached"  # looked for by itself (`_names_cached`): others may call something `cached`
@@ -63,6 +68,11 @@ SETTING = frozenset(  # rule 2
     [
         *("sdpa_kernel", "sdp_kernel", "set_default_dtype"),
         _CACHED,
+        *_BACKENDS,
+        *("enable_flash_sdp", "enable_math_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"),
+        *("set_float32_matmul_precision", "use_deterministic_algorithms", "set_deterministic_debug_mode"),
+        *("detect_anomaly", "set_detect_anomaly"),
+        *("catch_warnings", "redirect_stdout", "redirect_stderr", "chdir"),
         *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
     ]
 )
@@ -217,7 +227,15 @@ def _done_in(code: types.CodeType) -> tuple[set[str], list[tuple[str, str]]]:
         elif step.argval in _METHODS and _is_method(step) and not _unfreezes(step, steps[i + 1]):
             done.add(step.argval)
             asked.append((step.argval, _outside(steps[i - 1], code)))
+        elif step.argval in _BACKENDS and _leads_to_setting(steps[i + 1 :]):
+            done.add(step.argval)
     return done, asked
+
+
+def _leads_to_setting(steps: Iterable[dis.Instruction]) -> bool:
+    """Whether the attributes that are looked up one of the other here end in one that is set, or in `flags`."""
+    path = itertools.takewhile(lambda step: step.opname.endswith(("_ATTR", "LOAD_METHOD")), steps)
+    return any(step.opname == "STORE_ATTR" or step.argval == "flags" for step in path)
 
 
 def _outside(step: dis.Instruction, code: types.CodeType) -> str:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +21,7 @@ from torch.nn.attention import sdpa_kernel as choosing
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import parametrize
 
+from moe_autograd import parallel_apply
 from tests.support.comparing_modules import assert_same_without_error
 from tests.support.comparison import MapFunction, Raised, assert_same_program
 from tests.support.module_programs import finish, leaves, parameters, seeded
@@ -30,7 +38,19 @@ def _leave_process_as_it_was() -> Iterator[None]:
     """What fails here may leave settings behind, for all other tests."""
     allowed = _cur_sdpa_kernel_backends()
     dtype = torch.get_default_dtype()
-    yield
+    precision = torch.get_float32_matmul_precision()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    cudnn: Any = torch.backends.cudnn
+    with (
+        contextlib.chdir(Path.cwd()),
+        contextlib.redirect_stdout(sys.stdout),
+        warnings.catch_warnings(),
+        torch.autograd.set_detect_anomaly(False),
+        cudnn.flags(cudnn.enabled),
+    ):
+        yield
+    torch.use_deterministic_algorithms(is_deterministic)
+    torch.set_float32_matmul_precision(precision)
     sdpa_kernel(allowed).__enter__()
     torch.set_default_dtype(dtype)
 
@@ -125,6 +145,110 @@ def test_what_calls_set_for_the_whole_process_is_theirs_alone(
         return torch.get_default_dtype(), finish(outputs, *xs, *parameters(modules))
 
     assert_same_without_error(program)
+
+
+@contextlib.contextmanager
+def precision(_: Path) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def determinism(_: Path) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def no_cudnn(_: Path) -> Iterator[None]:
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+def cudnn_flags(_: Path) -> AbstractContextManager[Any]:
+    flags: Any = torch.backends.cudnn.flags
+    return flags(enabled=False)  # type: ignore[no-any-return]
+
+
+def anomalies(_: Path) -> AbstractContextManager[Any]:
+    return torch.autograd.set_detect_anomaly(True)
+
+
+@contextlib.contextmanager
+def no_warnings(_: Path) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def other_output(_: Path) -> AbstractContextManager[Any]:
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def another_folder(folder: Path) -> AbstractContextManager[Any]:
+    return contextlib.chdir(folder)
+
+
+SETTINGS: dict[Callable[[Path], AbstractContextManager[Any]], Callable[[], object]] = {
+    precision: torch.get_float32_matmul_precision,
+    determinism: torch.are_deterministic_algorithms_enabled,
+    no_cudnn: lambda: torch.backends.cudnn.enabled,
+    cudnn_flags: lambda: torch.backends.cudnn.enabled,
+    anomalies: torch.is_anomaly_enabled,
+    no_warnings: lambda: [*warnings.filters],
+    other_output: lambda: sys.stdout,
+    another_folder: Path.cwd,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_calls_set_and_put_back_is_as_before(
+    setting: Callable[[Path], AbstractContextManager[Any]], tmp_path: Path
+) -> None:
+    seen = SETTINGS[setting]
+    before, when_called = seen(), []
+
+    def call(x: Tensor) -> Tensor:
+        when_called.append(seen())
+        with setting(tmp_path):
+            compute(x.detach())
+            return x * 2
+
+    for _ in range(5):
+        parallel_apply([call] * NUM_CALLS, leaves(NUM_CALLS))
+    assert [*when_called, seen()] == [before] * (5 * NUM_CALLS + 1)
+
+
+class Looking(nn.Module):
+    """Looks at settings, and has parts that are called as torch's are."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.barrier, self.cudnn, self.was_enabled = barrier, nn.Identity(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.was_enabled = torch.backends.cudnn.enabled
+        self.barrier.wait()
+        flags = x if torch.backends.mkldnn.is_available() else -x
+        return self.cudnn(flags)  # type: ignore[no-any-return]
+
+
+def test_calls_that_look_at_settings_may_wait_for_each_other() -> None:
+    experts = [Looking(barrier) for barrier in [threading.Barrier(4, timeout=60)] * 4]
+    parallel_apply(experts, leaves(4))
+    assert all(expert.was_enabled for expert in experts)
 
 
 def choose(backend: SDPBackend, x: Tensor) -> Any:
