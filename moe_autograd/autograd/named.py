@@ -6,9 +6,9 @@ Among it are three things that can be done for one thread at a time only:
    to `eval`, its adapters off (as `peft` does), freeze it, or put a hook on it. Another call that runs the module
    meanwhile would compute with the change: calls that share it take turns (`turns`).
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached`, `torch.backends`,
-   forward-mode differentiation (`torch.func.jvp` and its like), what Python warns of, standard output and the working
-   directory are of the whole process. Side by side, calls would have each other's, and might leave it behind: a map
-   with such a call makes one after the other.
+   forward-mode differentiation (`torch.func.jvp` and its like), what Python warns of, standard output, the working
+   directory and the terminal that a debugger reads are of the whole process. Side by side, calls would have each
+   other's, and might leave it behind: a map with such a call makes one after the other.
 3. Collectives (`torch.distributed.all_reduce` and its like), which all ranks have to come to in one order (`ranks`).
 
 Three looks, each of which uses the one before it::
@@ -73,6 +73,7 @@ SETTING = frozenset(  # rule 2
         *("set_float32_matmul_precision", "use_deterministic_algorithms", "set_deterministic_debug_mode"),
         *("detect_anomaly", "set_detect_anomaly"),
         *("catch_warnings", "redirect_stdout", "redirect_stderr", "chdir"),
+        *("breakpoint", "set_trace"),
         *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
     ]
 )
