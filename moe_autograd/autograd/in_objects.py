@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import is_structseq_class, tree_leaves
+from torch.utils._pytree import TreeSpec, is_structseq_class, tree_flatten
 
 from moe_autograd.autograd.reaching import has_history
 
@@ -106,9 +106,17 @@ def tensors_in_objects(values: Iterable[object]) -> Iterator[tuple[object, Tenso
                     to_visit.append(held)
 
 
+def taken_apart(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec | None]:
+    """Flatten a pytree. One that holds itself, or is nested too deeply, is its only leaf: an object like others."""
+    try:
+        return tree_flatten(tree, is_leaf)
+    except RecursionError:
+        return [tree], None
+
+
 def with_tensors_in_objects(tree: Any) -> list[object]:
     """Return the leaves of a pytree, and the tensors that objects among them hold."""
-    leaves = tree_leaves(tree)
+    leaves, _ = taken_apart(tree)
     return [*leaves, *[tensor for _, tensor in tensors_in_objects(leaves)]]
 
 

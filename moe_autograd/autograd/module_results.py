@@ -18,14 +18,14 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_entry, is_not_taken_apart, refuse_strided_nested
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
-from moe_autograd.autograd.in_objects import InObjects, may_hold
+from moe_autograd.autograd.in_objects import InObjects, may_hold, taken_apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.reaching import Cut, has_history
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
@@ -143,7 +143,7 @@ class CallResults:
         """
         values = self._flatten(returned)
         if forward_ad._current_level >= 0:
-            refuse_tangents(value for value in tree_leaves(returned) if isinstance(value, Tensor))
+            refuse_tangents(value for value in taken_apart(returned)[0] if isinstance(value, Tensor))
         self._views: dict[int, _View] = {}  # by the inner tensor's id
         self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
         inner: list[Tensor] = []
@@ -202,7 +202,7 @@ class CallResults:
         self._is_list = type(returned) is list and all(type(value) is Tensor for value in returned)
         if self._is_list or isinstance(returned, Tensor):
             return list(returned) if self._is_list else [returned]
-        values, self._spec = tree_flatten(returned, is_leaf=is_not_taken_apart)
+        values, self._spec = taken_apart(returned, is_not_taken_apart)
         return values
 
     def _view_of_changed(self, value: Tensor, changed: Sequence[tuple[Tensor, Tensor]]) -> _View | None:

@@ -156,6 +156,20 @@ def test_other_shapes_no_history_and_other_memory() -> None:
             in_call(change, leaf())
 
 
+@of("**An argument that holds itself**, or that is lists in lists a thousand deep, raises a `RecursionError`")
+def test_arguments_that_hold_themselves() -> None:
+    x = leaf()
+    own: dict[str, Any] = {"x": x}
+    own["own"] = own
+    with pytest.raises(RecursionError):
+        parallel_apply([lambda given: given["x"] * 3] * 2, [(own,)] * 2)
+    box = types.SimpleNamespace(own=own)
+    outputs = parallel_apply([lambda given: given.own["x"] * 3] * 2, [(box,)] * 2)
+    torch.stack(outputs).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 6.0]
+
+
 @of("**Nested tensors** of layout `torch.strided` that require a gradient are refused")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors() -> None:

@@ -254,3 +254,31 @@ def changed_inputs_and_views_of_them_in_an_object(apply: MapFunction) -> Any:
     outputs = apply([call] * NUM_CALLS, [(m,) for m in middles])
     same = [output.first[0] is m for output, m in zip(outputs, middles, strict=True)]
     return same, finish([[*output.first] for output in outputs], *xs)
+
+
+@program
+def results_that_hold_themselves(apply: MapFunction) -> Any:
+    def call(module: nn.Module, x: Tensor) -> Any:
+        result: dict[str, Any] = {"y": module(x), "x": x}
+        result["me"] = (result, [result["y"].sin()])
+        return result
+
+    modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+    outputs = apply([call] * NUM_CALLS, [*zip(modules, xs, strict=True)])
+    same = [output["me"][0] is output and output["x"] is x for output, x in zip(outputs, xs, strict=True)]
+    return same, finish([[output["y"], *output["me"][1]] for output in outputs], *xs, *parameters(modules))
+
+
+@program
+def results_at_the_bottom_of_many_lists(apply: MapFunction) -> Any:
+    def call(module: nn.Module, x: Tensor) -> Any:
+        result: Any = module(x)
+        for _ in range(2000):
+            result = [result]
+        return result
+
+    modules, xs = seeded(lambda: nn.Linear(4, 4)), leaves()
+    outputs = apply([call] * NUM_CALLS, [*zip(modules, xs, strict=True)])
+    for _ in range(2000):
+        outputs = [output[0] for output in outputs]
+    return finish(outputs, *xs, *parameters(modules))
