@@ -13,6 +13,8 @@ from typing import TypeAlias
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from moe_autograd.autograd.deep import note_seen
+
 Edges: TypeAlias = Sequence[GradientEdge | None]  # None where no gradient is required
 Borders: TypeAlias = Sequence[tuple[int, GradientEdge]]  # each with its place among its node's edges
 
@@ -72,4 +74,5 @@ def _reachable_edges(roots: Sequence[Node]) -> dict[Node, Edges]:
         else:
             stack.append((node, True))
             stack.extend((edge.node, False) for edge in edges_below if edge and edge.node not in edges)
+    note_seen(edges)
     return edges

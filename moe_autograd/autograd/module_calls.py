@@ -61,6 +61,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.accumulating import Wanted, add_where_possible
 from moe_autograd.autograd.changes import follows
+from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, is_entry, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
@@ -204,6 +205,7 @@ class ModuleCall(UsedResults):
             if (owner := owners.setdefault(node, self)) is not self:
                 owner._shares_graph = self._shares_graph = True
             to_visit += node.next_functions
+        note_seen(seen)
         self._meets_results = num_met > 0
         return met, leaf_nodes
 

@@ -181,6 +181,7 @@ class _SecondPart:
     def __init__(self, graph: Graph, roots: Sequence[Root]) -> None:
         self.weights = graph.weights
         self.known: dict[int, torch.Tensor | None] = {}  # by place in `weights`
+        # Those the engine runs first come last, and are taken first: none frees many others (`deep`).
         self.recalls: list[_Recall] = []
         self.roots = [root for root in roots if root.edge.node in graph.wanted]
         self.versions: list[tuple[torch.Tensor, int]] = []
@@ -286,7 +287,7 @@ def _first_part(graph: Graph, roots: Sequence[Root]) -> tuple[Gradients, Pending
     grads_of_inputs, rest = grads[: len(graph.inputs)], grads[len(graph.inputs) :]
     second.known.update(zip(known, rest, strict=False))
     second.add_behind(graph, zip(behind, rest[len(known) :], strict=True))
-    second.add_recalls(_Recall(node, given, graph.borders(node)) for node, given in flowed.items())
+    second.add_recalls(_Recall(node, given, graph.borders(node)) for node, given in reversed(flowed.items()))
     return grads_of_inputs, PendingWeightGradients(second)
 
 

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 from torch.autograd.graph import GradientEdge, Node
 
+from moe_autograd.autograd.deep import note_seen
+
 Edge: TypeAlias = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
 
 
@@ -19,15 +21,18 @@ def walk(starts: Iterable[Edge], stop_at: Collection[Edge | Node | None] = ()) -
     """Yield the edges that are met from `starts` on, up to those, edges or nodes, where it is to stop."""
     seen: set[Node] = set()
     to_visit = list(starts)
-    while to_visit:
-        edge = to_visit.pop()
-        node = edge[0]
-        if node is None or edge in stop_at or node in stop_at:
-            continue
-        yield edge
-        if node not in seen:
-            seen.add(node)
-            to_visit += node.next_functions
+    try:
+        while to_visit:
+            edge = to_visit.pop()
+            node = edge[0]
+            if node is None or edge in stop_at or node in stop_at:
+                continue
+            yield edge
+            if node not in seen:
+                seen.add(node)
+                to_visit += node.next_functions
+    finally:
+        note_seen(seen)
 
 
 def leads(
