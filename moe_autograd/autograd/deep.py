@@ -26,6 +26,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch.autograd.graph import Node
 
@@ -49,8 +50,10 @@ def note_seen(nodes: Collection[Node]) -> None:
         below[node] = [one for one, _ in node.next_functions if one in heights]
         heights[node] = 1 + max(map(heights.__getitem__, below[node]), default=0)
     for node, height in heights.items():
-        if height % _STRETCH == 0 and _BELOW not in node.metadata:
-            node.metadata[_BELOW] = _Below(_stretch(node, below, heights))
+        if height % _STRETCH == 0:
+            metadata: Any = node.metadata
+            if _BELOW not in metadata:
+                metadata[_BELOW] = _Below(_stretch(node, below, heights))
 
 
 def _stretch(top: Node, below: Mapping[Node, Sequence[Node]], heights: Mapping[Node, int]) -> list[Node]:
