@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
-from torch._ops import OpOverload
+from torch._ops import _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS as _KEYS_PASSED_BY_LATER_ONES
+from torch._ops import OpOverload, _higher_order_ops
 
 from moe_autograd._random.fused import FUSED_OPERATORS, OnOwnState, alone_with
 from moe_autograd._random.seeds import CPU, VMAP, running
@@ -60,6 +61,9 @@ def install() -> None:
 def _install() -> None:
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    _KEYS_PASSED_BY_LATER_ONES.append(KEY)
+    for higher_order in list(_higher_order_ops.values()):
+        higher_order.fallthrough(KEY)
     kernels = torch.library.Library("aten", "IMPL")
     for name, operator in operators_with_generator():
         position = _generator_position(operator)

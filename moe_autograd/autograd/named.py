@@ -6,9 +6,10 @@ Among it are three things that can be done for one thread at a time only:
    to `eval`, its adapters off (as `peft` does), freeze it, or put a hook on it. Another call that runs the module
    meanwhile would compute with the change: calls that share it take turns (`turns`).
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached`, `torch.backends`,
-   forward-mode differentiation (`torch.func.jvp` and its like), what Python warns of, standard output, the working
-   directory and the terminal that a debugger reads are of the whole process. Side by side, calls would have each
-   other's, and might leave it behind: a map with such a call makes one after the other.
+   forward-mode differentiation (`torch.func.jvp` and its like), tracing, by which `torch.cond` and its like have
+   gradients, what Python warns of, standard output, the working directory and the terminal that a debugger reads are
+   of the whole process. Side by side, calls would have each other's, and might leave it behind: a map with such a call
+   makes one after the other.
 3. Collectives (`torch.distributed.all_reduce` and its like), which all ranks have to come to in one order (`ranks`).
 
 Three looks, each of which uses the one before it::
@@ -52,7 +53,7 @@ _METHODS = frozenset(
 _SET = frozenset(["training", "requires_grad", "forward", "data"])
 # only where they lead to what is set, or to `flags`: mostly they are read
 _BACKENDS = frozenset(["backends", "cudnn", "mkldnn"])
-_UNSURE = _METHODS | _SET | _BACKENDS  # the name alone does not tell: `_done_in` looks what is done with it
+_UNSURE = _METHODS | _SET | _BACKENDS  # `_done_in` looks what is done with it
 # rule 1: names of what changes modules, as users' code and torch's own have them
 CHANGING = frozenset(
     [
@@ -64,6 +65,7 @@ CHANGING = frozenset(
     ]
 )
 _CACHED = "parametrize.cached"  # looked for by itself (`_names_cached`): others may call something `cached`
+_TORCHS_OWN = frozenset(["torch.cond", "torch.scan", "torch.map"])  # others have such names, but not of torch
 SETTING = frozenset(  # rule 2
     [
         *("sdpa_kernel", "sdp_kernel", "set_default_dtype"),
@@ -75,6 +77,8 @@ SETTING = frozenset(  # rule 2
         *("catch_warnings", "redirect_stdout", "redirect_stderr", "chdir"),
         *("breakpoint", "set_trace"),
         *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
+        *("make_fx", "while_loop"),
+        *_TORCHS_OWN,
     ]
 )
 TALKING = frozenset(  # rule 3; not `gather`, `scatter` and others that tensors have, too
@@ -89,6 +93,7 @@ TALKING = frozenset(  # rule 3; not `gather`, `scatter` and others that tensors 
     ]
 )
 _TELLING = CHANGING | SETTING | TALKING
+_ASKED = _UNSURE | {"cond", "scan", "map"}  # the name alone does not tell
 _WAYS = ("forward", "setup_context", "backward", "vjp")  # of an autograd function
 SURE = _TELLING - _UNSURE
 
@@ -162,7 +167,8 @@ def telling_names(function: types.FunctionType) -> frozenset[str]:
     named = [function.__globals__.get(name) for name in names.of_globals]
     functions = [own for one in named for own in _functions_of(one)]
     # imported under another name, perhaps
-    own = [one.__name__ for one in (function, *functions) if str(one.__module__).startswith(_TORCHS)]
+    own = [one.__name__ for one in (function, *functions) if f"{one.__module__}.".startswith(_TORCHS)]
+    own += [_TORCHS + name for name in own]
     cached = [_CACHED] if _names_cached(names, named) else []
     told = [_told_by(one.__code__) for one in functions]
     telling = names.telling - _harmless(function, names.asked) if names.asked else names.telling
@@ -180,7 +186,7 @@ def _functions_of(value: object) -> list[types.FunctionType]:
 
 def _told_by(code: types.CodeType) -> frozenset[str]:
     told = _TELLING.intersection(code.co_names)
-    return told & names_of(code).telling if told & _UNSURE else told
+    return told if _ASKED.isdisjoint(code.co_names) else names_of(code).telling & (told | _TORCHS_OWN)
 
 
 def _harmless(function: types.FunctionType, asked: Iterable[tuple[str, str]]) -> set[str]:
@@ -327,12 +333,15 @@ def _find_names(code: types.CodeType, told: weakref.ref[types.CodeType]) -> Name
     asked = list[tuple[str, str]]()
     for one in (codes := [code]):  # grows
         codes += [held for held in one.co_consts if isinstance(held, types.CodeType)]
+        before, dotted = "", list[str]()
         for step in dis.get_instructions(one):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 of_globals[step.argval] = None
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 of_attributes[step.argval] = None
-        telling |= SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one)))
+                dotted.append(f"{before}.{step.argval}")
+            before = step.argval
+        telling |= SURE.intersection((*one.co_names, *one.co_freevars, *_texts_in(one), *dotted))
         if _UNSURE.intersection(one.co_names):
             done, asked_there = _done_in(one)
             telling |= done
