@@ -177,7 +177,19 @@ def _draw_as_sibling(operator: OpOverload, sibling: OpOverload, *args: Any, **kw
             values = like.values()
             values.copy_(sibling(values, *args[1:], generator=own))
             return like
+        if torch._C._are_functorch_transforms_active() and isinstance(args[0], torch.Tensor):
+            return _draw_under_vmap(operator, own, *args, **kwargs)
         return sibling(*args, **kwargs, generator=own)
+
+
+def _draw_under_vmap(
+    operator: OpOverload, own: torch.Generator, like: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Draw by the shape: `vmap` knows how to for `rand` with a generator, and not for `rand_like`."""
+    by_shape = getattr(torch.ops.aten, operator.overloadpacket.__name__.removesuffix("_like"))
+    kwargs = {"dtype": like.dtype, "layout": like.layout, "device": like.device, **kwargs}
+    kwargs.pop("memory_format", None)  # a shape has none
+    return by_shape(*args, like.shape, generator=own, **kwargs)
 
 
 def _draw_in_kernel(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
@@ -213,9 +225,9 @@ def _drop_out(x: torch.Tensor, p: float, train: bool | None) -> Any:
             return torch.ops.aten.native_dropout.default(x, p, train)
         if x.is_nested:
             mask = torch.empty_like(x, dtype=torch.bool)
-        else:
-            mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        (mask.values() if x.is_nested else mask).bernoulli_(1 - p, generator=own)
+            mask.values().bernoulli_(1 - p, generator=own)
+        else:  # not in place, or `vmap` has no mask for each row
+            mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli(1 - p, generator=own)
         return x.mul(mask).mul(1 / (1 - p) if p < 1 else 0.0), mask
 
 

@@ -17,9 +17,12 @@ from moe_autograd._contexts import contextmanager
 PROCESS_GENERATOR = torch.default_generator
 CPU = torch.device("cpu")
 VMAP = DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
-# Under `is_grads_batched=True` nobody may draw, under `FakeTensorMode` no number is known, and a mode of the caller's
-# has not asked to see how a base is drawn.
+# Under `is_grads_batched=True` nobody may draw, under `FakeTensorMode` no number is known, under `torch.func.vmap` not
+# one for all, and a mode of the caller's has not asked to see how a base is drawn.
 _PASSED_BY = VMAP | DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
+_PASSED_BY |= DispatchKeySet(DispatchKey.FuncTorchDynamicLayerFrontMode)
+_PASSED_BY |= DispatchKeySet(DispatchKey.FuncTorchDynamicLayerBackMode)
+_PASSED_BY |= DispatchKeySet(DispatchKey.FuncTorchVmapMode)
 
 _APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
 
