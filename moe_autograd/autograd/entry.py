@@ -29,7 +29,7 @@ from moe_autograd._contexts import contextmanager
 from moe_autograd._random import running
 from moe_autograd._streams import accelerator_in_use, as_on_lane
 from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, differs, to_declare
-from moe_autograd.autograd.in_objects import makes_itself
+from moe_autograd.autograd.in_objects import makes_itself, notes_on, put_on
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.uncompiled import left_alone
 from moe_autograd.autograd.walks import walk
@@ -303,8 +303,7 @@ def _alias(tensor: Tensor, anchor: Tensor, hooks: _AliasHooks) -> Tensor:
     # parameter that serves there, too.
     with torch.enable_grad():
         alias: Tensor = _Entry.apply(anchor, tensor.detach(), to_declare([tensor]))  # type: ignore[no-untyped-call]
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # else attributes make the tensor
-        alias.__dict__ = hooks.tensor().__dict__  # what users have put on it
+    put_on(alias, notes_on(hooks.tensor()))
     entry: Any = alias.grad_fn
     entry.hooks = alias._backward_hooks = hooks
     entry._register_hook_dict(alias)  # as `Tensor.register_hook` does for a dictionary of its own

@@ -1,5 +1,7 @@
 """What objects hold that are no pytrees (dataclasses, distributions): their attributes, and containers among these.
 
+So do tensors: what users have put on them are the notes on a tensor.
+
 Nothing that their classes define is to run: so a frozen object, too, can be given another tensor for one that it holds,
 and stays the object that it is for whoever knows it.
 """
@@ -34,9 +36,8 @@ HOLDS_NOTHING = (
     types.ModuleType,
     types.BuiltinFunctionType,
 )
-# Tensors, and what may lead to a whole program.
+# What may lead to a whole program.
 _NOT_LOOKED_INTO = (
-    Tensor,
     *HOLDS_NOTHING,
     torch.nn.Module,
     types.FunctionType,
@@ -65,9 +66,26 @@ class Place(NamedTuple):
     value: Any
 
 
-def may_hold(value: object) -> bool:
-    """Whether a value is to be looked into."""
-    return not _is(value, _NOT_LOOKED_INTO)
+def holder_in(value: object) -> object | None:
+    """Return what of a value is to be looked into: of a tensor the notes on it, anything else as it is, or nothing."""
+    if _is(value, Tensor):
+        return notes_on(cast(Tensor, value)) or None
+    return None if _is(value, _NOT_LOOKED_INTO) else value
+
+
+def notes_on(tensor: Tensor) -> dict[str, Any]:
+    """Return what users have put on a tensor; nothing if attributes make it what it is, as they do a `DTensor`."""
+    return tensor.__dict__ if _is_made_without_attributes(tensor) else {}
+
+
+def put_on(tensor: Tensor, notes: dict[str, Any]) -> None:
+    """Let a tensor, which stands for another one, have the notes on that; the two share them from now on."""
+    if _is_made_without_attributes(tensor):
+        tensor.__dict__ = notes
+
+
+def _is_made_without_attributes(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def attributes_of(value: object) -> list[Place]:
@@ -93,17 +111,18 @@ def tensors_in_objects(values: Iterable[object]) -> Iterator[tuple[object, Tenso
         for one in _out_of_tuples(value):
             if _is(one, Tensor) and one is not value:
                 yield value, one
-            elif may_hold(one):
-                to_visit.append(one)
+            if (holder := holder_in(one)) is not None:
+                to_visit.append(holder)
     seen = set(map(id, to_visit))
     for holder in to_visit:  # grows
         for place in _places_in(holder):
             for held in _out_of_tuples(place.value):
                 if _is(held, Tensor):
                     yield holder, held
-                elif len(to_visit) < _MOST_LOOKED_INTO and id(held) not in seen and may_hold(held):
-                    seen.add(id(held))
-                    to_visit.append(held)
+                inner = holder_in(held)
+                if inner is not None and len(to_visit) < _MOST_LOOKED_INTO and id(inner) not in seen:
+                    seen.add(id(inner))
+                    to_visit.append(inner)
 
 
 def taken_apart(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec | None]:

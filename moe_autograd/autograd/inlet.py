@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from moe_autograd.autograd.entry import ESCAPED
 from moe_autograd.autograd.grad_dtypes import differs
+from moe_autograd.autograd.in_objects import notes_on, put_on
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.walks import Edge
 from moe_autograd.autograd.wrapped_hooks import innermost
@@ -45,6 +46,7 @@ class Inlet:
 def let_in(piece: Tensor, tensor: Tensor, inlet: Inlet) -> Tensor:
     """Return a leaf that shows a piece of a tensor, and whose gradient has the dtype of the tensor's."""
     leaf = piece.detach()
+    put_on(leaf, notes_on(tensor))
     if piece.requires_grad:
         leaf.requires_grad_().register_post_accumulate_grad_hook(inlet)
         if differs(tensor):

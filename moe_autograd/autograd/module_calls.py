@@ -40,9 +40,10 @@ Rule 8. An input, a leaf or a tensor of a closure that the call returns as it is
         it in place, and is saved, so that it notices when the other is changed: two tensors that are cut apart can no
         longer tell each other.
 Rule 9. Objects that a call returns, and that `torch.utils._pytree` does not know, are looked into, and hold the tied
-        results instead of their own (`in_objects`). A tensor with history that leaves by another way (a module keeps
-        it, a list in a closure) leads to the entry, not to the outer graph. Its backward says so. One that is put into
-        a container which the call takes, and which is a copy, as there are aliases in it, is refused.
+        results instead of their own (`in_objects`). So is what users have put on tensors; tied results have it, too.
+        A tensor with history that leaves by another way (a module keeps it, a list in a closure) leads to the entry,
+        not to the outer graph. Its backward says so. One that is put into a container which the call takes, and which
+        is a copy, as there are aliases in it, is refused.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.changes import base_of, look_at_history
 from moe_autograd.autograd.entry import is_entry, is_not_taken_apart, refuse_strided_nested
 from moe_autograd.autograd.grad_dtypes import GradDtypes, to_declare
-from moe_autograd.autograd.in_objects import InObjects, may_hold, taken_apart
+from moe_autograd.autograd.in_objects import InObjects, holder_in, notes_on, put_on, taken_apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.reaching import Cut, has_history
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
@@ -103,6 +103,7 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     places: list[int]
+    notes: dict[str, Any]
 
 
 class CallResults:
@@ -120,6 +121,7 @@ class CallResults:
     _edges: list[GradientEdge]  # where the gradients of its results go within it
     _within: Sequence[tuple[int, Within]] = ()  # for results with hooks, by their places
     _own_hooks: dict[int, Any]  # that it put on its results, by their places
+    _notes: dict[int, dict[str, Any]]  # likewise (`in_objects`)
     _has_waiting_hooks: bool  # whether one of these is of `register_multi_grad_hook`
     _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
     _retained: Sequence[int] = ()  # the places of those that it lets retain their gradients
@@ -148,7 +150,7 @@ class CallResults:
         self._places: dict[int, list[int]] = {}  # of each result, by the inner tensor's id
         inner: list[Tensor] = []
         is_cut = not torch.is_inference_mode_enabled()  # else there is nothing to tie again
-        if is_cut and (objects := [value for value in values if may_hold(value)]):
+        if is_cut and (objects := [value for value in values if holder_in(value) is not None]):
             self._in_objects = InObjects(objects, lambda tensors: self._own(tensors, values))
             values += self._in_objects.tensors
         for i, value in enumerate(values):
@@ -170,6 +172,7 @@ class CallResults:
         self._edges = [edge_of(value) for value in inner]
         self._inner = inner
         self._own_hooks = {i: hooks for i, value in enumerate(inner) if (hooks := value._backward_hooks)}
+        self._notes = {i: notes for i, value in enumerate(inner) if (notes := notes_on(value))}
         self._retained = [i for i, value in enumerate(inner) if value.retains_grad]
         self._has_waiting_hooks = any(waited_for(h) for own in self._own_hooks.values() for h in own.values())
         self._detach(inner, given, outer_of)
@@ -222,7 +225,9 @@ class CallResults:
                     f"place, got one of shape {tuple(value.shape)} and {value.dtype} that shares memory with the input "
                     "otherwise than by PyTorch's own views of its dtype. Return a clone."
                 )
-            new = _View(tensor, value.size(), value.stride(), int(value.storage_offset()), [])
+            new = _View(
+                tensor, value.size(), value.stride(), int(value.storage_offset()), [], notes_on(value)
+            )
             return self._views.setdefault(id(value), new)
         return None
 
@@ -283,6 +288,9 @@ class CallResults:
         self._tied = [weakref.ref(tensor) for tensor in tied]
         for place in self._retained:
             tied[place].retain_grad()
+        for place, notes in self._notes.items():
+            put_on(tied[place], notes)
+        self._notes = {}
         for places, tensor in zip(self._places.values(), tied, strict=False):
             for place in places:
                 values[place] = tensor
@@ -338,6 +346,7 @@ class CallResults:
         with torch.enable_grad():
             for view in views.values():
                 result = view.of.as_strided(view.size, view.stride, view.offset)
+                put_on(result, view.notes)
                 for place in view.places:
                     values[place] = result
 

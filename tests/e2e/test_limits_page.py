@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.offload import OffloadedExperts
@@ -217,3 +218,17 @@ def test_tensors_that_leave() -> None:
     in_object = in_call(lambda x: types.SimpleNamespace(y=[(x * 2, {"z": deque([x.exp()])})]), x)
     found, (deeper,) = in_object.y[0][0], in_object.y[0][1]["z"]
     assert all(torch.autograd.grad(result.sum(), x)[0] is not None for result in (found, deeper))
+
+
+@of("**Attributes that you put on a tensor whose class has a `__torch_dispatch__`** (a `DTensor`")
+def test_attributes_of_wrappers() -> None:
+    def call(x: Any) -> Any:
+        y = x.sin()
+        y.note = "from the call"
+        return y, hasattr(x, "note")
+
+    x: Any = TwoTensor(torch.ones(2), torch.ones(2)).requires_grad_()
+    x.note = "for the call"
+    y, is_seen = in_call(call, x)
+    assert type(y) is TwoTensor
+    assert (hasattr(y, "note"), is_seen) == (False, False)

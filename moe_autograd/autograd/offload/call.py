@@ -29,6 +29,7 @@ from moe_autograd._interrupts import unwinding
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.escaped import refuse_escaped
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, to_declare
+from moe_autograd.autograd.in_objects import notes_on, put_on
 from moe_autograd.autograd.inlet import Inlet, let_in
 from moe_autograd.autograd.offload.checks import check_reached, check_returned
 from moe_autograd.autograd.offload.drawing import Drawing
@@ -252,11 +253,13 @@ class OffloadedCall:
         num_uses = collections.Counter(_storage_of(tensor) for tensor in (*inputs, *returned))
 
         def own(tensor: Tensor) -> Tensor:
+            detached = tensor.detach()
             if self._held.is_borrowed(tensor):
-                return tensor.detach().clone()
-            if not tensor.requires_grad or num_uses[_storage_of(tensor)] == 1:
-                return tensor.detach()
-            return tensor.detach().view_as(tensor)
+                detached = detached.clone()
+            elif tensor.requires_grad and num_uses[_storage_of(tensor)] > 1:
+                detached = detached.view_as(tensor)
+            put_on(detached, notes_on(tensor))
+            return detached
 
         return tree_map_only(Tensor, own, result)
 

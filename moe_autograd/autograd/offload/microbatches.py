@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from moe_autograd.autograd.in_objects import notes_on, put_on
+
 Rows: TypeAlias = tuple[int, int]  # the first one, and the one after the last
 
 
@@ -67,6 +69,12 @@ def joined(results: Sequence[Any]) -> Any:
         return results[0]
     leaves_of_each = [tree_flatten(result)[0] for result in results]
     leaves = [
-        torch.cat(one) if isinstance(one[0], Tensor) else one[0] for one in zip(*leaves_of_each, strict=True)
+        _below(one) if isinstance(one[0], Tensor) else one[0] for one in zip(*leaves_of_each, strict=True)
     ]
     return tree_unflatten(leaves, tree_flatten(results[0])[1])
+
+
+def _below(pieces: tuple[Tensor, ...]) -> Tensor:
+    whole = torch.cat(pieces)
+    put_on(whole, notes_on(pieces[0]))
+    return whole
