@@ -6,10 +6,10 @@ Among it are three things that can be done for one thread at a time only:
    to `eval`, its adapters off (as `peft` does), freeze it, or put a hook on it. Another call that runs the module
    meanwhile would compute with the change: calls that share it take turns (`turns`).
 2. `torch.nn.attention.sdpa_kernel`, `torch.set_default_dtype`, `torch.nn.utils.parametrize.cached`, `torch.backends`,
-   forward-mode differentiation (`torch.func.jvp` and its like), tracing, by which `torch.cond` and its like have
-   gradients, what Python warns of, standard output, the working directory and the terminal that a debugger reads are
-   of the whole process. Side by side, calls would have each other's, and might leave it behind: a map with such a call
-   makes one after the other.
+   forward-mode differentiation (`torch.func.jvp` and its like), `FlopCounterMode` (its hooks on all modules), tracing,
+   by which `torch.cond` and its like have gradients, what Python warns of, standard output, the working directory and
+   the terminal that a debugger reads are of the whole process. Side by side, calls would have each other's, and might
+   leave it behind: a map with such a call makes one after the other.
 3. Collectives (`torch.distributed.all_reduce` and its like), which all ranks have to come to in one order (`ranks`).
 
 Three looks, each of which uses the one before it::
@@ -65,6 +65,7 @@ CHANGING = frozenset(
     ]
 )
 _CACHED = "parametrize.cached"  # looked for by itself (`_names_cached`): others may call something `cached`
+_FORWARD_MODE = "forward-mode"  # the strategy of a `torch.autograd.functional.jacobian`
 _TORCHS_OWN = frozenset(["torch.cond", "torch.scan", "torch.map"])  # others have such names, but not of torch
 SETTING = frozenset(  # rule 2
     [
@@ -76,8 +77,9 @@ SETTING = frozenset(  # rule 2
         *("detect_anomaly", "set_detect_anomaly"),
         *("catch_warnings", "redirect_stdout", "redirect_stderr", "chdir"),
         *("breakpoint", "set_trace"),
-        *("jvp", "jacfwd", "hessian", "linearize", "dual_level"),
-        *("make_fx", "while_loop"),
+        *("jvp", "jacfwd", "hessian", "linearize", "dual_level", _FORWARD_MODE),
+        *("allow_mutation_on_saved_tensors", "FlopCounterMode"),
+        *("make_fx", "symbolic_trace", "while_loop"),
         *_TORCHS_OWN,
     ]
 )
@@ -350,6 +352,7 @@ def _find_names(code: types.CodeType, told: weakref.ref[types.CodeType]) -> Name
 
 
 def _texts_in(code: types.CodeType) -> list[str]:
-    """Return the texts in tuples among the constants of code, as the names of keyword arguments are."""
+    """Return the texts in tuples among the constants of code, as the names of keyword arguments are; and a strategy."""
     held = [one for one in code.co_consts if isinstance(one, tuple)]
-    return [text for own in held for text in own if isinstance(text, str)]
+    strategy = [_FORWARD_MODE] if _FORWARD_MODE in code.co_consts else []
+    return [*strategy, *[text for own in held for text in own if isinstance(text, str)]]

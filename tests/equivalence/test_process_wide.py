@@ -16,10 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
+from torch.autograd.functional import jacobian
+from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.attention import sdpa_kernel as choosing
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_autograd import parallel_apply
 from tests.support.comparing_modules import assert_same_without_error
@@ -135,7 +140,62 @@ def with_another_dtype(module: nn.Module, x: Tensor) -> Any:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("call", [with_jvp, with_jacfwd, with_hessian, with_another_dtype])
+def with_forward_mode(module: nn.Module, x: Tensor) -> Any:
+    return (
+        jacobian(lambda v: compute(module(v)), x.detach(), vectorize=True, strategy="forward-mode") * x.sum()
+    )
+
+
+def with_mutation_allowed(module: nn.Module, x: Tensor) -> Any:
+    with allow_mutation_on_saved_tensors():
+        y = module(x)
+        z = compute(y.sin())
+        y.mul_(3)
+        (grad,) = torch.autograd.grad((y + z).sum(), x)
+    return grad * x
+
+
+def with_operations_counted(module: nn.Module, x: Tensor) -> Any:
+    with FlopCounterMode(display=False) as counter:
+        y = compute(module(x))
+    return y, torch.tensor([count for own in counter.get_flop_counts().values() for count in own.values()])
+
+
+def with_operators_recorded(module: nn.Module, x: Tensor) -> Any:
+    return make_fx(lambda v: v @ v.T @ v)(x.detach())(module(x))
+
+
+def with_modules_recorded(module: nn.Module, x: Tensor) -> Any:
+    return symbolic_trace(compute)(module(x))
+
+
+def with_determinism(module: nn.Module, x: Tensor) -> Any:
+    is_wanted = bool(x[0, 0] > 0)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(is_wanted)
+        return compute(module(x)), torch.are_deterministic_algorithms_enabled() is is_wanted
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def with_precision(module: nn.Module, x: Tensor) -> Any:
+    precision, before = "high" if x[0, 0] > 0 else "medium", torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        return compute(module(x)), torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(with_jvp, with_jacfwd, with_hessian, with_forward_mode),
+        *(with_another_dtype, with_determinism, with_precision, with_mutation_allowed),
+        *(with_operations_counted, with_operators_recorded, with_modules_recorded),
+    ],
+)
 def test_what_calls_set_for_the_whole_process_is_theirs_alone(
     call: Callable[[nn.Module, Tensor], Any],
 ) -> None:
