@@ -18,7 +18,7 @@ from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.in_modules import held_by_module
 from moe_autograd.autograd.in_objects import HOLDS_NOTHING, attributes_of
 from moe_autograd.autograd.named import telling_names
-from moe_autograd.autograd.ranks import are_spread
+from moe_autograd.autograd.ranks import are_for_one_call
 from moe_autograd.autograd.reaching import (
     MOST_LOOKED_AT,
     Cut,
@@ -83,7 +83,7 @@ def _held_by_all(values: Iterable[object], seen: set[int], own: Held) -> list[Te
         if isinstance(held, Tensor):
             if has_history(held):
                 found.append(held)
-            own.talks = own.talks or are_spread([held])
+            own.talks = own.talks or are_for_one_call([held])
             continue
         for value in _held_by(held, own):
             if not isinstance(value, HOLDS_NOTHING) and id(value) not in seen and len(seen) < MOST_LOOKED_AT:

@@ -13,7 +13,12 @@ from torch.nn.utils import parametrize
 
 from moe_autograd.autograd.compiled import is_compiled
 from moe_autograd.autograd.named import globals_of
-from moe_autograd.autograd.ranks import are_spread, has_hooks_of_torch, modules_that_talk, refuse_reducing
+from moe_autograd.autograd.ranks import (
+    are_for_one_call,
+    has_hooks_of_torch,
+    modules_that_talk,
+    refuse_reducing,
+)
 from moe_autograd.autograd.reaching import CONTAINERS, Held, around_all, flattened, has_history, within
 
 NOT_MADE_YET = "_initialize_hook"  # attribute of a lazy module until its first call has made its parameters
@@ -60,7 +65,11 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
             add(held for held in around if isinstance(held, torch.nn.Module))
-        if isinstance(part, talking) or are_spread(parameters.values()) or has_hooks_of_torch(attributes):
+        if (
+            isinstance(part, talking)
+            or are_for_one_call(parameters.values())
+            or has_hooks_of_torch(attributes)
+        ):
             refuse_reducing(part)
             of_all.talks = True
         if is_compiled(part):

@@ -5,7 +5,8 @@ order, another one on each rank: at best sizes differ and all is over, at worst 
 numbers. So a map with a call that is known to talk makes its calls one after the other, forwards and backwards, in the
 order of their index. Known are
 
-1. weights and inputs that are `DTensor`s (tensor parallelism);
+1. weights and inputs that are `DTensor`s (tensor parallelism; `FakeTensor`s, which talk with nobody, cannot have
+   several threads either);
 2. modules that `DistributedDataParallel` or `FullyShardedDataParallel` has wrapped, and `SyncBatchNorm`;
 3. modules with a hook of `torch.distributed` on their forward (`replicate`, `PrepareModuleInput`);
 4. callables that name a collective, as far as `named` sees it (its rule 3).
@@ -22,9 +23,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
 _DTENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+_USUAL = {torch.Tensor, nn.Parameter, type(None)}
 _REPLICATE = "torch.distributed._composable.replicate"
 
 
@@ -33,12 +36,13 @@ def has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def are_spread(values: Iterable[Any]) -> bool:
-    """Whether one of `values` is a tensor with parts on other ranks."""
-    if _DTENSORS not in sys.modules:
+def are_for_one_call(values: Iterable[Any]) -> bool:
+    """Whether one of `values` is a tensor with parts on other ranks; or a fake one, whose mode serves one thread."""
+    kinds = {*map(type, values)} - _USUAL
+    if not kinds:  # mostly
         return False
-    kind = getattr(sys.modules[_DTENSORS], "DTensor", ())  # or it is just being imported
-    return any(isinstance(value, kind) for value in values)
+    of_ranks = getattr(sys.modules.get(_DTENSORS), "DTensor", FakeTensor)  # somebody may be just importing it
+    return any(issubclass(kind, (FakeTensor, of_ranks)) for kind in kinds)
 
 
 def modules_that_talk() -> tuple[type, ...]:

@@ -45,7 +45,7 @@ class Held:
         cuts: the tensors with history (Rule 3 of `module_calls`).
         parts: all modules.
         compiled: the modules and functions that `torch.compile` has made (`compiled`).
-        talks: whether something runs collectives, by itself or for its weights, or a tensor needs them (`ranks`).
+        talks: whether something runs collectives, by itself or for its weights, or a tensor is for one call (`ranks`).
         changes: whether something changes a module for as long as it runs (`named`, rule 1).
         sets: whether something sets what is there once for the whole process (`named`, rule 2).
         known: what modules hold, for all calls of a map: several may reach a large one.

@@ -24,7 +24,7 @@ from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.module_calls import Planned
 from moe_autograd.autograd.named import CHANGING, SETTING, SURE, TALKING, function_in, globals_of
-from moe_autograd.autograd.ranks import are_spread, has_other_ranks
+from moe_autograd.autograd.ranks import are_for_one_call, has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import Map, is_under_mode_of_torch
@@ -49,12 +49,11 @@ def run_units(
     """
     known: Known = {}
     held = [_held_by(unit, modules, known) for unit in units]
-    arguments = (value for unit in units for value in tree_leaves((unit.args, unit.kwargs)))
-    if are_spread(arguments) or any(own.talks or own.sets for own in held):
+    flat = [flatten(unit.args, unit.kwargs) for unit in units]
+    others = tree_leaves([values for values, spec in flat if spec is not None])  # than plain tensors
+    if are_for_one_call(others) or any(own.talks or own.sets for own in held):
         max_concurrency, defer_weight_grads = 1, False
-    if accelerator_in_use() is not None and any(
-        _is_jagged(value) for unit in units for value in tree_leaves((unit.args, unit.kwargs))
-    ):
+    if accelerator_in_use() is not None and any(map(_is_jagged, others)):
         max_concurrency = 1  # the engine cannot hand their gradients from one stream to another
     side_by_side = max_concurrency != 1 and not is_under_mode_of_torch()
     the_map = Map("parallel_apply", [unit.name for unit in units], max_concurrency, kind=_kind_of(units))
@@ -65,8 +64,8 @@ def run_units(
     with turns:
         returned = run_module_calls(
             [
-                Planned(call, flatten(unit.args, unit.kwargs), own.cuts)
-                for call, unit, own in zip(called, units, held, strict=True)
+                Planned(call, own_flat, own.cuts)
+                for call, own_flat, own in zip(called, flat, held, strict=True)
             ],
             the_map,
             joined=DeferringModules if defers else JoinedModules,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import Function
 from torch.utils.checkpoint import (
     _CachedTorchDispatchMode,
     checkpoint,
@@ -16,7 +19,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from moe_autograd import parallel_apply
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
 from tests.support.functions_context import SavesInput
@@ -97,6 +100,59 @@ def test_calls_are_made_one_after_the_other_under_modes_of_torch(mode: Any) -> N
         assert is_under_mode_of_torch()
         parallel_apply([Overlaps() for _ in range(NUM_CALLS)], [(torch.eye(200),)] * NUM_CALLS)
     assert Overlaps.most == 1
+
+
+class Cubes(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, threads: list[int]) -> Tensor:
+        ctx.save_for_backward(x)
+        threads.append(threading.get_ident())
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad, None
+
+
+FAKE: dict[str, Any] = {
+    "inputs": lambda noted, x, _: (noted, [(x,)] * NUM_CALLS, {}),
+    "inputs in lists, recomputed": lambda noted, x, _: (
+        (lambda xs: noted(xs[0].detach() * xs[1])),
+        [([x.detach(), x],)] * NUM_CALLS,
+        {"recompute": True},
+    ),
+    "closures": lambda noted, x, _: ((lambda: noted(x.sin())), [()] * NUM_CALLS, {}),
+    "weights": lambda noted, _, module: ((lambda: noted(module.weight)), [()] * NUM_CALLS, {}),
+}
+
+
+@pytest.mark.parametrize("where", FAKE)
+def test_fake_tensors_outside_of_their_mode_are_computed_with_one_after_the_other(where: str) -> None:
+    """Their mode, which all share, raised for calls side by side that it is in a kernel already, or that it is not."""
+    with FakeTensorMode():
+        x, module = torch.randn(5, 4, requires_grad=True), nn.Linear(4, 4)
+    threads: list[int] = []
+
+    def noted(y: Tensor) -> Tensor:
+        threads.append(threading.get_ident())
+        for _ in range(20):
+            y = y.sin()
+        return y
+
+    call, inputs, options = FAKE[where](noted, x, module)
+    outputs = parallel_apply([call] * NUM_CALLS, inputs, **options)
+    torch.stack(outputs).sum().backward()
+    assert {*threads} == {threading.get_ident()}
+    assert type(module.weight.grad if where == "weights" else x.grad) is FakeTensor
+
+
+def test_functions_of_fake_tensors_are_made_one_after_the_other() -> None:
+    with FakeTensorMode():
+        x = torch.randn(5, 4, requires_grad=True)
+    threads: list[int] = []
+    torch.stack(map_with_parallel_backward(Cubes, *[(x, threads)] * NUM_CALLS)).sum().backward()
+    assert type(x.grad) is FakeTensor
+    assert {*threads} == {threading.get_ident()}
 
 
 def test_modes_derived_from_those_of_torch_are_known_and_those_of_users_let_be() -> None:
