@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from moe_autograd._contexts import contextmanager
@@ -32,7 +32,7 @@ from moe_autograd.autograd.grad_dtypes import MAY_DECLARE, GradDtypes, declare, 
 from moe_autograd.autograd.in_objects import makes_itself, notes_on, put_on
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.uncompiled import left_alone
-from moe_autograd.autograd.walks import walk
+from moe_autograd.autograd.walks import gradient_edge, walk
 from moe_autograd.autograd.wrapped_hooks import WrappedHook, waited_for
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -239,7 +239,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         nodes = waited_for(hook)
         for i, node in enumerate(nodes):
             if self._is_sibling(node):
-                nodes[i] = get_gradient_edge(node.hooks.tensor()).node
+                nodes[i] = gradient_edge(node.hooks.tensor()).node
             elif self._is_computed_from_siblings(node):
                 raise RuntimeError(
                     "register_multi_grad_hook: expected inputs of the call that registers it, parameters and tensors "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from moe_autograd._ambient import refuse_tangents
@@ -29,14 +29,14 @@ from moe_autograd.autograd.in_objects import InObjects, holder_in, notes_on, put
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.reaching import Cut, has_history
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
-from moe_autograd.autograd.walks import leads, plain, walk
+from moe_autograd.autograd.walks import gradient_edge, leads, plain, walk
 from moe_autograd.autograd.wrapped_hooks import waited_for
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Return where the gradient of `tensor` goes; torch's own function also holds on to it."""
     node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    return gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
 def refuse_lost(values: Iterable[Any], known: Collection[int]) -> None:
@@ -333,7 +333,7 @@ class CallResults:
         starts = [(e, g) for e, g in zip(self._edges, grad_outputs, strict=True) if g is not None]
         if len(starts) == 1 and self._has_waiting_hooks:
             nowhere = torch.empty(0, device="cpu", requires_grad=True)
-            starts.append((get_gradient_edge(nowhere), nowhere.detach()))
+            starts.append((gradient_edge(nowhere), nowhere.detach()))
         return starts
 
     def begun_with(self, seeds: Sequence[Tensor | None]) -> AbstractContextManager[object]:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from moe_autograd.autograd.borders import Edges, Graph, is_python
+from moe_autograd.autograd.walks import gradient_edge
 
 Differentiable: TypeAlias = torch.Tensor | GradientEdge
 
@@ -37,7 +38,7 @@ def _edge_of(name: str, one: Differentiable) -> GradientEdge | None:
         raise TypeError(
             f"split_backward: expected {name} to be a tensor or a GradientEdge, got {type(one).__name__}."
         )
-    return get_gradient_edge(one) if one.requires_grad else None
+    return gradient_edge(one) if one.requires_grad else None
 
 
 def pair_roots(

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import TypeAlias
 
-from torch.autograd.graph import GradientEdge, Node
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from moe_autograd.autograd.deep import note_seen
 
 Edge: TypeAlias = tuple[Node | None, int]  # a node, and to which of its outputs the edge leads
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """As torch's `get_gradient_edge`, which returns a view's if the tensor is of a class with `__torch_function__`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(tensor)
 
 
 def plain(edges: Iterable[GradientEdge]) -> list[Edge]:

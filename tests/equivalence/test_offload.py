@@ -234,6 +234,39 @@ def test_an_expert_that_returns_its_weights_returns_a_copy() -> None:
     torch.testing.assert_close(experts.gradients(3)["table"], torch.ones(8))
 
 
+class Named(Tensor):
+    """A class of one's own, of which operators make others."""
+
+
+def with_named_weight(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    module = nn.Linear(8, 8)
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(Named))
+    return module
+
+
+def test_weights_and_inputs_of_classes_of_ones_own(store: str | Path) -> None:
+    """A call raised that its own weight is none of its own; torch finds no gradient edge of such leaves."""
+    plain = [with_named_weight(seed) for seed in range(2)]
+    same = (with_named_weight(seed) for seed in range(2))  # torch cannot copy them
+    experts = OffloadedExperts(same, OPTIMIZERS["sgd"], max_resident_bytes=1000, store=store)
+    x = torch.randn(3, 8).as_subclass(Named).requires_grad_()
+    with experts:
+        outputs = parallel_apply(list(experts), [(x,)] * 2)
+        assert [type(y) for y in outputs] == [Named] * 2
+        found = []
+        for results in (outputs, [module(x) for module in plain]):
+            x.grad = None
+            torch.stack(results).sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found)
+        assert_same_gradients(experts, plain)
+        experts.step()
+        for module in plain:
+            OPTIMIZERS["sgd"](module.parameters()).step()
+        assert_same_weights(experts, plain)
+
+
 def test_second_backward_and_second_order_raise_as_in_pytorch() -> None:
     experts, _ = both(ffn)
     x = torch.randn(4, 8, requires_grad=True)

@@ -35,6 +35,18 @@ def test_single_tensors_stand_for_sequences_of_one() -> None:
     assert torch.equal(weight_grad, x)
 
 
+def test_tensors_of_a_class_of_ones_own_have_their_gradients() -> None:
+    """There were none, and nobody said so: torch returns the edge of a view of such a leaf."""
+
+    class Named(Tensor):
+        pass
+
+    x, w = (torch.randn(3, 3).as_subclass(Named).requires_grad_() for _ in range(2))
+    (grad_x,), pending = split_backward((x @ w).sin().sum(), None, x, w)
+    (grad_w,) = pending.run()
+    torch.testing.assert_close((grad_x, grad_w), torch.autograd.grad((x @ w).sin().sum(), (x, w)))
+
+
 def test_both_parts_run_in_inference_mode_as_any_backward_does() -> None:
     net, x = mlp(), an_input(3, 4)
     expected = torch.autograd.grad(net(x).sum(), [x, *net.parameters()])

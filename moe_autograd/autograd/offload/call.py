@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from moe_autograd._interrupts import unwinding
@@ -43,7 +43,7 @@ from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
-from moe_autograd.autograd.walks import plain, walk
+from moe_autograd.autograd.walks import gradient_edge, plain, walk
 
 _TWICE = (
     "OffloadedExperts: expected a gradient of first order, got a derivative of the gradient. "
@@ -321,4 +321,4 @@ def _storage_of(tensor: Tensor) -> object:
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
-    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+    return [gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from moe_autograd._interrupts import unwindable, unwinding
@@ -25,6 +25,7 @@ from moe_autograd.autograd.offload.owners import note_owner
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore
+from moe_autograd.autograd.walks import gradient_edge
 from moe_autograd.errors import CheckpointError
 
 
@@ -143,7 +144,7 @@ class HeldExpert(HeldModule):
 
     def weight_edges(self) -> dict[str, GradientEdge]:
         """Return where the gradients of the weights arrive, in the graph of a call that is being built."""
-        edges = {n: get_gradient_edge(p) for n, p in self.parameters.items() if p.requires_grad}
+        edges = {n: gradient_edge(p) for n, p in self.parameters.items() if p.requires_grad}
         check_hooks(self.name, self.parameters)  # both may have come since
         check_trained(self.name, edges, self.gradients.layout.fields)
         return edges
