@@ -75,11 +75,10 @@ class _Below:
 
     def __del__(self) -> None:
         _left.append(self._nodes)
-        if _thread.get_ident() not in _busy:  # else this thread comes to it
-            with contextlib.suppress(
-                RuntimeError
-            ):  # no thread to give: that of the next one takes these as well
-                _thread.start_new_thread(_let_go, ())
+        if _thread.get_ident() in _busy:  # this thread comes to it
+            return
+        with contextlib.suppress(RuntimeError):  # no thread to give: the next one's takes these, too
+            _thread.start_new_thread(_let_go, ())
 
 
 def _let_go() -> None:
