@@ -81,7 +81,7 @@ def notes_on(tensor: Tensor) -> dict[str, Any]:
 def put_on(tensor: Tensor, notes: dict[str, Any]) -> None:
     """Let a tensor, which stands for another one, have the notes on that; the two share them from now on."""
     if _is_made_without_attributes(tensor):
-        tensor.__dict__ = notes
+        object.__setattr__(tensor, "__dict__", notes)
 
 
 def _is_made_without_attributes(tensor: Tensor) -> bool:

@@ -65,6 +65,27 @@ def test_results_have_what_their_calls_put_on_them(options: dict[str, Any]) -> N
     assert_same_without_error(program, **options)
 
 
+class Guarded(Tensor):
+    """One whose author lets users put but known attributes on it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "scale":
+            raise AttributeError(f"a Guarded has no {name}")
+        super().__setattr__(name, value)
+
+
+def test_what_classes_define_is_not_asked() -> None:
+    def program(apply: MapFunction) -> Any:
+        def call(x: Tensor, scale: float) -> Any:
+            y: Any = x.sin().as_subclass(Guarded)
+            y.scale = scale
+            return y
+
+        return [(type(y), y.scale) for y in apply([call] * 2, [(x, 2.0) for x in leaves(2)])]
+
+    assert_same_without_error(program)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_tensors_in_what_calls_put_on_their_results_are_results_too(options: dict[str, Any]) -> None:
     def program(apply: MapFunction) -> Any:
