@@ -8,7 +8,8 @@ Begin with `parallel`, which draws the three steps of a map. The first line of e
     a call of a function    emulated, isolated, function_calls, unrecorded
     a call of a module      module_calls, module_results, joined_modules, used_results, uses, upper_cuts, entry
     one node for all calls  join, joined, left, histories, this_backward, boxed, grad_dtypes, accumulating, sums
-    what calls hold         closures, in_modules, in_objects, reaching, named, compiled, ranks, escaped, inlet
+    what calls hold         closures, in_modules, in_objects, reaching, compiled, ranks, escaped, inlet
+    what calls name         named, telling, lookups
     walks over a graph      walks, deep
     what calls share        turns, watched, changes
     hooks                   hooks, ordered_hooks, result_hooks, sleeping_hooks, wrapped_hooks

@@ -17,16 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from moe_autograd.autograd.named import (
-    CHANGING,
-    SETTING,
-    TALKING,
-    functions_in,
-    is_torchs,
-    names_of,
-    telling_names,
-)
+from moe_autograd.autograd.named import functions_in, is_torchs, telling_names
 from moe_autograd.autograd.ranks import has_other_ranks
+from moe_autograd.autograd.telling import CHANGING, SETTING, TALKING, names_of
 
 MOST_LOOKED_AT = 256  # objects that one callable holds
 CONTAINERS = frozenset([list, tuple, dict])

@@ -23,11 +23,12 @@ from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.module_calls import Planned
-from moe_autograd.autograd.named import CHANGING, SETTING, SURE, TALKING, function_in, globals_of
+from moe_autograd.autograd.named import function_in, globals_of
 from moe_autograd.autograd.ranks import are_for_one_call, has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import Map, is_under_mode_of_torch
+from moe_autograd.autograd.telling import CHANGING, SETTING, SURE, TALKING
 from moe_autograd.autograd.turns import Turns, may_be_changed, shared_modules
 
 

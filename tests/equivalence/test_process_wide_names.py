@@ -1,0 +1,143 @@
+"""By which names a map knows calls that set something for the whole process, and who merely has such names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd import parallel_apply
+from tests.support.functions_waiting import PATIENCE_S
+from tests.support.module_programs import leaves
+
+Call = Callable[[Tensor], Any]
+
+
+def meet(call: Call, patience_s: float = PATIENCE_S) -> None:
+    """Let two calls of one map wait for each other; raise `BrokenBarrierError` where they are made in turn."""
+    both_are_here = threading.Barrier(2)
+
+    def waiting(x: Tensor) -> Any:
+        both_are_here.wait(patience_s)
+        return call(x)
+
+    parallel_apply([waiting] * 2, [(x,) for x in leaves(2)])
+
+
+class Meets(nn.Module):
+    """Has attributes of ordinary names; is called with the other call there."""
+
+    hessian: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breakpoint, self.chdir = nn.Parameter(torch.zeros(4)), torch.ones(1)
+        self.linearize, self.set_trace, self.while_loop, self.jvp = nn.Identity(), False, 2, None
+        self.backends, self.settings = nn.Identity(), {"strategy": ""}
+        self.both_are_here = threading.Barrier(1)
+
+    def forward(self, x: Tensor) -> Any:
+        self.both_are_here.wait(PATIENCE_S)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Attributes(Meets):
+    def compute(self, x: Tensor) -> Any:
+        for _ in range(self.while_loop):
+            x = torch.where(x > self.breakpoint, self.linearize(x), -x) * self.chdir
+        return x if self.set_trace or self.jvp else x * 2
+
+
+class Methods(Meets):
+    def hessian(self, x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.sum(), x, create_graph=True)[0]
+
+    def compute(self, x: Tensor) -> Any:
+        return (lambda own: own.hessian(x))(self) + self.hessian(x)
+
+
+class Texts(Meets):
+    def compute(self, x: Tensor) -> Any:
+        options = {"jvp": False, "hessian": True}
+        is_forward = self.settings["strategy"] == "forward-mode"
+        return x * sum(name in options for name in ("jvp", "chdir", "breakpoint")) * (1 + is_forward)
+
+
+class Backends(Meets):
+    def compute(self, x: Tensor) -> Any:
+        self.backends.last = x.shape
+        return self.backends(x)
+
+
+def scaled(x: Tensor, *, breakpoint: float, chdir: bool = False) -> Tensor:
+    return -x if chdir else x * breakpoint
+
+
+class Keywords(Meets):
+    def compute(self, x: Tensor) -> Any:
+        return scaled(x, breakpoint=2.0, chdir=True)
+
+
+class Variables(Meets):
+    def compute(self, x: Tensor) -> Any:
+        jvp, breakpoint = x * 2, 0.5
+        return (lambda: jvp * breakpoint)()
+
+
+def linearize(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class OfTheFile(Meets):
+    def compute(self, x: Tensor) -> Any:
+        return linearize(x)
+
+
+@pytest.mark.parametrize(
+    "kind", [Attributes, Methods, Texts, Backends, Keywords, Variables, OfTheFile], ids=lambda k: k.__name__
+)
+def test_ordinary_words_do_not_keep_calls_from_waiting_for_each_other(kind: type[Meets]) -> None:
+    modules, both_are_here = [kind(), kind()], threading.Barrier(2)
+    for module in modules:
+        module.both_are_here = both_are_here
+    parallel_apply(modules, [(x,) for x in leaves(2)])
+
+
+def test_nor_do_they_in_functions() -> None:
+    jvp = torch.ones(1)
+    meet(lambda x: scaled(x * jvp, breakpoint=2.0))
+
+
+def imports_a_debugger(x: Tensor) -> Tensor:
+    if x.isnan().any():
+        import pdb
+
+        pdb.set_trace()
+    return x * 2
+
+
+def imports_by_name(x: Tensor) -> Any:
+    from torch.func import jvp
+
+    return (lambda v: jvp(torch.sin, (v,), (v,)))(x)
+
+
+def imports_under_another_name(x: Tensor) -> Any:
+    import torch.func as f
+
+    return (lambda v: f.jvp(torch.sin, (v,), (v,)))(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch.func.jvp uses
+@pytest.mark.parametrize("call", [imports_a_debugger, imports_by_name, imports_under_another_name])
+def test_what_functions_import_themselves_is_known(call: Call) -> None:
+    with pytest.raises(threading.BrokenBarrierError):
+        meet(call, patience_s=0.1)
