@@ -16,7 +16,6 @@ random numbers `_random`'s, the node is `join`'s.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -38,7 +37,6 @@ from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
-from moe_autograd.autograd.ranks import are_for_one_call
 from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
 from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.uncompiled import uncompiled
@@ -117,7 +115,7 @@ def map_with_parallel_backward(
     title = f"map_with_parallel_backward({func.__name__})"
     if len(args_per_call) == 1 and not _is_observed():
         return (apply_alone(func, args_per_call[0], title),)
-    if are_for_one_call(itertools.chain.from_iterable(args_per_call)) or must_be_in_turn(func, args_per_call):
+    if must_be_in_turn(func, args_per_call):
         max_concurrency = 1
     if not applies_as_usual(func):
         applied = [func.apply] * len(args_per_call)

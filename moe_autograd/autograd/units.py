@@ -20,7 +20,7 @@ from moe_autograd.autograd.deferred import DeferringModules, may_defer
 from moe_autograd.autograd.entry import flatten
 from moe_autograd.autograd.grouping import Unit, around
 from moe_autograd.autograd.in_modules import NOT_MADE_YET
-from moe_autograd.autograd.in_objects import with_tensors_in_objects
+from moe_autograd.autograd.in_objects import HOLDS_NOTHING, tensors_in_objects, with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.module_calls import Planned
 from moe_autograd.autograd.named import function_in, globals_of
@@ -30,6 +30,8 @@ from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import Map, is_under_mode_of_torch
 from moe_autograd.autograd.telling import CHANGING, SETTING, SURE, TALKING
 from moe_autograd.autograd.turns import Turns, may_be_changed, shared_modules
+
+_HOLD_NOTHING = frozenset([Tensor, nn.Parameter, *HOLDS_NOTHING])  # arguments, mostly
 
 
 def run_units(
@@ -119,7 +121,12 @@ def _held_by(unit: Unit, modules: Sequence[Any], known: Known) -> Held:
 
 
 def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]) -> bool:
-    """Whether calls of an autograd function may not run side by side: for one of the three reasons of `named`."""
+    """Whether calls of an autograd function may not run side by side: for a tensor, or for a reason of `named`."""
+    taken = [*itertools.chain.from_iterable(args_per_call)]
+    if not _HOLD_NOTHING.issuperset(map(type, taken)):
+        held = [tensor for _, tensor in tensors_in_objects(taken)]
+        if are_for_one_call([*taken, *held]):
+            return True
     telling = globals_of(func, func.forward).telling
     if not telling:  # mostly
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from typing import Any
@@ -152,6 +153,30 @@ def test_functions_of_fake_tensors_are_made_one_after_the_other() -> None:
     threads: list[int] = []
     torch.stack(map_with_parallel_backward(Cubes, *[(x, threads)] * NUM_CALLS)).sum().backward()
     assert type(x.grad) is FakeTensor
+    assert {*threads} == {threading.get_ident()}
+
+
+class CubesOfHeld(Cubes):
+    @staticmethod
+    def forward(ctx: Any, held: Any, threads: list[int]) -> Tensor:
+        x = held.x if isinstance(held, Holds) else held[0]
+        for _ in range(20):
+            x = x.sin()
+        return Cubes.forward(ctx, x, threads)
+
+
+@dataclasses.dataclass
+class Holds:
+    x: Tensor
+
+
+@pytest.mark.parametrize("hold", [lambda x: [x, 1], lambda x: (x,), Holds])
+def test_functions_of_fake_tensors_that_their_arguments_hold_are_made_one_after_the_other(hold: Any) -> None:
+    with FakeTensorMode():
+        x = torch.randn(5, 4)
+    threads: list[int] = []
+    outputs = map_with_parallel_backward(CubesOfHeld, *[(hold(x), threads)] * NUM_CALLS)
+    assert {*map(type, outputs)} == {FakeTensor}
     assert {*threads} == {threading.get_ident()}
 
 
