@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._ambient import autocast_state
-from moe_autograd.autograd.reaching import in_closure
+from moe_autograd.autograd.lookups import in_closure
 
 MOST_KINDS, MOST_SHAPES = 256, 4096
 

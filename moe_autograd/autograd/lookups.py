@@ -12,6 +12,7 @@ import dis
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 
 class NotYet:
@@ -77,3 +78,12 @@ def follow(function: types.FunctionType, path: str) -> tuple[str, object]:
             vars(value).get(name, NotYet),
         )  # nothing that a module defines is to run
     return module, value
+
+
+def in_closure(function: Any) -> list[Any]:
+    """Return what the cells of a function's closure hold."""
+    values = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet; a cell tells only this way
+            values.append(cell.cell_contents)
+    return values

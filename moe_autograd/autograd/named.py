@@ -22,6 +22,8 @@ Three looks, each of which uses the one before it::
 from __future__ import annotations
 
 import builtins
+import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ from typing import Any, NamedTuple
 from torch.autograd.function import Function
 from torch.nn.utils import parametrize
 
+from moe_autograd.autograd.lookups import in_closure
 from moe_autograd.autograd.telling import CACHED, SURE, TORCHS, Names, names_of, told_by, told_by_named
 
 # globals of these kinds are not looked up again: no tensor will ever stand in their place
@@ -85,11 +88,21 @@ def functions_in(namespace: dict[str, Any], value: object) -> list[types.Functio
     return [one for one in _functions_of(value) if one.__globals__ is namespace]
 
 
-def unwrapped(value: object) -> object:
-    """Return the function that decorators such as `contextmanager` and `torch.no_grad` have wrapped."""
-    while isinstance(value, types.FunctionType) and "__wrapped__" in value.__dict__:
-        value = value.__dict__["__wrapped__"]
-    return value
+def unwrapped(value: object) -> list[object]:
+    """Return the function that decorators such as `torch.no_grad` or a `partial` have wrapped, and makers of such.
+
+    The latter are those of contexts that decorate, as `sdpa_kernel` is, and others that `contextmanager` has made.
+    """
+    makers = list[object]()
+    while True:
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, types.FunctionType) and "__wrapped__" in value.__dict__:
+            contexts = [held for held in in_closure(value) if isinstance(held, contextlib.ContextDecorator)]
+            makers += [getattr(held, "func", None) for held in contexts]
+            value = value.__dict__["__wrapped__"]
+        else:
+            return [value, *makers]
 
 
 def telling_names(function: types.FunctionType) -> frozenset[str]:
@@ -105,11 +118,11 @@ def telling_names(function: types.FunctionType) -> frozenset[str]:
 
 
 def _functions_of(value: object) -> list[types.FunctionType]:
-    """Return a function, or those that an autograd function consists of."""
+    """Return a function, or those that an autograd function consists of, each without its decorators and with these."""
     if isinstance(value, type) and issubclass(value, Function):
-        values = [function_in(getattr(value, way, None)) for way in _WAYS]
+        values = [one for way in _WAYS for one in functions_within(getattr(value, way, None))]
     else:
-        values = [unwrapped(value)]
+        values = unwrapped(value)
     return [one for one in values if isinstance(one, types.FunctionType)]
 
 
@@ -140,14 +153,17 @@ def _find_globals_of(
     for function in functions:  # grows
         namespace, names = function.__globals__, names_of(function.__code__)
         called = [
-            function_in(owner.get(name)) for name in ("forward", *names.of_attributes) for owner in owners
+            one
+            for name in ("forward", *names.of_attributes)
+            for owner in owners
+            for one in functions_within(owner.get(name))
         ]
         for name in () if is_torchs(namespace) else names.of_globals:
             value = namespace.get(name)
             if _functions_of(value):
                 followed.append((weakref.ref(function), name, weakref.ref(value)))
             if own := functions_in(namespace, value):
-                called += map(unwrapped, own)
+                called += [inner for one in own for inner in unwrapped(one)]
             elif not isinstance(value, _NEVER_TENSORS) and (name in namespace or not hasattr(builtins, name)):
                 places[id(namespace), name] = weakref.ref(function), name
         functions += [f for f in called if isinstance(f, types.FunctionType) and f not in functions]
@@ -156,8 +172,8 @@ def _find_globals_of(
     return tuple(places.values()), tuple(followed), telling
 
 
-def function_in(value: object) -> object:
-    """Return the function that a class runs for a property, or a static or class method."""
+def functions_within(value: object) -> list[object]:
+    """Return the function that a class runs for a property, or a static or class method; see `unwrapped`."""
     if isinstance(value, property):
         value = value.fget
     return unwrapped(value.__func__ if isinstance(value, _BOUND) else value)

@@ -5,7 +5,6 @@ The words of `closures`, which looks into callables with this.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import itertools
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from moe_autograd.autograd.lookups import in_closure
 from moe_autograd.autograd.named import functions_in, is_torchs, telling_names
 from moe_autograd.autograd.ranks import has_other_ranks
 from moe_autograd.autograd.telling import CHANGING, SETTING, TALKING, names_of
@@ -123,13 +123,4 @@ def around_function(function: types.FunctionType) -> list[Any]:
             values.append(value)
         else:
             values += functions_in(namespace, value)
-    return values
-
-
-def in_closure(function: Any) -> list[Any]:
-    """Return what the cells of a function's closure hold."""
-    values = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # nothing is in it yet; a cell tells only this way
-            values.append(cell.cell_contents)
     return values

@@ -23,7 +23,7 @@ from moe_autograd.autograd.in_modules import NOT_MADE_YET
 from moe_autograd.autograd.in_objects import HOLDS_NOTHING, tensors_in_objects, with_tensors_in_objects
 from moe_autograd.autograd.joined_modules import JoinedModules, run_module_calls
 from moe_autograd.autograd.module_calls import Planned
-from moe_autograd.autograd.named import function_in, globals_of
+from moe_autograd.autograd.named import functions_within, globals_of
 from moe_autograd.autograd.ranks import are_for_one_call, has_other_ranks
 from moe_autograd.autograd.reaching import Held, Known
 from moe_autograd.autograd.recompute import Recompute
@@ -133,7 +133,10 @@ def must_be_in_turn(func: type[Function], args_per_call: Sequence[Sequence[Any]]
     if telling & SETTING or (telling & TALKING and has_other_ranks()):
         return True
     own = [
-        function_in(held) for kind in func.__mro__[: -len(Function.__mro__)] for held in vars(kind).values()
+        one
+        for kind in func.__mro__[: -len(Function.__mro__)]
+        for held in vars(kind).values()
+        for one in functions_within(held)
     ]
     shared = shared_modules([look_into(own, args).parts for args in args_per_call])
     return any(map(may_be_changed, itertools.chain(*shared)))

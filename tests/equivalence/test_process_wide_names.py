@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moe_autograd import parallel_apply
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.module_programs import leaves
 
 Call = Callable[[Tensor], Any]
+of_cudnn: Any = torch.backends.cudnn
 
 
 def meet(call: Call, patience_s: float = PATIENCE_S) -> None:
@@ -38,14 +42,21 @@ class Meets(nn.Module):
         self.breakpoint, self.chdir = nn.Parameter(torch.zeros(4)), torch.ones(1)
         self.linearize, self.set_trace, self.while_loop, self.jvp = nn.Identity(), False, 2, None
         self.backends, self.settings = nn.Identity(), {"strategy": ""}
-        self.both_are_here = threading.Barrier(1)
+        self.both_are_here, self.patience_s = threading.Barrier(1), PATIENCE_S
 
     def forward(self, x: Tensor) -> Any:
-        self.both_are_here.wait(PATIENCE_S)
+        self.both_are_here.wait(self.patience_s)
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Any:
         raise NotImplementedError
+
+
+def meet_in_modules(kind: type[Meets], patience_s: float) -> None:
+    modules, both_are_here = [kind(), kind()], threading.Barrier(2)
+    for module in modules:
+        module.both_are_here, module.patience_s = both_are_here, patience_s
+    parallel_apply(modules, [(x,) for x in leaves(2)])
 
 
 class Attributes(Meets):
@@ -105,10 +116,7 @@ class OfTheFile(Meets):
     "kind", [Attributes, Methods, Texts, Backends, Keywords, Variables, OfTheFile], ids=lambda k: k.__name__
 )
 def test_ordinary_words_do_not_keep_calls_from_waiting_for_each_other(kind: type[Meets]) -> None:
-    modules, both_are_here = [kind(), kind()], threading.Barrier(2)
-    for module in modules:
-        module.both_are_here = both_are_here
-    parallel_apply(modules, [(x,) for x in leaves(2)])
+    meet_in_modules(kind, PATIENCE_S)
 
 
 def test_nor_do_they_in_functions() -> None:
@@ -136,8 +144,102 @@ def imports_under_another_name(x: Tensor) -> Any:
     return (lambda v: f.jvp(torch.sin, (v,), (v,)))(x)
 
 
+def imports_flags(x: Tensor) -> Tensor:
+    import torch.backends.cudnn as c
+
+    c.benchmark = c.benchmark
+    return x * 2
+
+
+def imports_flags_by_name(x: Tensor) -> Tensor:
+    from torch.backends import mkldnn as m
+
+    with m.flags(enabled=True):  # type: ignore[no-untyped-call]  # torch's
+        return x * 2
+
+
+def names_flags(x: Tensor) -> Tensor:
+    own = torch.backends.cudnn
+    own.benchmark = own.benchmark
+    return x * 2
+
+
+def sets_flags(x: Tensor) -> Tensor:
+    of_cudnn.set_flags(of_cudnn.enabled)
+    return x * 2
+
+
+@of_cudnn.flags(enabled=True)
+def decorated(x: Tensor) -> Tensor:
+    return x * 2
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch.func.jvp uses
-@pytest.mark.parametrize("call", [imports_a_debugger, imports_by_name, imports_under_another_name])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(imports_a_debugger, imports_by_name, imports_under_another_name),
+        *(imports_flags, imports_flags_by_name, names_flags, sets_flags, decorated),
+    ],
+)
 def test_what_functions_import_themselves_is_known(call: Call) -> None:
     with pytest.raises(threading.BrokenBarrierError):
         meet(call, patience_s=0.1)
+
+
+@contextlib.contextmanager
+def on_paper() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+class DecoratedForward(Meets):
+    @sdpa_kernel(SDPBackend.MATH)
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)
+
+    def compute(self, x: Tensor) -> Any:
+        return x * 2
+
+
+class DecoratedMethod(Meets):
+    @of_cudnn.flags(enabled=True)
+    def compute(self, x: Tensor) -> Any:
+        return x * 2
+
+
+class DecoratedByOwn(Meets):
+    @on_paper()
+    def compute(self, x: Tensor) -> Any:
+        return x * 2
+
+
+class CallsDecorated(Meets):
+    def compute(self, x: Tensor) -> Any:
+        return decorated(x)
+
+
+@pytest.mark.parametrize(
+    "kind", [DecoratedForward, DecoratedMethod, DecoratedByOwn, CallsDecorated], ids=lambda k: k.__name__
+)
+def test_settings_that_decorate_methods_are_known(kind: type[Meets]) -> None:
+    with pytest.raises(threading.BrokenBarrierError):
+        meet_in_modules(kind, 0.1)
+
+
+class Decorated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, both_are_here: threading.Barrier) -> Tensor:
+        both_are_here.wait(0.1)
+        return x.clone()
+
+    @staticmethod
+    @sdpa_kernel(SDPBackend.MATH)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def test_settings_that_decorate_an_autograd_function_are_known() -> None:
+    both_are_here = threading.Barrier(2)
+    with pytest.raises(threading.BrokenBarrierError):
+        map_with_parallel_backward(Decorated, *[(x, both_are_here) for x in leaves(2)])
