@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moe_autograd.autograd.lookups import follow, looked_up, value_of
+from moe_autograd.autograd.lookups import NotYet, follow, looked_up, value_of
 
 TORCHS = "torch."  # how the names of its files begin
 # only where they are called as methods: `config.train` is something else
@@ -137,9 +137,9 @@ def _meant_by(function: types.FunctionType, names: Names) -> Iterator[str]:
     for path in names.paths:
         word = path.rpartition(".")[2]
         module, value = follow(function, path)
-        origin = str(getattr(value, "__module__", ""))
+        origin = module if value is NotYet else str(getattr(value, "__module__", ""))
         if word in _FLAGS:
-            if _is_of_backends(module) or _is_of_backends(origin):
+            if _is_of_backends(origin):
                 yield _BACKENDS
         elif word in _TRACING:
             if f"{origin}.".startswith(TORCHS):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch as th
+import torch._higher_order_ops as hop
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -174,15 +177,46 @@ def decorated(x: Tensor) -> Tensor:
     return x * 2
 
 
+sine_or_cosine = partial(torch.cond, true_fn=torch.sin, false_fn=torch.cos)
+
+
+def either_by_another_name(x: Tensor) -> Any:
+    return th.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def either_by_its_file(x: Tensor) -> Any:
+    return torch._higher_order_ops.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def either_by_its_operator(x: Tensor) -> Any:
+    return torch.ops.higher_order.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def either_imported(x: Tensor) -> Any:
+    from torch import cond as either
+
+    return either(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def either_bound_in_part(x: Tensor) -> Any:
+    return sine_or_cosine(x.sum() > 0, operands=(x,))
+
+
+def each_row(x: Tensor) -> Any:
+    return hop.map(torch.sin, x)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch.func.jvp uses
 @pytest.mark.parametrize(
     "call",
     [
         *(imports_a_debugger, imports_by_name, imports_under_another_name),
         *(imports_flags, imports_flags_by_name, names_flags, sets_flags, decorated),
+        *(either_by_another_name, either_by_its_file, either_by_its_operator, either_imported),
+        *(either_bound_in_part, each_row),
     ],
 )
-def test_what_functions_import_themselves_is_known(call: Call) -> None:
+def test_what_goes_by_another_name_is_known(call: Call) -> None:
     with pytest.raises(threading.BrokenBarrierError):
         meet(call, patience_s=0.1)
 
