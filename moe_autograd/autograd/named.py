@@ -38,6 +38,7 @@ from moe_autograd.autograd.telling import CACHED, SURE, TORCHS, Names, names_of,
 # globals of these kinds are not looked up again: no tensor will ever stand in their place
 _NEVER_TENSORS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _BOUND = (staticmethod, classmethod, types.MethodType)
+_MAY_WRAP = (types.FunctionType, functools.partial)
 _WAYS = ("forward", "setup_context", "backward", "vjp")  # of an autograd function
 
 # a global of the file of a function, which may hold the class
@@ -94,15 +95,16 @@ def unwrapped(value: object) -> list[object]:
     The latter are those of contexts that decorate, as `sdpa_kernel` is, and others that `contextmanager` has made.
     """
     makers = list[object]()
-    while True:
+    while isinstance(value, _MAY_WRAP):
         if isinstance(value, functools.partial):
             value = value.func
-        elif isinstance(value, types.FunctionType) and "__wrapped__" in value.__dict__:
+        elif "__wrapped__" not in value.__dict__:
+            break
+        else:
             contexts = [held for held in in_closure(value) if isinstance(held, contextlib.ContextDecorator)]
             makers += [getattr(held, "func", None) for held in contexts]
             value = value.__dict__["__wrapped__"]
-        else:
-            return [value, *makers]
+    return [value, *makers]
 
 
 def telling_names(function: types.FunctionType) -> frozenset[str]:
@@ -114,15 +116,17 @@ def telling_names(function: types.FunctionType) -> frozenset[str]:
     own = [one.__name__ for one in (function, *functions) if f"{one.__module__}.".startswith(TORCHS)]
     own += [TORCHS + name for name in own]
     cached = [CACHED] if _names_cached(names, named) else []
-    return told_by(function).union(SURE.intersection(own), cached, *map(told_by_named, functions))
+    return told_by(function, names).union(SURE.intersection(own), cached, *map(told_by_named, functions))
 
 
 def _functions_of(value: object) -> list[types.FunctionType]:
     """Return a function, or those that an autograd function consists of, each without its decorators and with these."""
-    if isinstance(value, type) and issubclass(value, Function):
+    if isinstance(value, type(Function)):
         values = [one for way in _WAYS for one in functions_within(getattr(value, way, None))]
-    else:
+    elif isinstance(value, _MAY_WRAP):
         values = unwrapped(value)
+    else:  # mostly
+        return []
     return [one for one in values if isinstance(one, types.FunctionType)]
 
 

@@ -114,9 +114,8 @@ def names_of(code: types.CodeType) -> Names:
     return names
 
 
-def told_by(function: types.FunctionType) -> frozenset[str]:
-    """Return those of `CHANGING`, `SETTING` and `TALKING` that the code of a function tells of."""
-    names = names_of(function.__code__)
+def told_by(function: types.FunctionType, names: Names) -> frozenset[str]:
+    """Return those of `CHANGING`, `SETTING` and `TALKING` that the code of a function, by its names, tells of."""
     telling = names.telling - _harmless(function, names.asked) if names.asked else names.telling
     if names.paths or names.stored:
         telling = telling.union(_meant_by(function, names))
@@ -126,7 +125,9 @@ def told_by(function: types.FunctionType) -> frozenset[str]:
 def told_by_named(function: types.FunctionType) -> frozenset[str]:
     """Return likewise what another function is told of that names this one: not by the functions in it."""
     named = _MAY_TELL.intersection(function.__code__.co_names)
-    return told_by(function) & (named | _TORCHS_OWN | {_BACKENDS}) if named else named
+    if not named:  # mostly
+        return named
+    return told_by(function, names_of(function.__code__)) & (named | _TORCHS_OWN | {_BACKENDS})
 
 
 def _meant_by(function: types.FunctionType, names: Names) -> Iterator[str]:
