@@ -29,14 +29,12 @@ def looked_up(code: types.CodeType, variables: dict[str, str]) -> Iterator[tuple
     path = imported = ""
     is_whole, constant = False, None
     for step in dis.get_instructions(code):
-        names = (
-            step.argval if isinstance(step.argval, tuple) else (step.argval,)
-        )  # from 3.13 on some do two things
+        # from 3.13 on some do two things
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             path = step.argval
-        elif (
-            step.opname == "IMPORT_NAME"
-        ):  # as a whole, `import a.b`, it is `a`, and `a.b` where that has a name
+        elif step.opname == "IMPORT_NAME":
+            # as a whole, `import a.b`, it is `a`, and `a.b` where that has a name
             imported, is_whole = step.argval, constant is None
             path = imported.split(".")[0] if is_whole else imported
         elif step.opname == "IMPORT_FROM":
@@ -73,10 +71,8 @@ def follow(function: types.FunctionType, path: str) -> tuple[str, object]:
     for name in names:
         if not isinstance(value, types.ModuleType):
             return module, NotYet if value is NotYet else None
-        module, value = (
-            value.__name__,
-            vars(value).get(name, NotYet),
-        )  # nothing that a module defines is to run
+        # nothing that a module defines is to run
+        module, value = value.__name__, vars(value).get(name, NotYet)
     return module, value
 
 

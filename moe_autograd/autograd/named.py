@@ -45,9 +45,8 @@ _WAYS = ("forward", "setup_context", "backward", "vjp")  # of an autograd functi
 _Place = tuple["weakref.ref[types.FunctionType]", str]
 _Followed = tuple["weakref.ref[types.FunctionType]", str, "weakref.ref[Any]"]  # likewise, and what it is
 
-_places: dict[
-    int, Places
-] = {}  # of the globals that modules name, by the `id` of their class, as long as that lives
+# of the globals that modules name, by the `id` of their class, as long as that lives
+_places: dict[int, Places] = {}
 
 
 class Places(NamedTuple):
