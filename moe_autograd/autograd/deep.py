@@ -63,20 +63,21 @@ def note_seen(nodes: Collection[Node]) -> None:
     heights = _heights(below)
     if max(heights.values()) < DEEP:
         return
-    stops: dict[int, list[Node]] = defaultdict(list)  # by height
+    stops: dict[int, list[Any]] = defaultdict(list)  # by height
     leading = _stops_that_lead_to(below, heights, stops)
+    if all(_BELOW in stop.metadata for row in stops.values() for stop in row):
+        return  # somebody has walked it before
     held: dict[tuple[int, int], _Held] = defaultdict(_Held)
     for node, height in heights.items():
         if bits := leading.get(node, 0):
             held[_next_stop(height), bits].nodes.append(node)
-    of_stops: dict[Node, list[_Held]] = defaultdict(list)
+    of_stops: dict[Any, list[_Held]] = defaultdict(list)
     for (height, bits), own in held.items():
         for place, stop in enumerate(stops[height]):
             if bits >> place & 1:
                 of_stops[stop].append(own)
     for stop, all_own in of_stops.items():
-        metadata: Any = stop.metadata
-        metadata.setdefault(_BELOW, all_own)
+        stop.metadata.setdefault(_BELOW, all_own)
 
 
 def _heights(below: _Below) -> dict[Node, int]:
@@ -117,7 +118,7 @@ def _next_stop(height: int) -> int:
 
 
 def _stops_that_lead_to(
-    below: _Below, heights: dict[Node, int], stops: dict[int, list[Node]]
+    below: _Below, heights: dict[Node, int], stops: dict[int, list[Any]]
 ) -> dict[Node, int]:
     """Return for each node a bit for each stop that leads to it, of those next above it.
 

@@ -80,6 +80,16 @@ def test_lists_are_there_whoever_has_made_the_nodes(x: Tensor) -> None:
     assert sum(map(len, lists_in(nodes).values())) > len(nodes) - 2 * deep._STRETCH
 
 
+def test_a_graph_that_is_walked_again_keeps_its_lists(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others were made at each walk, and let go of by a thread."""
+    (y,) = lattice(x, 1, DEPTH)
+    nodes = nodes_of(y)
+    before = lists_in(nodes)
+    assert before
+    monkeypatch.delattr(deep, "_Held")
+    assert lists_in(nodes_of(y)) == before
+
+
 class Told(torch.autograd.Function):
     """Hand on what it gets; its node holds an object that tells when it is gone."""
 
