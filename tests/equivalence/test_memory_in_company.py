@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,13 +51,14 @@ class Watched(nn.Module):
     def __init__(self, refs: list[weakref.ref[Tensor]], fails_in: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
-        self.refs, self.fails_in, self.num_runs = refs, fails_in, 0
+        self.refs, self.fails_in = refs, fails_in
+        self._runs = itertools.count(1)  # of several threads
 
     def forward(self, x: Tensor) -> Tensor:
-        self.num_runs += 1
+        run = next(self._runs)
         y = torch.tanh(x @ self.weight)
         self.refs.append(weakref.ref(y))
-        if self.num_runs == self.fails_in:
+        if run == self.fails_in:
             raise Faulty
         return y
 
