@@ -219,6 +219,14 @@ class Joined:
             sums.hand_out(grads)
         return _with_memory_of_their_own([grad for own in grads for grad in own])
 
+    def call_of(self, place: int) -> tuple[Any, int]:
+        """Return the call that a result is of, given its place among those of all calls, and its place there."""
+        for call, count in zip(self.calls, self.num_results, strict=True):
+            if place < count:
+                return call, place
+            place -= count
+        raise IndexError(place)
+
     def see_within(self, place: int, see: See) -> None:
         """Let something see what comes to a result within its call.
 

@@ -44,7 +44,7 @@ from moe_autograd.autograd.runs import Map, name_guilty, run_calls
 from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
-from moe_autograd.autograd.this_backward import keeps_graph
+from moe_autograd.autograd.this_backward import asked_for_by_name, keeps_graph
 from moe_autograd.autograd.turns import Turns
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import looked_at
@@ -70,12 +70,27 @@ class JoinedModules(Joined):
     def ask(self, nodes: Sequence[Node | None]) -> Sequence[Wanted]:
         """See `Joined`."""
         if is_in_first_part():
-            return [True] * sum(self.num_inputs)
+            wanted: list[Wanted] = [True] * sum(self.num_inputs)
+            self._want_passed_by_name(nodes, wanted)
+            return wanted
         self._note_histories(nodes, self.num_inputs)
-        wanted: list[Wanted] = [*which_are_wanted(nodes)]
+        wanted = [*which_are_wanted(nodes)]
+        self._want_passed_by_name(nodes, wanted)
         if may_add_at_once():
             self._add_at_once(nodes, wanted)
         return wanted
+
+    def _want_passed_by_name(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
+        """Want what flows to results of a first call (Rule 6) only where one of them is asked for by name."""
+        start = 0
+        for call, count in zip(self.calls, self.num_inputs, strict=True):
+            if call.passed:
+                places = [start + place for place in call.places_passed()]
+                of_passed = zip(places, call.passed, strict=True)
+                is_asked = any(_is_asked_for(nodes[place], passed.output_nr) for place, passed in of_passed)
+                for place in places:
+                    wanted[place] = is_asked
+            start += count
 
     def _add_at_once(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
         """Let calls add the gradients of their leaves themselves, where they may (`accumulating`)."""
@@ -106,27 +121,19 @@ class JoinedModules(Joined):
 
     def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""
-        call, own = self._call_of(place)
+        call, own = self.call_of(place)
         call.see_within(own, see)
 
     def note_arrived(self, place: int, arrived: Arrived) -> None:
         """See `Joined`."""
-        call, own = self._call_of(place)
+        call, own = self.call_of(place)
         call.note_arrived(own, arrived)
-
-    def _call_of(self, place: int) -> tuple[ModuleCall, int]:
-        """Return the call that a result is of, given its place among those of all calls, and its place there."""
-        for call, count in zip(self.calls, self.num_results, strict=True):
-            if place < count:
-                return call, place
-            place -= count
-        raise IndexError(place)
 
     def backward(self, saved_of: list[Sequence[Any]], grad_outputs: Grads, wanted: Sequence[Wanted]) -> Grads:
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
         with nested_backwards():
             # A call lets go of its inputs when it is done; held here until hooks have moved to them.
-            inputs = [tensor for call in self.calls for _, tensor in call.cuts]
+            inputs = [tensor for call in self.calls for _, tensor in call.own_cuts()]
             reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
             self._prepare(inputs, reached)
             escaping = Escaping(
@@ -153,6 +160,8 @@ class JoinedModules(Joined):
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
+            for passed in self.calls[i].passed:
+                passed.first.look_within()
         if self.turns is not None:
             for i, turn in self.turns.of(reversed(reached)).items():  # the last call begins first
                 self.calls[i].turn = turn
@@ -173,6 +182,7 @@ class JoinedModules(Joined):
                 functools.partial(_second_order_flow, call, used, [*known.grads], known.looked),
                 flatten(tuple(known.grads.values()), {}),
                 call.cuts_with_histories(self.map.names[index]),
+                of=call,
             )
             flow: Tensor | None
             (flow,) = run_module_calls([planned], self._of_backward([index]), shares_graph=True)
@@ -194,12 +204,17 @@ class JoinedModules(Joined):
                 around(_second_order, wanted_of[i], self.calls[i]),
                 flatten(tuple(grads_of[i]), {}),
                 self.calls[i].cuts_with_histories(self.map.names[i]),
+                of=self.calls[i],
             )
             for i in reached
         ]
         found = run_module_calls(planned, self._of_backward(reached), shares_graph=True)
         by_call = dict(zip(reached, found, strict=True))
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
+
+
+def _is_asked_for(node: Node | None, output_nr: int) -> bool:
+    return not is_backward_compiled() and (id(node), output_nr) in asked_for_by_name()
 
 
 def _second_order(wanted: Sequence[Wanted], call: ModuleCall, *grad_outputs: Tensor | None) -> Tensors:

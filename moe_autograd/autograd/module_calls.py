@@ -33,6 +33,8 @@ Rule 5. The inner backward is asked for what this backward wants, leaf by leaf. 
 Rule 6. With `create_graph=True` the inner backward is itself a call whose graph ends at the same cuts, and gets a
         join of its own: gradients of any order are exact, each computed concurrently. Its graph runs on into the
         first one, which the outer engine may still have to walk for itself; so it leaves that graph unfreed.
+        It may go through results of the first one, which that has saved itself. So the join leads to these as well
+        (`passed`), and hands on what flows there to whoever asks for a result by name.
 Rule 7. An input that the call changed in place becomes a result of the join, and has its history from there on. Nobody
         else may take it (`changes`). What the call returns as a view of it becomes a view of the input that is tied.
 Rule 8. An input, a leaf or a tensor of a closure that the call returns as it is comes back as itself. A result that
@@ -49,6 +51,7 @@ Rule 9. Objects that a call returns, and that `torch.utils._pytree` does not kno
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -69,6 +72,7 @@ from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
 from moe_autograd.autograd.module_results import changed_of, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
+from moe_autograd.autograd.result_hooks import begun_with
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
@@ -87,11 +91,27 @@ class Planned(NamedTuple):
         module: any callable.
         flat: its arguments, flattened.
         cuts: where its graph ends besides inputs and leaves (Rule 3), each with the outer tensor that stands there.
+        of: the call whose backward it is, if it is one (Rule 6).
     """
 
     module: Callable[..., Any]
     flat: Flat
     cuts: Sequence[Cut]
+    of: ModuleCall | None = None
+
+
+class Passed(NamedTuple):
+    """A result of a call, through which the graph of that call's backward goes.
+
+    Args:
+        first: the call.
+        place: of the result among its results.
+        output_nr: which output of an outer node the result is.
+    """
+
+    first: ModuleCall
+    place: int
+    output_nr: int
 
 
 class ModuleCall(UsedResults):
@@ -114,9 +134,11 @@ class ModuleCall(UsedResults):
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
     _meets_results = False  # whether its results lead to others of them
+    # of the call whose backward it is, results that its graph goes through: its last cuts (Rule 6)
+    passed: Sequence[Passed] = ()
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
-        module, (values, spec), cuts = planned
+        module, (values, spec), cuts, self.of = planned
         self._shares_graph = shares_graph
         self.leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
         self._spent = set()
@@ -173,10 +195,29 @@ class ModuleCall(UsedResults):
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
             self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
+        if self.of is not None:
+            self._lead_to_results_of(self.of, leaf_nodes)
         self._ends = [*[edge for edge, _ in self.cuts], *[GradientEdge(node, 0) for node in leaf_nodes]]
         if self._meets_results:
             self.find_used()
         self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
+
+    def _lead_to_results_of(self, first: ModuleCall | None, leaf_nodes: Sequence[Node]) -> None:
+        """Have the join lead to results that the graph goes through, of the call whose backward it is (Rule 6)."""
+        known: dict[Edge, tuple[Cut, Passed]] = {}
+        while first is not None:
+            for place, result in first.results_at_hand():
+                edge = first._edges[place]
+                known[edge[:2]] = (edge, result), Passed(first, place, result.output_nr)
+            first = first.of
+        if not known:
+            return
+        ends = {*plain([edge for edge, _ in self.cuts]), *[(node, 0) for node in leaf_nodes]}
+        met = [one for one in dict.fromkeys(walk(plain(self._edges), ends)) if one in known]
+        if met:
+            self.passed = [known[one][1] for one in met]
+            self.cuts = [*self.cuts, *[known[one][0] for one in met]]
+            self._upper = cuts_above(plain([edge for edge, _ in self.cuts]), ends.union(met))
 
     def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
         """Return the cuts and the leaves where the inner graph ends."""
@@ -218,7 +259,7 @@ class ModuleCall(UsedResults):
         """Let go of what a backward has freed, unless another one may still walk the graph of some result."""
         self._spent |= self._freed_by(grad_outputs)
         if len(self._spent) == len(grad_outputs):
-            self._edges, self._ends, self.cuts, self.leaves = [], [], [], []
+            self._edges, self._ends, self.cuts, self.leaves, self.passed = [], [], [], [], ()
 
     def _freed_by(self, grad_outputs: Tensors) -> set[int]:
         """Return the places of the results whose graphs a backward has walked, or met."""
@@ -281,7 +322,7 @@ class ModuleCall(UsedResults):
 
     def tensors_at_ends(self) -> list[Tensor]:
         """Return the caller's tensors that its inner graph ends at; at an entry it ends at an alias."""
-        return [*self.leaves, *[tensor for edge, tensor in self.cuts if not is_entry(edge.node)]]
+        return [*self.leaves, *[tensor for edge, tensor in self.own_cuts() if not is_entry(edge.node)]]
 
     def keep_histories(self) -> None:
         """Keep the histories of inputs that it changed in place; they are about to lead to the join (a cycle)."""
@@ -297,14 +338,15 @@ class ModuleCall(UsedResults):
         """
         self._shares_graph = True
 
-    def cuts_with_histories(self, name: str) -> list[Cut]:
+    def cuts_with_histories(self, name: str) -> Sequence[Cut]:
         """Return where its graph ends, each with a tensor whose history is that of the forward (Rule 6).
 
         Raises:
             RuntimeError: somebody has changed an input in place since, and nobody kept the history it had.
         """
         histories, self.histories = self.histories, ()
-        for (_, tensor), node in zip(self.cuts, histories, strict=False):
+        cuts = self.own_cuts()
+        for (_, tensor), node in zip(cuts, histories, strict=False):
             is_other = node is not None and tensor.grad_fn is not None and tensor.grad_fn is not node
             if is_other and not any(tensor is one for one in self.pasts):
                 raise RuntimeError(
@@ -312,7 +354,7 @@ class ModuleCall(UsedResults):
                     f"create_graph=True, got a tensor of shape {tuple(tensor.shape)} that was changed in place since "
                     f"({name}). Give the call a clone of it."
                 )
-        return self.cuts
+        return cuts
 
     def take_pending(self) -> PendingWeightGradients | None:
         """Return what is left of its backward, if anything."""
@@ -334,8 +376,9 @@ class ModuleCall(UsedResults):
             nodes = [edge.node for edge, _ in starts]
             seen = self.begun_with(grad_outputs) if self.look_within() else _NOBODY
             arrived = self.arrived_with(grad_outputs, self.looked_at()) if self._arrived else _NOBODY
+            passed = self._passed_on(wanted) if self.passed else _NOBODY
             sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
-            with sleeping, on_this_thread(), seen, arrived:
+            with sleeping, on_this_thread(), seen, arrived, passed:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
                 found: Tensors = _engine_run_backward(
                     tuple([edge for edge, _ in starts]),
@@ -354,6 +397,21 @@ class ModuleCall(UsedResults):
             for i, grad in zip(ends, add_where_possible(found, [wanted[i] for i in ends]), strict=True):
                 grads[i] = grad
             return grads
+
+    def own_cuts(self) -> Sequence[Cut]:
+        """Return those where its graph ends, and does not go on as well (Rule 6)."""
+        return self.cuts[: len(self.cuts) - len(self.passed)]
+
+    def places_passed(self) -> range:
+        """Return which of its inputs are results that its graph goes through, in the order of `passed`."""
+        return range(len(self.cuts) - len(self.passed), len(self.cuts))
+
+    def _passed_on(self, wanted: Sequence[Wanted]) -> AbstractContextManager[object]:
+        """Leave it to outer nodes to see what flows to those results that are wanted."""
+        asked = itertools.compress(self.passed, [wanted[place] for place in self.places_passed()])
+        return begun_with(
+            [one for each in asked for one in each.first.asleep_at(each.place)], others_sleep=True
+        )
 
 
 def _renewed(cuts: Sequence[Cut]) -> list[Cut]:

@@ -124,6 +124,8 @@ class CallResults:
     _notes: dict[int, dict[str, Any]]  # likewise (`in_objects`)
     _has_waiting_hooks: bool  # whether one of these is of `register_multi_grad_hook`
     _tied: Sequence[weakref.ref[Tensor]] = ()  # its results
+    # those of a map within, as the call knows them, by their places; kept as long as somebody has these results
+    _of_maps: dict[int, Tensor]
     _retained: Sequence[int] = ()  # the places of those that it lets retain their gradients
     # the places of those that retain their gradients, as far as is known
     _retaining: frozenset[int] = frozenset()
@@ -173,6 +175,7 @@ class CallResults:
         self._inner = inner
         self._own_hooks = {i: hooks for i, value in enumerate(inner) if (hooks := value._backward_hooks)}
         self._notes = {i: notes for i, value in enumerate(inner) if (notes := notes_on(value))}
+        self._of_maps = {i: value for i, value in enumerate(inner) if joined_by(value.grad_fn) is not None}
         self._retained = [i for i, value in enumerate(inner) if value.retains_grad]
         self._has_waiting_hooks = any(waited_for(h) for own in self._own_hooks.values() for h in own.values())
         self._detach(inner, given, outer_of)
@@ -286,6 +289,8 @@ class CallResults:
         """Return what the module returned, with the tied tensors in their places."""
         values, self._values = self._values, []
         self._tied = [weakref.ref(tensor) for tensor in tied]
+        for place in self._of_maps:
+            self._tied[place] = weakref.ref(tied[place], functools.partial(self._of_maps.pop, place))
         for place in self._retained:
             tied[place].retain_grad()
         for place, notes in self._notes.items():
@@ -315,6 +320,15 @@ class CallResults:
             if (joined := joined_by(node)) is not None:  # it is a result of a map within
                 joined.see_within(output_nr, see)
 
+    def results_at_hand(self) -> list[tuple[int, Tensor]]:
+        """Return those results that somebody has, with the history that they were given, each with its place."""
+        tied = [(place, result) for place, one in enumerate(self._tied) if (result := one()) is not None]
+        return [(place, result) for place, result in tied if self._is_as_tied(place, result)]
+
+    def _is_as_tied(self, place: int, result: Tensor) -> bool:
+        joined = joined_by(result.grad_fn)
+        return joined is not None and joined.call_of(result.output_nr) == (self, place)
+
     def look_within(self) -> bool:
         """Let `.grad`s of its results see what comes to these within it; return whether these, or hooks, are to."""
         for place, reference in enumerate(self._tied):
@@ -335,6 +349,10 @@ class CallResults:
             nowhere = torch.empty(0, device="cpu", requires_grad=True)
             starts.append((gradient_edge(nowhere), nowhere.detach()))
         return starts
+
+    def asleep_at(self, place: int) -> list[tuple[Within, None]]:
+        """Return what sees what comes to a result within the call, for `begun_with`: it is to see nothing."""
+        return [(within, None) for own, within in self._within if own == place]
 
     def begun_with(self, seeds: Sequence[Tensor | None]) -> AbstractContextManager[object]:
         """Run its backward, which begins with these gradients of its results."""

@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.module_results import CallResults
-from moe_autograd.autograd.result_hooks import Arrived, begun_with
+from moe_autograd.autograd.result_hooks import Arrived, begun_with, joined_by
 from moe_autograd.autograd.saved_tensors import is_packed
 from moe_autograd.autograd.sleeping_hooks import let_these_sleep, retained_grads_untouched, sleeping_hooks
 from moe_autograd.autograd.this_backward import on_this_thread
@@ -152,6 +152,10 @@ class UsedResults(CallResults):
             self._met = {place: weakref.ref(self._inner[place]) for place in self.next_above}
             self._arriving = threading.Lock()
 
+    def asked_for(self, by_name: Collection[tuple[int, int]]) -> set[int]:
+        """Return the places of used results that are among what a backward is asked for, as `outer_edges` has it."""
+        return {place for place, edge in self.outer_edges.items() if edge in by_name}
+
     def look_at(self, by_name: Collection[tuple[int, int]]) -> Collection[int]:
         """Return the places of used results at which somebody looks in this backward, and prepare for it.
 
@@ -159,7 +163,7 @@ class UsedResults(CallResults):
             by_name: where this backward is to end, as `outer_edges` has it.
         """
         looked = {place for place, arrived in self._arrived_further_out if arrived.is_expected()}
-        looked.update(place for place, edge in self.outer_edges.items() if edge in by_name)
+        looked |= self.asked_for(by_name)
         if self.look_within():
             looked.update(place for place, _ in self._within if place in self.next_above)
         if not looked:
@@ -198,7 +202,10 @@ class UsedResults(CallResults):
     def _begins_of(
         self, used: int, grads: Mapping[int, Tensor], looked: Collection[int]
     ) -> dict[int, Tensor]:
-        """Return the gradients of the results above a used one, up to the next ones at which somebody looks."""
+        """Return the gradients of the results above a used one, up to the next ones at which somebody looks.
+
+        Those of a map within lead to each other one by one (`uses`), and further within in more ways: there from all.
+        """
         found: dict[int, Tensor] = {}
         seen: set[int] = set()
         to_visit = [*self.next_above[used]]
@@ -208,7 +215,7 @@ class UsedResults(CallResults):
                 seen.add(place)
                 if place in grads:
                     found[place] = grads[place]
-                if place not in looked:
+                if place not in looked or joined_by(self._edges[place].node) is not None:
                     to_visit += self.next_above.get(place, ())
         return found
 

@@ -22,7 +22,7 @@ from torch.autograd.function import Function
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.grad_dtypes import declare, to_declare
 from moe_autograd.autograd.join import backward_by
-from moe_autograd.autograd.joined import Tensors
+from moe_autograd.autograd.joined import Tensors, has_any
 from moe_autograd.autograd.result_hooks import Arrived, See, skip_missing_gradients
 from moe_autograd.autograd.this_backward import asked_for_by_name, kept_by_this_backward
 from moe_autograd.autograd.uncompiled import is_backward_compiled
@@ -54,11 +54,14 @@ class Known:
 
     Attributes:
         looked: the places of used results at which somebody looks.
+        missed: the places of those that are asked for by name, but what flows there within the call stays unknown.
         grads: of results above these, by their places.
     """
 
     def __init__(self, call: UsedResults) -> None:
-        self.looked = call.look_at(asked_for_by_name())
+        by_name = asked_for_by_name()
+        self.looked = call.look_at(by_name)
+        self.missed = call.asked_for(by_name).difference(self.looked)
         self.grads: dict[int, Tensor] = {}
 
 
@@ -75,18 +78,34 @@ class _UseOf:
     def __init__(self, flows: Flows, index: int, used: Sequence[int], above: Sequence[int]) -> None:
         self._flows, self._index, self.used, self._above = flows, index, used, above
 
+    def call_of(self, place: int) -> tuple[UsedResults, int]:
+        """See `Joined`."""
+        return self._flows.calls[self._index], self._above[place]
+
     def see_within(self, place: int, see: See) -> None:
         """See `Joined`."""
-        self._flows.calls[self._index].see_within(self._above[place], see)
+        call, own = self.call_of(place)
+        call.see_within(own, see)
 
     def note_arrived(self, place: int, arrived: Arrived) -> None:
         """See `Joined`."""
-        self._flows.calls[self._index].note_arrived(self._above[place], arrived)
+        call, own = self.call_of(place)
+        call.note_arrived(own, arrived)
 
     def flow(self, grads: Grads) -> Sequence[Tensor | None]:
-        """Return what this backward is to hand on to the used results."""
+        """Return what this backward is to hand on to the used results.
+
+        Raises:
+            RuntimeError: it is asked for one by name, and that flow cannot be told from the rest.
+        """
         call = self._flows.calls[self._index]
         known = kept_by_this_backward((Known, call), lambda: Known(call))
+        if not known.missed.isdisjoint(self.used) and has_any(grads):
+            raise RuntimeError(
+                "parallel_apply: expected a result that is asked for by name to lead to others by torch's operators "
+                "alone, got one from which the call computed others by an autograd function, under saved-tensor hooks "
+                "or elsewhere. Differentiate within the call, or call retain_grad on the result."
+            )
         if not known.looked:
             return (None,) * len(self.used)
         pairs = zip(self._above, grads, strict=True)

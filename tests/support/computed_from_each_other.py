@@ -55,6 +55,7 @@ class Plan(NamedTuple):
     way: str
     wanted: list[int]
     num_calls: int
+    is_nested: bool
 
     @classmethod
     def at_random(cls, draw: random.Random) -> Plan:
@@ -72,9 +73,12 @@ class Plan(NamedTuple):
             returned,
             [draw.random() < 0.7 for _ in returned],
             {i: draw.choice(["hook", "retain", "both", "nothing"]) for i in range(len(returned))},
-            draw.choice(["backward", "twice", "grad", "inputs", "second", "second by name"]),
+            draw.choice(
+                ["backward", "twice", "grad", "inputs", "second", "second by name", "all of results"]
+            ),
             [i for i in range(len(returned)) if draw.random() < 0.5],
             draw.randint(2, 3),
+            draw.random() < 0.3,
         )
 
 
@@ -100,6 +104,10 @@ def _two(x: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, hidden * x
 
 
+def _in_a_map(apply: MapFunction, call: Callable[..., Any], x: Tensor) -> Any:
+    return apply([call], [(x,)])[0]
+
+
 def run(plan: Plan, apply: MapFunction) -> Any:
     """Return all that the program says of gradients."""
     generator = torch.Generator().manual_seed(3)
@@ -109,10 +117,12 @@ def run(plan: Plan, apply: MapFunction) -> Any:
     ]
     xs, weights = made[: plan.num_calls], made[plan.num_calls :]
     calls = [functools.partial(follow, plan, apply, weight=weight) for weight in weights]
+    if plan.is_nested:
+        calls = [functools.partial(_in_a_map, apply, call) for call in calls]
     results = apply(calls, [(x.cos(),) for x in xs])
     log: dict[tuple[int, int], Tensor] = {}
     for i, own in enumerate(results):
-        for place, how in plan.watched.items():
+        for place, how in plan.watched.items() if plan.way != "all of results" else ():
             _watch(own[place], how, log, (i, place), in_parts=plan.way.startswith("second"))
     in_loss = [
         result.sin().sum() * (i + 1.0)
@@ -155,6 +165,8 @@ def _differentiate(
         loss.backward()
     elif way == "backward":
         loss.backward()
+    elif way == "all of results":
+        return _three_orders(loss, asked, leaves)
     else:
         wanted = asked if way == "second by name" else leaves
         grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
@@ -164,3 +176,13 @@ def _differentiate(
             torch.stack(parts).sum().backward()
         return [*found, *[leaf.grad for leaf in leaves]]
     return [tensor.grad for tensor in leaves]
+
+
+def _three_orders(loss: Tensor, asked: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return gradients of the leaves, and those of these, and theirs, of all that is asked for."""
+    found: list[Tensor | None] = []
+    for wanted in (leaves, asked, asked):
+        grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        found += grads
+        loss = loss + sum(grad.sin().sum() for grad in grads if grad is not None)
+    return found

@@ -26,7 +26,9 @@ from tests.support.comparison import Raised, assert_same, attempt, one_after_ano
 
 MOST_SAMPLES = 3
 ORDER = 1e-12  # of sums
-ORDER_OF_SECOND = 1e-10  # what calls on threads saved gets its gradient in two parts; some operators cancel digits
+ORDER_OF_SECOND = (
+    1e-10  # what calls on threads saved gets its gradient in two parts; some operators cancel digits
+)
 
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 UNDEFINED |= {"resize_", "resize_as_"}  # they return memory as it was found
@@ -79,7 +81,9 @@ def called(apply: Apply, case: Case) -> tuple[Any, list[Any]]:
     inputs = tensors_of(calls)
     weights = [weight for module in modules for weight in module.parameters()]
     buffers = [buffer for module in modules for buffer in module.buffers()]
-    first, second = derivatives(*([one for one in some if one.requires_grad] for some in (outputs, inputs + weights)))
+    first, second = derivatives(
+        *([one for one in some if one.requires_grad] for some in (outputs, inputs + weights))
+    )
     return second, [outputs, first, inputs, weights, buffers]
 
 
@@ -88,7 +92,10 @@ def compare(cases: Iterable[Case], *, at_least: int) -> None:
     warnings.simplefilter("ignore")  # some come once for the process
     num_compared = 0
     for case in cases:
-        (native_second, native), (second, mapped) = called(one_after_another, case), called(parallel_apply, case)
+        (native_second, native), (second, mapped) = (
+            called(one_after_another, case),
+            called(parallel_apply, case),
+        )
         num_compared += not isinstance(native[0], Raised)
         but = frozenset({"is_view"})  # a view of a tensor that nobody else has is no view after a map
         try:
