@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from moe_autograd._contexts import contextmanager
 from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
+from moe_autograd.autograd.batched import Batches
 from moe_autograd.autograd.boxed import Grads
 from moe_autograd.autograd.changes import (
     base_of,
@@ -178,14 +179,16 @@ class JoinedModules(Joined):
                     raise
             call.share_graph()
             call.histories = call.first_histories  # the join notes them when it runs, which is later
+            grads = [*known.grads.values()]
+            batches = Batches(grads)
             planned = Planned(
-                functools.partial(_second_order_flow, call, used, [*known.grads], known.looked),
-                flatten(tuple(known.grads.values()), {}),
+                functools.partial(_second_order_flow, batches, call, used, [*known.grads], known.looked),
+                flatten(tuple(batches.apart(grads)), {}),
                 call.cuts_with_histories(self.map.names[index]),
                 of=call,
             )
-            flow: Tensor | None
-            (flow,) = run_module_calls([planned], self._of_backward([index]), shares_graph=True)
+            (found,) = run_module_calls([planned], self._of_backward([index]), shares_graph=True)
+            (flow,) = batches.together(found)
             return flow
 
     def _of_backward(self, places: Sequence[int]) -> Map:
@@ -197,11 +200,12 @@ class JoinedModules(Joined):
     ) -> Grads:
         for i in reached:
             self.calls[i].share_graph()
-        grads_of = split(grad_outputs, self.num_results)
+        batches = Batches(grad_outputs)
+        grads_of = split(batches.apart(grad_outputs), self.num_results)
         wanted_of = split(wanted, self.num_inputs)
         planned = [
             Planned(
-                around(_second_order, wanted_of[i], self.calls[i]),
+                around(functools.partial(_second_order, batches), wanted_of[i], self.calls[i]),
                 flatten(tuple(grads_of[i]), {}),
                 self.calls[i].cuts_with_histories(self.map.names[i]),
                 of=self.calls[i],
@@ -209,7 +213,7 @@ class JoinedModules(Joined):
             for i in reached
         ]
         found = run_module_calls(planned, self._of_backward(reached), shares_graph=True)
-        by_call = dict(zip(reached, found, strict=True))
+        by_call = {i: batches.together(own) for i, own in zip(reached, found, strict=True)}
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
 
 
@@ -217,9 +221,12 @@ def _is_asked_for(node: Node | None, output_nr: int) -> bool:
     return not is_backward_compiled() and (id(node), output_nr) in asked_for_by_name()
 
 
-def _second_order(wanted: Sequence[Wanted], call: ModuleCall, *grad_outputs: Tensor | None) -> Tensors:
+def _second_order(
+    batches: Batches, wanted: Sequence[Wanted], call: ModuleCall, *many: Tensor | None
+) -> Tensors:
     try:
-        return call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True)
+        grad_outputs = batches.together(many)
+        return batches.apart(call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True))
     except Exception as error:
         if call.leaves_out is None or not call.leaves_out(error):
             raise
@@ -227,9 +234,17 @@ def _second_order(wanted: Sequence[Wanted], call: ModuleCall, *grad_outputs: Ten
 
 
 def _second_order_flow(
-    call: ModuleCall, used: int, places: Sequence[int], looked: Collection[int], *grads: Tensor
-) -> Tensor | None:
-    return call.flow_to(used, dict(zip(places, grads, strict=True)), looked, create_graph=True)
+    batches: Batches,
+    call: ModuleCall,
+    used: int,
+    places: Sequence[int],
+    looked: Collection[int],
+    *many: Tensor,
+) -> Tensors:
+    grads: Any = batches.together(many)
+    return batches.apart(
+        [call.flow_to(used, dict(zip(places, grads, strict=True)), looked, create_graph=True)]
+    )
 
 
 class _Forwards:

@@ -125,6 +125,13 @@ def test_what_a_changed_view_is_a_view_of() -> None:
 @of("an autograd function of yours, a module's full backward hook, compiled code or an expert")
 def test_results_of_each_other() -> None:
     a, b = in_call(lambda x: (y := x * 2, Doubles.apply(y)), leaf())
+    with pytest.raises(RuntimeError, match="expected a result that is asked for by name to lead to others"):
+        torch.autograd.grad(b.sum(), a, allow_unused=True)
+
+
+@of("Nor where the call changes an input")
+def test_results_of_each_other_of_a_call_that_changes_an_input() -> None:
+    ((a, b),) = parallel_apply([lambda x: (y := x.add_(1) * 2, y * 3)], [(leaf().clone(),)])
     assert torch.autograd.grad(b.sum(), a, allow_unused=True) == (None,)
 
 
