@@ -17,14 +17,14 @@ through it to the ends, and the outer graph does not.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from moe_autograd.autograd.borders import is_python
 from moe_autograd.autograd.entry import is_entry
-from moe_autograd.autograd.joined import Tensors
+from moe_autograd.autograd.joined import Joined, Tensors
 from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.sleeping_hooks import Ends, all_hooks_sleep
 from moe_autograd.autograd.walks import Edge, leads, walk
@@ -58,12 +58,18 @@ def only_computes(node: Node | None) -> bool:
     known: Any = node
     if getattr(known._forward_cls, "only_computes", False):
         return True
-    if hasattr(known, "part"):  # an arrival, or what leads on from it
-        calls = known.part.joined.calls
-    else:
-        joined = joined_by(node)
-        calls = [None] if joined is None else joined.calls
-    return all(hasattr(call, "nodes") and all(map(only_computes, call.nodes())) for call in calls)
+    calls = calls_within(node)
+    return calls is not None and all(
+        hasattr(call, "nodes") and all(map(only_computes, call.nodes())) for call in calls
+    )
+
+
+def calls_within(node: Any) -> Sequence[Any] | None:
+    """Return the calls of which a node is a part; `None` if it is none of a map's."""
+    if hasattr(node, "part"):  # an arrival, or what leads on from it
+        return cast(Sequence[Any], node.part.joined.calls)
+    joined = joined_by(node)
+    return joined.calls if isinstance(joined, Joined) else None
 
 
 def without_what_is_passed_on(

@@ -37,7 +37,7 @@ from moe_autograd.autograd.result_hooks import Arrived, begun_with, joined_by
 from moe_autograd.autograd.saved_tensors import is_packed
 from moe_autograd.autograd.sleeping_hooks import let_these_sleep, retained_grads_untouched, sleeping_hooks
 from moe_autograd.autograd.this_backward import on_this_thread
-from moe_autograd.autograd.upper_cuts import only_computes
+from moe_autograd.autograd.upper_cuts import calls_within, only_computes
 from moe_autograd.autograd.walks import Edge, plain
 from moe_autograd.autograd.wrapped_hooks import of_several
 
@@ -125,6 +125,12 @@ def _places(bits: int) -> list[int]:
     return places
 
 
+def _is_packed_within(node: Node) -> bool:
+    """Whether a node, or one of a map within, fetches or computes again what it has saved."""
+    calls = calls_within(node) or ()
+    return is_packed(node) or any(_is_packed_within(one) for call in calls for one in call.nodes() if one)
+
+
 class UsedResults(CallResults):
     """The part of a module's call that is about results which it computed from each other."""
 
@@ -173,7 +179,7 @@ class UsedResults(CallResults):
         with self._arriving:
             if self._may_be_walked_twice is None:
                 self._may_be_walked_twice = not any(map(of_several, self._all_own_hooks())) and all(
-                    only_computes(node) and not is_packed(node) for node in self._nodes_between()
+                    only_computes(node) and not _is_packed_within(node) for node in self._nodes_between()
                 )
             if not self._may_be_walked_twice:
                 return ()
