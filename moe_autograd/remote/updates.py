@@ -138,7 +138,7 @@ class Updates:
             if hindrance is None:
                 once = partial(self._send_once, rpc, sequence, settled_below)
                 gathered_at = self._gathered_at(rpc, names)
-                if rpc == "Step" and len(gathered_at) > 1 and self._join_moved(gathered_at, operation):
+                if rpc == "Step" and self._join_moved(gathered_at, operation):
                     gathered_at = self._gathered_at(rpc, names)
                 self._delivery.at_each(
                     rpc, gathered_at, once, operation, self._move_gathered, failures, is_patient=_has_news
@@ -162,6 +162,10 @@ class Updates:
         own: dict[str, _Gathered],
         operation: Operation,
     ) -> None:
+        if rpc == "Step":  # those that are to be forgotten may be where an expert has moved to
+            own = {name: gathered for name, gathered in own.items() if not gathered.is_stale}
+            if not own:
+                return
         request = pb.UpdateRequest(
             client_id=self._numbering.client_id,
             sequence=sequence,

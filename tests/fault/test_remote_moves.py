@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from experts_server import ExpertsServer
-from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import (
     ExpertNotFoundError,
     GradientsLostError,
@@ -22,7 +20,8 @@ from moe_autograd.errors import (
     ServerUnavailableError,
 )
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
-from tests.support.hosting import LR, make_modules, sgd
+from tests.support.hosting import make_modules, sgd
+from tests.support.replicas import Replicas, is_lost
 from tests.support.servers import wait_until
 
 PATIENT = RetryPolicy(patience_s=100.0)
@@ -72,47 +71,6 @@ def servers() -> Iterator[Servers]:
     servers = Servers()
     yield servers
     servers.stop()
-
-
-class Replicas:
-    """Two replicas of `ffn.0`, each with a folder of checkpoints, at two addresses."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.addresses = ["127.0.0.1:0", "127.0.0.1:0"]
-        self._at: list[tuple[int, ExpertsServer]] = []
-        self.restart([0, 1])
-        self.addresses = [server.address for _, server in self._at]
-
-    def restart(self, which: Sequence[int | None]) -> None:
-        """Start at each address this one of them, from its checkpoint."""
-        self.stop()
-        for address, replica in zip(self.addresses, which, strict=True):
-            if replica is not None:
-                module = nn.Linear(4, 4)
-                nn.init.constant_(module.weight, replica + 1.0)
-                config = ServingConfig(checkpoint_dir=self._folder / str(replica))
-                server = ExpertsServer({"ffn.0": module}, optimizer=sgd, listen=address, config=config)
-                self._at.append((replica, server.start()))
-
-    def stop(self) -> None:
-        while self._at:
-            self._at.pop()[1].stop()
-
-    def weight(self, which: int) -> Tensor:
-        """Return the weight that one of them began with."""
-        return torch.full((4, 4), which + 1.0)
-
-    def num_updates(self, which: int) -> int:
-        (server,) = [server for replica, server in self._at if replica == which]
-        return server.num_updates["ffn.0"]
-
-
-def is_lost(experts: RemoteExperts, address: str) -> bool:
-    """Ask all servers; tell whether one does not answer."""
-    with contextlib.suppress(ServerUnavailableError):
-        experts.info()
-    return experts.connection._finding.placement.is_lost(address)
 
 
 @contextlib.contextmanager
@@ -351,31 +309,3 @@ class TestReplicasThatChangePlaces:
             assert x.grad is None
             experts["ffn.0"](x).sum().backward()
             assert torch.equal(x.grad, replicas.weight(1 - which).sum(dim=0, keepdim=True))
-
-
-class TestGatheredAtTwoPlaces:
-    """An expert moves, with its checkpoint, between two backwards of one step: it has the gradients of both."""
-
-    @pytest.fixture
-    def replicas(self, tmp_path) -> Iterator[Replicas]:
-        replicas = Replicas(tmp_path)
-        replicas.restart([0, None])
-        yield replicas
-        replicas.stop()
-
-    @pytest.mark.parametrize("lives", [False, True], ids=["its server is gone", "its server lives"])
-    def test_one_step_is_of_both(self, replicas, lives):
-        with (
-            contextlib.ExitStack() as other,
-            connect(replicas.addresses, timeout_s=200.0, retry=PATIENT, allow_missing=True) as experts,
-        ):
-            optimizer = RemoteOptimizer(experts)
-            experts["ffn.0"](X).sum().backward()
-            replicas.restart([None, 0])
-            if lives:
-                other.enter_context(ExpertsServer({"ffn.9": nn.Linear(4, 4)}, listen=replicas.addresses[0]))
-            wait_until(lambda: not is_lost(experts, replicas.addresses[1]))
-            experts["ffn.0"](2 * X).sum().backward()
-            optimizer.step()
-            assert replicas.num_updates(0) == 1
-            assert torch.equal(experts.state_dict()["ffn.0.weight"], replicas.weight(0) - 3 * LR)
