@@ -151,6 +151,16 @@ class TestOptimizer:
         (failure,) = optimizer.failures
         assert hosted.proxy.address in str(failure)
 
+    def test_what_was_to_be_forgotten_before_is_not_waited_for(self, hosted, experts):
+        experts["ffn.1"](tokens()).sum().backward()
+        hosted.lose("gone")
+        optimizer = RemoteOptimizer(experts, on_failure="drop")
+        optimizer.zero_grad()
+        optimizer.step()
+        assert optimizer.failures == [], "there is nothing to apply"
+        with pytest.raises(ServerUnavailableError):
+            RemoteOptimizer(experts).zero_grad()
+
     def test_one_that_may_not_waits(self, hosted, experts):
         optimizer = RemoteOptimizer([experts["ffn.1"]])
         experts["ffn.1"](tokens()).sum().backward()

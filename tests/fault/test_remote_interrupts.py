@@ -171,6 +171,29 @@ def test_ctrl_c_in_a_call_leaves_no_socket_open(busy: ExpertsServer, what: str):
     wait_until(lambda: num_sockets() <= before, PATIENCE_S)
 
 
+def test_a_backward_that_ctrl_c_has_ended_before_its_turn_is_not_missed_by_the_step():
+    held = Held("backward")
+    with (
+        ExpertsServer({"held": held}, optimizer=sgd) as server,
+        connect(server.address, timeout_s=1000) as others,
+        connect(server.address, timeout_s=1000) as experts,
+    ):
+        others_y, y = (own["held"](torch.ones(1, 4)).sum() for own in (others, experts))
+        before = threading.Thread(target=others_y.backward)
+        before.start()
+        assert held.begun.wait(PATIENCE_S)
+        interrupting = interrupt_what_waits(server)
+        with pytest.raises(KeyboardInterrupt):
+            y.backward()
+        interrupting.join()
+        wait_until_inside(server, 1)
+        held.may_go.set()
+        before.join()
+        experts["held"](torch.ones(1, 4)).sum().backward()
+        RemoteOptimizer(experts).step()
+        assert server.num_updates == {"held": 1}
+
+
 def test_a_handler_that_raises_nothing_lets_the_call_go_on(busy: ExpertsServer):
     came, held = threading.Event(), busy._server.registry["held"].hosted.module
     with handling(lambda *_: came.set()), connect(busy.address, timeout_s=PATIENCE_S) as experts:

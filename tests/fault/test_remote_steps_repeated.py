@@ -94,6 +94,17 @@ def test_a_step_repeated_after_it_raised_is_made_once_everywhere(
     assert trained.num_updates == {"near": 2, "far": 2}
 
 
+def test_a_backward_that_never_arrived_is_not_missed(trained: Trained) -> None:
+    y = trained.experts["far"](torch.ones(1, 4)).sum()
+    trained.lose()
+    with pytest.raises(ServerUnavailableError):
+        y.backward()
+    trained.give_back()
+    wait_until(lambda: has_got_through(trained.backward))
+    RemoteOptimizer(trained.experts).step()
+    assert trained.num_updates == {"near": 1, "far": 1}
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_one_with_other_gradients_is_another_step(trained: Trained, forgets: bool) -> None:
     optimizer = RemoteOptimizer(trained.experts)
