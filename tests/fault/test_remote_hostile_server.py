@@ -6,102 +6,26 @@ import gc
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import grpc
 import pytest
 import torch
 
 from moe_autograd import MixtureOfExperts, TopKRouter
-from moe_autograd.errors import CorruptDataError, InputsNeededError, RemoteError
-from moe_autograd.remote import RemoteExpert, RetryPolicy, connect
+from moe_autograd.errors import CorruptDataError, ExpertFailedError, InputsNeededError, RemoteError
+from moe_autograd.remote import RemoteExpert, RemoteOptimizer, RetryPolicy, connect
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import seal
-from moe_autograd.wire.layouts import layout_of
-from moe_autograd.wire.methods import SERVICE
-from moe_autograd.wire.parcels import ParcelReader, ParcelWriter
 from tests.support.gated import Waiting
+from tests.support.liar import BIAS, WEIGHT, Liar, X, parcels, results, state
 from tests.support.servers import wait_until
 
-Answer = Callable[[int], list[bytes]]  # given the number of the call, the messages of the answer
 ONCE = RetryPolicy(patience_s=0.0, max_retries=0)
-X = torch.ones(2, 4)
-WEIGHT, BIAS = ("weight", torch.ones(4, 3)), ("bias", torch.ones(4))
-
-
-def results(*parcels: tuple[int, list[torch.Tensor | None]], is_sequence: bool = False) -> list[bytes]:
-    writer = ParcelWriter()
-    for call, tensors in parcels:
-        writer.add(pb.CallResult(call=call, is_sequence=is_sequence), tensors)
-    return list(iter(writer.next_message, None))
-
-
-def state(
-    *entries: tuple[str, torch.Tensor | None], num_entries: int = 2, expert: str = "ffn.0"
-) -> list[bytes]:
-    writer = ParcelWriter()
-    writer.add(pb.StateUpdate(num_entries=num_entries))
-    for key, tensor in entries:
-        writer.add(pb.StateEntry(expert=expert, key=key), [tensor])
-    return list(iter(writer.next_message, None))
 
 
 def flipped(messages: list[bytes]) -> list[bytes]:
     return [bytes([*message[:-1], message[-1] ^ 1]) for message in (bytes(message) for message in messages)]
-
-
-class Liar:
-    """Hosts `ffn.0`, and answers as it is told to."""
-
-    def __init__(self) -> None:
-        self.forward: Answer = lambda call: results((call, [X]))
-        self.backward: Answer = lambda call: results((call, [X]))
-        self.hosted = pb.ExpertInfo(name="ffn.0", kind="Linear", is_trained=True, num_parameters=16)
-        self.forgets = grpc.StatusCode.INVALID_ARGUMENT
-        self.state = state(WEIGHT, BIAS)
-        self.reply = seal(pb.UpdateReply(updates=[pb.ExpertUpdate(expert="ffn.0")]))
-        self.may_end = threading.Event()  # its streams, after what they say
-        self.may_end.set()
-        self.streams: list[grpc.ServicerContext] = []
-        self._server = grpc.server(ThreadPoolExecutor(8))
-        self._server.add_registered_method_handlers(
-            SERVICE,
-            {
-                "Info": grpc.unary_unary_rpc_method_handler(self._info),
-                "Forget": grpc.unary_unary_rpc_method_handler(lambda _, call: call.abort(self.forgets, "")),
-                "GetState": grpc.unary_stream_rpc_method_handler(lambda request, _: map(bytes, self.state)),
-                "SetState": grpc.stream_unary_rpc_method_handler(lambda messages, _: self.reply),
-                "Forward": grpc.stream_stream_rpc_method_handler(
-                    lambda messages, context: self._answer(messages, context, self.forward)
-                ),
-                "Backward": grpc.stream_stream_rpc_method_handler(
-                    lambda messages, context: self._answer(messages, context, self.backward)
-                ),
-            },
-        )
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-
-    def __enter__(self) -> Liar:
-        self._server.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.may_end.set()
-        self._server.stop(0).wait()
-
-    def _info(self, request: bytes, context: object) -> bytes:
-        return seal(pb.InfoReply(experts=[self.hosted], layouts=[layout_of(dict([WEIGHT, BIAS]))]))
-
-    def _answer(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, answer: Answer
-    ) -> Iterator[bytes]:
-        self.streams.append(context)
-        reader = ParcelReader()
-        (parcel,) = [parcel for message in messages for parcel in reader.feed(message)]
-        yield from map(bytes, answer(parcel.number))
-        self.may_end.wait()
 
 
 @pytest.fixture
@@ -322,9 +246,7 @@ def test_weights_that_are_not_whole_are_refused(liar, expert, lie):
 
 
 def test_what_is_said_of_other_weights_is_in_one_line_and_says_what_was_expected(liar, expert):
-    entry = ParcelWriter()
-    entry.add(pb.StateEntry(expert="ffn.0", key="weight"), [WEIGHT[1]])
-    liar.state = list(iter(entry.next_message, None))
+    liar.state = parcels((pb.StateEntry(expert="ffn.0", key="weight"), [WEIGHT[1]]))
     said = r"expected the state of expert 'ffn\.0', got StateEntry 'weight' of expert 'ffn\.0' with 1 tensors"
     with pytest.raises(CorruptDataError, match=rf"^.*: {said}\. The server is broken\.\Z"):
         expert.state_dict()
@@ -361,9 +283,8 @@ def test_a_second_result_of_a_call_does_not_take_the_place_of_the_first(liar, ex
 
 
 def test_inputs_that_a_forward_has_brought_already_are_not_sent_again(liar, expert):
-    writer = ParcelWriter()
-    writer.add(pb.CallResult(status=pb.Status(code=pb.INPUTS_NEEDED, message="gone")), [])
-    liar.forward = lambda call: list(iter(writer.next_message, None))
+    status = pb.Status(code=pb.INPUTS_NEEDED, message="gone")
+    liar.forward = lambda call: parcels((pb.CallResult(call=call, status=status), []))
     with pytest.raises(InputsNeededError, match=r"expert 'ffn\.0' at 127\.0\.0\.1:\d+, forward.*: gone"):
         expert(X)
 
@@ -381,6 +302,40 @@ def test_an_answer_that_is_none_is_asked_for_again(liar):
     liar.forward = lambda call: results((call, [X])) if len(liar.streams) > 1 else []
     with connect(liar.address, timeout_s=60.0) as experts:
         assert torch.equal(experts["ffn.0"](X), X)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_fault_of_its_own_is_told_of_and_not_asked_for_again(liar, phase):
+    status = pb.Status(code=pb.INTERNAL, message="a bug")
+    setattr(liar, phase, lambda call: parcels((pb.CallResult(call=call, status=status), [])))
+    with connect(liar.address, timeout_s=60.0) as experts:
+        with pytest.raises(RemoteError, match=rf"expert 'ffn\.0' at {liar.address}, {phase}, .*: a bug"):
+            experts["ffn.0"](X).sum().backward()
+        assert len(liar.streams) == (1 if phase == "forward" else 2)
+
+
+def test_what_grpc_breaks_off_is_asked_for_again(liar):
+    """It says so itself, with a code that a server's own fault has too."""
+    liar.breaks_off = ["Info", "GetState"]
+    with connect(liar.address, timeout_s=60.0) as experts:
+        assert torch.equal(experts.state_dict()["ffn.0.weight"], WEIGHT[1])
+    assert liar.breaks_off == []
+
+
+@pytest.mark.parametrize(
+    ("code", "is_raised"), [("INVALID_CALL", True), ("PERMISSION_DENIED", True), ("EXPERT_FAILED", False)]
+)
+def test_an_update_that_it_refuses_is_raised_also_by_an_optimizer_that_drops(liar, expert, code, is_raised):
+    optimizer = RemoteOptimizer([expert], on_failure="drop")
+    expert(X.clone().requires_grad_()).sum().backward()
+    status = pb.Status(code=pb.Code.Value(code), message="no")
+    liar.reply = seal(pb.UpdateReply(updates=[pb.ExpertUpdate(expert="ffn.0", status=status)]))
+    if is_raised:
+        with pytest.raises(RemoteError, match=r"expert 'ffn\.0' at .*, step, .*: no"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert [type(failure) for failure in optimizer.failures] == ([] if is_raised else [ExpertFailedError])
 
 
 @pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "UNAVAILABLE", "DATA_LOSS", "DEADLINE_EXCEEDED"])

@@ -169,6 +169,14 @@ class TestComesBack:
                 with pytest.raises(ServerUnavailableError, match=place):
                     operations[operation]()
 
+    def test_nothing_is_sent_to_a_server_that_was_lost_before_it_answers_again(self):
+        server = ExpertsServer({"ffn.0": nn.Linear(8, 8)}).start()
+        with connect(server.address, retry=AT_ONCE) as experts:
+            server.stop()
+            for expected in ("expected a connection", "expected a server that answers, got none"):
+                with pytest.raises(ServerUnavailableError, match=rf"forward, .*: {expected}"):
+                    experts["ffn.0"](torch.ones(1, 8))
+
     def test_a_backward_after_a_restart_computes_the_forward_again(self):
         torch.manual_seed(0)
         modules = {"ffn.0": nn.Linear(8, 8)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
-from moe_autograd.errors import ServerUnavailableError
+from moe_autograd.errors import CallCancelledError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect, in_thread
 from tests.support.hosting import sgd
 from tests.support.proxy import Proxy
@@ -154,3 +155,22 @@ def test_who_would_go_on_and_is_cancelled_repeats_the_step(trained: Trained) -> 
     assert not optimizer.failures
     assert trained.num_updates == {"near": 1, "far": 1}
     assert "0 open" in repr(trained.experts.connection.numbering)
+
+
+def test_who_would_go_on_without_servers_goes_on_with_no_closed_connection(trained: Trained) -> None:
+    is_held, may_go_on = threading.Event(), threading.Event()
+    optimizer = RemoteOptimizer(trained.experts, on_failure="drop")
+    trained.backward()
+
+    def hold() -> None:
+        is_held.set()
+        assert may_go_on.wait(60)
+
+    trained.has_made = hold
+    with ThreadPoolExecutor() as threads:
+        step = threads.submit(optimizer.step)
+        assert is_held.wait(60)
+        trained.experts.close()
+        with pytest.raises(CallCancelledError):
+            step.result(60)
+        may_go_on.set()
