@@ -12,6 +12,7 @@ from torch import nn
 from experts_server import ExpertsServer
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.remote import connect
+from tests.support.proxy import Proxy
 
 
 def make_modules(seed: int) -> dict[str, nn.Module]:
@@ -225,6 +226,33 @@ def test_what_is_no_tensor_of_a_state_stays_where_it_is():
         experts.load_state_dict(state)
     torch.testing.assert_close({"e.weight": module.weight, "e.bias": module.bias}, state, rtol=0, atol=0)
     assert module.count == 3
+
+
+class Telling(nn.Linear):
+    """Counts how often it is given weights, and tells of the first time."""
+
+    num_loaded = 0
+
+    def load_state_dict(self, *args, **options):
+        result = super().load_state_dict(*args, **options)
+        self.num_loaded += 1
+        if self.num_loaded == 1:
+            self.tell()
+        return result
+
+
+def test_weights_whose_answer_was_lost_are_set_once():
+    module = Telling(4, 4)
+    with (
+        ExpertsServer({"e": module}) as server,
+        Proxy(server.address) as proxy,
+        connect(proxy.address) as experts,
+    ):
+        module.tell = proxy.cut
+        for num_loaded in (1, 2):
+            experts.load_state_dict(experts.state_dict())
+            assert module.num_loaded == num_loaded
+        assert proxy.num_accepted > 1
 
 
 def test_gradients_after_loading_are_those_of_the_new_weights(experts, modules):

@@ -215,6 +215,9 @@ def test_its_weights_are_believed_where_they_are_whole(expert):
         state(("weight", torch.ones(1 << 20)), BIAS)[:1],
         flipped(state(WEIGHT, BIAS)),
         results((1, [X])),
+        state(WEIGHT, BIAS, WEIGHT, num_entries=3),
+        parcels((pb.StateUpdate(num_entries=0), []), (pb.StateUpdate(num_entries=0), [])),
+        parcels((pb.StateUpdate(num_entries=2), []), (pb.StateEntry(expert="ffn.0", key="weight"), [X, X])),
         [b"no message of ours"],
     ],
     ids=[
@@ -236,6 +239,9 @@ def test_its_weights_are_believed_where_they_are_whole(expert):
         "cut off",
         "a bit is wrong",
         "another message",
+        "an entry again",
+        "another expert's beside it",
+        "two tensors at once",
         "no message",
     ],
 )
@@ -243,6 +249,14 @@ def test_weights_that_are_not_whole_are_refused(liar, expert, lie):
     liar.state = lie
     with pytest.raises(CorruptDataError, match=rf"server at {liar.address}, state_dict, after"):
         expert.state_dict()
+
+
+def test_weights_above_the_clients_limit_are_not_asked_for_again(liar):
+    liar.state = state(("weight", torch.ones(16, 17)), BIAS)
+    with connect(liar.address, timeout_s=60.0, max_tensor_bytes=1024) as experts:
+        with pytest.raises(CorruptDataError, match="expected at most 1024 bytes, got") as raised:
+            experts.state_dict()
+        assert not hasattr(raised.value, "__notes__"), "it was given up at once"
 
 
 def test_what_is_said_of_other_weights_is_in_one_line_and_says_what_was_expected(liar, expert):

@@ -294,8 +294,8 @@ class TestNames:
         assert sorted(sorted(names, key=natural_order)) == sorted(names)
 
     def test_a_key_belongs_to_the_longest_name_that_fits(self):
-        split = split_by_expert({"a.w": 1, "a.b.w": 2, "a.b.c": 3}, ["a", "a.b"])
-        assert split == {"a": {"w": 1}, "a.b": {"w": 2, "c": 3}}
+        split = split_by_expert({"a.w": 1, "a.b.w": 2, "a.b.c": 3, "a.0.w": 4}, ["a", "a.b"])
+        assert split == {"a": {"w": 1, "0.w": 4}, "a.b": {"w": 2, "c": 3}}
 
     @pytest.mark.parametrize("key", ["w", "a", "b.w", "ab.w", ".w", 3])
     def test_a_key_that_belongs_to_no_expert_is_refused(self, key):
