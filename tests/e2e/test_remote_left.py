@@ -287,6 +287,8 @@ def test_what_may_have_a_backward_is_kept(server: ExpertsServer, expert: RemoteE
     looked_at(expert)
     expert(torch.ones(1, D)).sum().backward()
     wait_until(lambda: num_kept(server) == 1)
+    y.sum().backward(retain_graph=True)
+    assert num_kept(server) == 1
     y.sum().backward()
     assert num_kept(server) == 0
     assert x.grad is not None

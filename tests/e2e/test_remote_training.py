@@ -115,6 +115,17 @@ def test_the_optimizers_repr_names_what_it_trains_and_where():
         assert repr(RemoteOptimizer(experts)) == f"RemoteOptimizer(a, b at {server.address})"
 
 
+def test_of_experts_called_together_one_that_is_frozen_is_not_trained_and_the_others_are():
+    modules = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    with ExpertsServer(modules, optimizer=OPTIMIZERS["sgd"]) as server, connect(server.address) as experts:
+        experts["a"].requires_grad_(False)
+        frozen, trained = parallel_apply(list(experts.values()), [(torch.ones(1, 4),)] * 2)
+        assert (frozen.requires_grad, trained.requires_grad) == (False, True)
+        trained.sum().backward()
+        RemoteOptimizer(experts).step()
+        assert server.num_updates == {"a": 0, "b": 1}
+
+
 def test_gradients_of_several_backwards_add_up_until_the_step():
     modules = {"ffn.0": nn.Linear(4, 4)}
     twin = copy.deepcopy(modules["ffn.0"])

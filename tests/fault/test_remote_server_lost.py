@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
 from moe_autograd.errors import DeadlineExceededError, ExpertNotFoundError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, RetryPolicy, connect
 from tests.support.hosting import sgd
@@ -261,6 +262,18 @@ class TestElsewhere:
         twin(x).square().sum().backward()
         local.step()
         torch.testing.assert_close(modules["ffn.0"].state_dict(), twin.state_dict())
+
+    def test_a_backward_needs_no_server_whose_outputs_are_not_used(self):
+        modules = self.make()
+        servers = [ExpertsServer({name: module}, optimizer=sgd).start() for name, module in modules.items()]
+        with connect([server.address for server in servers], retry=AT_ONCE) as experts:
+            used, unused = parallel_apply(list(experts.values()), [(torch.ones(1, 8),)] * 2)
+            servers[1].stop()
+            used.sum().backward()
+            RemoteOptimizer([experts["ffn.0"]]).step()
+            assert servers[0].num_updates == {"ffn.0": 1}
+            del unused
+        servers[0].stop()
 
     def test_a_backward_does_not_move_to_a_replica(self):
         servers = [ExpertsServer(self.make(), optimizer=sgd).start() for _ in range(2)]
