@@ -106,6 +106,19 @@ def test_a_backward_that_never_arrived_is_not_missed(trained: Trained) -> None:
     assert trained.num_updates == {"near": 1, "far": 1}
 
 
+def test_its_servers_remember_it_whatever_comes_between(trained: Trained) -> None:
+    """A server forgets numbers below those that are open, and refuses them."""
+    optimizer, experts = RemoteOptimizer(trained.experts), trained.experts
+    trained.backward()
+    trained.has_made = trained.lose
+    assert not has_got_through(optimizer.step)
+    wait_until(lambda: trained.num_updates["far"] == 1)
+    trained.give_back()
+    wait_until(lambda: has_got_through(lambda: experts.load_state_dict(experts.state_dict())))
+    optimizer.step()
+    assert trained.num_updates == {"near": 1, "far": 1}
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_one_with_other_gradients_is_another_step(trained: Trained, forgets: bool) -> None:
     optimizer = RemoteOptimizer(trained.experts)
