@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
+from moe_autograd.autograd.joined import Joined
 from moe_autograd.autograd.module_results import CallResults
 from moe_autograd.autograd.result_hooks import Arrived, begun_with, joined_by
 from moe_autograd.autograd.saved_tensors import is_packed
@@ -125,10 +126,15 @@ def _places(bits: int) -> list[int]:
     return places
 
 
-def _is_packed_within(node: Node) -> bool:
-    """Whether a node, or one of a map within, fetches or computes again what it has saved."""
-    calls = calls_within(node) or ()
-    return is_packed(node) or any(_is_packed_within(one) for call in calls for one in call.nodes() if one)
+def _goes_twice(node: Node) -> bool:
+    """Whether a node, with those of a map within, may be walked twice (Rule 3)."""
+    if not only_computes(node) or is_packed(node):
+        return False
+    joined = joined_by(node)
+    if joined is not None and not isinstance(joined, Joined):  # it leads to used results of a map within
+        call: UsedResults = joined.call_of(0)[0]
+        return call.may_be_walked_twice()
+    return all(_goes_twice(one) for call in calls_within(node) or () for one in call.nodes() if one)
 
 
 class UsedResults(CallResults):
@@ -176,13 +182,9 @@ class UsedResults(CallResults):
             return ()
         if not self._edges:
             return looked  # and be told that the graph is freed
+        if not self.may_be_walked_twice():
+            return ()
         with self._arriving:
-            if self._may_be_walked_twice is None:
-                self._may_be_walked_twice = not any(map(of_several, self._all_own_hooks())) and all(
-                    only_computes(node) and not _is_packed_within(node) for node in self._nodes_between()
-                )
-            if not self._may_be_walked_twice:
-                return ()
             for place in looked - self._arrived.keys():
                 arrived = Arrived(self._edges[place].output_nr)
                 node, own = self._edges[place].node, self._own_hooks.get(place)
@@ -191,6 +193,13 @@ class UsedResults(CallResults):
                     self._own_hooks[place] = hooks
                 self._arrived = {**self._arrived, place: arrived}
         return looked
+
+    def may_be_walked_twice(self) -> bool:
+        """Whether what lies above used results may be walked once more for them (Rule 3)."""
+        if self._may_be_walked_twice is None:
+            waits = any(map(of_several, self._all_own_hooks()))
+            self._may_be_walked_twice = not waits and all(map(_goes_twice, self._nodes_between()))
+        return self._may_be_walked_twice
 
     def _all_own_hooks(self) -> Iterator[object]:
         return (hook for own in self._own_hooks.values() for hook in own.values())

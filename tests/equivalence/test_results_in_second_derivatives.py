@@ -141,9 +141,14 @@ def a_function_between(x: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, SavesOutput.apply(hidden)
 
 
-def test_one_that_leads_to_others_by_a_function_is_refused_by_name() -> None:
+def a_function_between_within(x: Tensor) -> Any:
+    return parallel_apply([a_function_between], [(wait(x),)])[0]
+
+
+@pytest.mark.parametrize("call", [a_function_between, a_function_between_within])
+def test_one_that_leads_to_others_by_a_function_is_refused_by_name(call: Callable[[Tensor], Any]) -> None:
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    ((hidden, result),) = parallel_apply([a_function_between], [(x,)])
+    ((hidden, result),) = parallel_apply([call], [(x,)])
     with pytest.raises(
         RuntimeError, match="got one from which the call computed others by an autograd function"
     ):
