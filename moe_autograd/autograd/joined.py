@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -221,11 +224,13 @@ class Joined:
 
     def call_of(self, place: int) -> tuple[Any, int]:
         """Return the call that a result is of, given its place among those of all calls, and its place there."""
-        for call, count in zip(self.calls, self.num_results, strict=True):
-            if place < count:
-                return call, place
-            place -= count
-        raise IndexError(place)
+        i = bisect.bisect_right(self._first_places, place) - 1
+        return self.calls[i], place - self._first_places[i]
+
+    @functools.cached_property
+    def _first_places(self) -> list[int]:
+        """Those of each call's first result among the results of all calls."""
+        return [*itertools.accumulate(self.num_results[:-1], initial=0)]
 
     def see_within(self, place: int, see: See) -> None:
         """Let something see what comes to a result within its call.

@@ -134,7 +134,7 @@ class JoinedModules(Joined):
         """See `Joined`; with `create_graph=True` the backward is a map of its own (Rule 6)."""
         with nested_backwards():
             # A call lets go of its inputs when it is done; held here until hooks have moved to them.
-            inputs = [tensor for call in self.calls for _, tensor in call.own_cuts()]
+            inputs = [tensor for call in self.calls for _, tensor in call.cuts]
             reached = [i for i, own in enumerate(split(grad_outputs, self.num_results)) if has_any(own)]
             self._prepare(inputs, reached)
             escaping = Escaping(

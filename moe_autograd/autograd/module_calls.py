@@ -101,7 +101,7 @@ class Planned(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """A result of a call, through which the graph of that call's backward goes.
+    """A result of a call, through which the graph of that call's backward goes, or of a backward of that.
 
     Args:
         first: the call.
@@ -134,11 +134,10 @@ class ModuleCall(UsedResults):
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
     _meets_results = False  # whether its results lead to others of them
-    # of the call whose backward it is, results that its graph goes through: its last cuts (Rule 6)
-    passed: Sequence[Passed] = ()
+    passed: Sequence[Passed] = ()  # its last inputs (Rule 6)
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
-        module, (values, spec), cuts, self.of = planned
+        module, (values, spec), cuts, self._first = planned
         self._shares_graph = shares_graph
         self.leaves_out: Callable[[Exception], bool] | None = getattr(module, "leaves_out", None)
         self._spent = set()
@@ -195,29 +194,41 @@ class ModuleCall(UsedResults):
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
             self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
-        if self.of is not None:
-            self._lead_to_results_of(self.of, leaf_nodes)
-        self._ends = [*[edge for edge, _ in self.cuts], *[GradientEdge(node, 0) for node in leaf_nodes]]
+        passed = self._find_passed(leaf_nodes)
+        self._ends = [
+            *[edge for edge, _ in self.cuts],
+            *[GradientEdge(node, 0) for node in leaf_nodes],
+            *[edge for edge, _ in passed],
+        ]
         if self._meets_results:
             self.find_used()
-        self.inputs: tuple[Tensor, ...] = (*[tensor for _, tensor in self.cuts], *self.leaves)
+        self.inputs: tuple[Tensor, ...] = (
+            *[tensor for _, tensor in self.cuts],
+            *self.leaves,
+            *[tensor for _, tensor in passed],
+        )
 
-    def _lead_to_results_of(self, first: ModuleCall | None, leaf_nodes: Sequence[Node]) -> None:
-        """Have the join lead to results that the graph goes through, of the call whose backward it is (Rule 6)."""
+    def _find_passed(self, leaf_nodes: Sequence[Node]) -> Sequence[Cut]:
+        """Find results that the graph goes through, of the call whose backward it is (Rule 6).
+
+        Returns:
+            For each where that is, and the tensor that users have.
+        """
+        first, self._first = self._first, None
+        if first is None:
+            return ()
         known: dict[Edge, tuple[Cut, Passed]] = {}
-        while first is not None:
-            for place, result in first.results_at_hand():
-                edge = first._edges[place]
-                known[edge[:2]] = (edge, result), Passed(first, place, result.output_nr)
-            first = first.of
+        for one in {first: None} | dict.fromkeys(passed.first for passed in first.passed):
+            for place, edge, result in one.results_at_hand():
+                known[edge[:2]] = (edge, result), Passed(one, place, result.output_nr)
         if not known:
-            return
+            return ()
         ends = {*plain([edge for edge, _ in self.cuts]), *[(node, 0) for node in leaf_nodes]}
-        met = [one for one in dict.fromkeys(walk(plain(self._edges), ends)) if one in known]
+        met = [edge for edge in dict.fromkeys(walk(plain(self._edges), ends)) if edge in known]
         if met:
-            self.passed = [known[one][1] for one in met]
-            self.cuts = [*self.cuts, *[known[one][0] for one in met]]
-            self._upper = cuts_above(plain([edge for edge, _ in self.cuts]), ends.union(met))
+            self.passed = [known[edge][1] for edge in met]
+            self._upper = cuts_above([*plain([edge for edge, _ in self.cuts]), *met], ends.union(met))
+        return [known[edge][0] for edge in met]
 
     def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
         """Return the cuts and the leaves where the inner graph ends."""
@@ -322,7 +333,7 @@ class ModuleCall(UsedResults):
 
     def tensors_at_ends(self) -> list[Tensor]:
         """Return the caller's tensors that its inner graph ends at; at an entry it ends at an alias."""
-        return [*self.leaves, *[tensor for edge, tensor in self.own_cuts() if not is_entry(edge.node)]]
+        return [*self.leaves, *[tensor for edge, tensor in self.cuts if not is_entry(edge.node)]]
 
     def keep_histories(self) -> None:
         """Keep the histories of inputs that it changed in place; they are about to lead to the join (a cycle)."""
@@ -338,15 +349,14 @@ class ModuleCall(UsedResults):
         """
         self._shares_graph = True
 
-    def cuts_with_histories(self, name: str) -> Sequence[Cut]:
+    def cuts_with_histories(self, name: str) -> list[Cut]:
         """Return where its graph ends, each with a tensor whose history is that of the forward (Rule 6).
 
         Raises:
             RuntimeError: somebody has changed an input in place since, and nobody kept the history it had.
         """
         histories, self.histories = self.histories, ()
-        cuts = self.own_cuts()
-        for (_, tensor), node in zip(cuts, histories, strict=False):
+        for (_, tensor), node in zip(self.cuts, histories, strict=False):
             is_other = node is not None and tensor.grad_fn is not None and tensor.grad_fn is not node
             if is_other and not any(tensor is one for one in self.pasts):
                 raise RuntimeError(
@@ -354,7 +364,7 @@ class ModuleCall(UsedResults):
                     f"create_graph=True, got a tensor of shape {tuple(tensor.shape)} that was changed in place since "
                     f"({name}). Give the call a clone of it."
                 )
-        return cuts
+        return self.cuts
 
     def take_pending(self) -> PendingWeightGradients | None:
         """Return what is left of its backward, if anything."""
@@ -398,13 +408,10 @@ class ModuleCall(UsedResults):
                 grads[i] = grad
             return grads
 
-    def own_cuts(self) -> Sequence[Cut]:
-        """Return those where its graph ends, and does not go on as well (Rule 6)."""
-        return self.cuts[: len(self.cuts) - len(self.passed)]
-
     def places_passed(self) -> range:
         """Return which of its inputs are results that its graph goes through, in the order of `passed`."""
-        return range(len(self.cuts) - len(self.passed), len(self.cuts))
+        before = len(self.cuts) + len(self.leaves)
+        return range(before, before + len(self.passed))
 
     def _passed_on(self, wanted: Sequence[Wanted]) -> AbstractContextManager[object]:
         """Leave it to outer nodes to see what flows to those results that are wanted."""

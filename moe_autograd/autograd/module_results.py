@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -320,10 +320,15 @@ class CallResults:
             if (joined := joined_by(node)) is not None:  # it is a result of a map within
                 joined.see_within(output_nr, see)
 
-    def results_at_hand(self) -> list[tuple[int, Tensor]]:
-        """Return those results that somebody has, with the history that they were given, each with its place."""
-        tied = [(place, result) for place, one in enumerate(self._tied) if (result := one()) is not None]
-        return [(place, result) for place, result in tied if self._is_as_tied(place, result)]
+    def results_at_hand(self) -> Iterator[tuple[int, GradientEdge, Tensor]]:
+        """Yield those results that somebody has, with the history that they were given.
+
+        Yields:
+            Its place, where its gradient goes within the call, and the result; of one whose graph is gone nothing.
+        """
+        for place, (one, edge) in enumerate(zip(self._tied, self._edges, strict=False)):
+            if (result := one()) is not None and self._is_as_tied(place, result):
+                yield place, edge, result
 
     def _is_as_tied(self, place: int, result: Tensor) -> bool:
         joined = joined_by(result.grad_fn)

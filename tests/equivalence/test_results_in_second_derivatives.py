@@ -111,6 +111,15 @@ def gone_before_the_second(apply: MapFunction, kind: Callable[..., Any]) -> Any:
     return detached(found)
 
 
+def graph_gone_before_the_second(apply: MapFunction, kind: Callable[..., Any]) -> Any:
+    """Behind `hidden + hidden` nothing is saved, so torch goes backward through it twice."""
+    results, leaves = called(apply, lambda _, x, w: [wait(hidden := x * w) + hidden])
+    grads = torch.autograd.grad(loss_of(results), leaves, create_graph=True)
+    loss_of(results).backward(inputs=results)
+    second = torch.autograd.grad(loss_of(grads), leaves, create_graph=True)
+    return detached([*grads, *second])
+
+
 PROGRAMS = [
     asked_for,
     asked_for_without_inputs,
@@ -118,6 +127,7 @@ PROGRAMS = [
     three_orders,
     retained_after_the_first,
     gone_before_the_second,
+    graph_gone_before_the_second,
 ]
 
 
@@ -170,3 +180,19 @@ def test_nothing_of_them_is_left(kind: Callable[..., Any]) -> None:
     nodes = [weakref.ref(result.grad_fn) for result in results]
     del grads, second, results
     assert all(node() is None for node in nodes)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_graph_of_gradients_holds_no_result_that_its_call_has_not_saved() -> None:
+    def call(x: Tensor, weight: Tensor) -> list[Tensor]:
+        hidden = wait(x) * weight
+        return [hidden, (hidden + hidden).tanh()]
+
+    x, weight = [torch.randn(3, requires_grad=True) for _ in range(2)]
+    ((hidden, result),) = parallel_apply([call], [(x, weight)])
+    (grad,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    gone = weakref.ref(hidden)
+    del hidden
+    assert gone() is None
+    (second,) = torch.autograd.grad(grad.sum(), weight)
+    assert second.shape == weight.shape
