@@ -1,4 +1,4 @@
-"""Many tensors as one run of bytes, and the folder it is kept in."""
+"""Many tensors as one run of bytes, and the folder or memory it is kept in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.flat import Layout
-from moe_autograd.autograd.offload.stores import FolderStore, opened
+from moe_autograd.autograd.offload.stores import FolderStore, RamStore, opened
 from moe_autograd.errors import CheckpointError
+from tests.support.offloading import OPTIMIZERS, ffn
 from tests.support.subprocesses import assert_prints
 
 MIXED = {
@@ -101,6 +103,33 @@ def test_a_file_of_another_size_raises_instead_of_giving_shifted_bytes(tmp_path:
     os.truncate(store.path("x"), size)
     with pytest.raises(OSError, match=rf"store.x: expected \d+ \+ 12 bytes, got {size}: .* Go back to"):
         store.read("x", torch.empty(12, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("is_folder", [False, True], ids=["ram", "folder"])
+def test_places_of_activations_take_no_more_than_these_once_did(is_folder: bool, tmp_path: Path) -> None:
+    """Each number of rows had kept places of its own, for good."""
+    ram = RamStore()
+    experts = OffloadedExperts(
+        (ffn() for _ in range(3)),
+        OPTIMIZERS["sgd"],
+        max_resident_bytes=16_000,
+        store=tmp_path if is_folder else ram,
+        num_microbatches=2,
+    )
+
+    def kept_bytes() -> int:
+        if is_folder:
+            return sum(file.stat().st_size for file in tmp_path.rglob("activations*"))
+        return sum(kept.nbytes for name, kept in ram._kept.items() if name.startswith("activations"))
+
+    with experts:
+        known, most = experts.residency.known_bytes, 0
+        for num_rows in range(40, 80, 2):
+            loss = sum(expert(torch.ones(num_rows, 8)).sum() for expert in experts)
+            most = max(most, experts.residency.known_bytes - known)
+            experts.residency.flush()
+            assert 0 < kept_bytes() < 1.5 * most
+            loss.backward()
 
 
 FILES_ARE_TOO_LARGE = """

@@ -212,8 +212,9 @@ class Residency:
 
     def add_passing(self, layout: Layout) -> Part:
         """Add a part that will be lost; it gets the name of one that was, which the store can write over."""
+        while (name := self._needless_name()) is not None:
+            self.store.remove(name)
         with self._lock:
-            self._put_lost_away()
             part = self._passing.new(layout)
         return self.add(part)
 
@@ -225,6 +226,11 @@ class Residency:
                 self._put_lost_away()
             finally:
                 self._lock.__exit__()
+
+    def _needless_name(self) -> str | None:
+        with self._lock:
+            self._put_lost_away()
+            return self._passing.take_needless()
 
     def _put_lost_away(self) -> None:
         for part in self._passing.take_lost():
