@@ -87,6 +87,29 @@ def test_offloaded_weights() -> None:
         assert [name for name, _ in layer.named_parameters()] == list(layer.state_dict()) == ["router.weight"]
 
 
+@of("**Parts** are not among `model.modules()`: **no error** where you walk these")
+@of("`model.apply(function)` gets to them, or `experts[i].stands_for.modules()`")
+@of("To set on `experts[i]` what its module has (`experts[i].scale = 2.0`) raises")
+@of("**`model.half()`, `to()`** and their like raise where experts would get another dtype or device")
+def test_offloaded_parts() -> None:
+    def keep_all(part: nn.Module) -> None:
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+    with OffloadedExperts((nn.Dropout(0.9) for _ in range(2)), max_resident_bytes=1000) as experts:
+        model, x = nn.Sequential(*experts), torch.ones(100)
+        for part in model.modules():
+            keep_all(part)
+        assert not torch.equal(model(x), x)
+        with pytest.raises(AttributeError):
+            experts[0].p = 0.0
+        model.apply(keep_all)
+        assert torch.equal(model(x), x)
+        assert [part.p for expert in experts for part in expert.stands_for.modules()] == [0.0, 0.0]
+    with OffloadedExperts([nn.Linear(2, 2)], max_resident_bytes=1000) as experts, pytest.raises(TypeError):
+        nn.Sequential(*experts).half()
+
+
 @of("**A server that is further away than 0.8 s**, there and back: who is silent for 0.9 s counts as gone")
 def test_servers_that_are_far_away() -> None:
     """The system says nothing to who connects where as many wait already as may."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,111 @@ def test_what_nobody_has_changed_is_not_written() -> None:
         store.events.clear()
         loss_of(experts)
         assert {event.split()[0] for event in store.events} == {"read"}
+
+
+# ---- settings of a whole model
+
+
+@torch.no_grad()
+def in_place(weight: nn.Parameter) -> None:
+    weight.fill_(0.1)
+
+
+def by_data(weight: nn.Parameter) -> None:
+    weight.data.fill_(0.1)
+
+
+def by_other_memory(weight: nn.Parameter) -> None:
+    weight.data = torch.full_like(weight, 0.1)
+
+
+@pytest.mark.parametrize("change", [in_place, by_data, by_other_memory])
+def test_what_is_applied_to_a_model_reaches_weights_of_experts_wherever_they_are(
+    change: Callable[[nn.Parameter], None], store: str | Path
+) -> None:
+    """It had passed them by."""
+    experts, plain = both(ffn, optimizer=sgd, store=store)
+    optimizers = [sgd(module.parameters()) for module in plain]
+    visited: list[list[type[nn.Module]]] = []
+
+    def apply(part: nn.Module) -> None:
+        visited[-1].append(type(part))
+        if isinstance(part, nn.Linear):
+            change(part.weight)
+
+    with experts:
+        for modules in (experts, plain):
+            visited.append([])
+            model = nn.ModuleList(modules)
+            assert model.apply(apply) is model
+            loss_of(modules).backward()
+        assert visited[0] == visited[1]
+        step(experts, optimizers)
+        assert_same_weights(experts, plain)
+
+
+def test_what_is_applied_and_raises_stays_as_far_as_it_came() -> None:
+    def zero_and_fail(part: nn.Module) -> None:
+        part.weight.data.zero_()
+        raise KeyError(part)
+
+    modules = [nn.Linear(8, 8) for _ in range(3)]
+    with OffloadedExperts(modules, max_resident_bytes=600) as experts:
+        with pytest.raises(KeyError):
+            experts[0].apply(zero_and_fail)
+        loss_of(experts)  # it has left memory since
+        assert not experts.state_dict(0)["weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("convert", "got"),
+    [
+        (lambda model: model.half(), r"torch\.float16 on cpu"),
+        (lambda model: model.to("cpu", torch.float64), r"torch\.float64 on cpu"),
+        (lambda model: model.to("meta"), r"torch\.float32 on meta"),
+        (lambda model: model.to_empty(device="meta"), r"torch\.float32 on meta"),
+    ],
+)
+def test_a_model_that_gets_another_dtype_or_device_is_told_that_its_experts_do_not(
+    convert: Callable[[nn.Module], nn.Module], got: str
+) -> None:
+    experts, _ = both(ffn)
+    model = nn.ModuleList(experts)
+    with pytest.raises(
+        TypeError, match=rf"'expert-00000': expected to stay torch\.float32 on cpu, got {got}\. Build"
+    ):
+        convert(model)
+    assert model.float().cpu().to("cpu", torch.float32).share_memory() is model, "all of that changes nothing"
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 2.0), ("weight", nn.Parameter(torch.ones(8, 8)))])
+def test_an_attribute_is_set_where_it_counts(name: str, value: object) -> None:
+    """It had been taken, and the expert went on without it."""
+    with OffloadedExperts([Scaled(8, 8)], sgd, max_resident_bytes=1000) as experts:
+        (expert,) = experts
+        with pytest.raises(
+            AttributeError, match=rf"'expert-00000': expected {name} to be set on .* got it set"
+        ):
+            setattr(expert, name, value)
+        assert not list(expert.parameters())
+        want = 2 * expert(X)
+        expert.stands_for.scale = 2.0
+        assert torch.equal(expert(X), want)
+
+
+def test_attributes_that_every_module_has_and_those_of_others_are_set_as_ever() -> None:
+    with OffloadedExperts([nn.Linear(8, 8)], sgd, max_resident_bytes=1000) as experts:
+        (expert,) = experts
+        expert.stands_for._of_a_framework = 1
+        expert.note, expert.training, expert._of_a_framework = "mine", False, 2
+        assert (expert.note, expert.training, expert._of_a_framework) == ("mine", False, 2)
 
 
 # ---- state that is cleared

@@ -77,6 +77,17 @@ def _check_store(store: object) -> None:
         )
 
 
+def check_stays(name: str, tensors: Iterable[Tensor], convert: Callable[[Tensor], Tensor]) -> None:
+    """Raise `TypeError` if what `Module.to` and its like do to tensors would give these another dtype or device."""
+    for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
+        got = convert(torch.empty(0, dtype=dtype, device=device))
+        if (got.dtype, got.device) != (dtype, device):
+            raise TypeError(
+                f"offloaded expert {name!r}: expected to stay {dtype} on {device}, got {got.dtype} on {got.device}. "
+                "Build OffloadedExperts of such modules (device=...), and convert the rest of a model by itself."
+            )
+
+
 def check_optimizer(name: str, made: Any) -> None:
     """Raise `TypeError` for what is no optimizer: a function may have forgotten to return its own.
 

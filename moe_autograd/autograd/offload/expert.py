@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moe_autograd.autograd.grouping import CallGroup, call_alone
+from moe_autograd.autograd.offload.checks import check_stays
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.recompute import Recompute
 
@@ -36,6 +37,37 @@ class OffloadedExpert(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the expert; see `OffloadedExperts`."""
         return call_alone(self, args, kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> OffloadedExpert:
+        """Call a function on the expert and each of its parts, in memory; see `torch.nn.Module.apply`.
+
+        What it changes of them is kept, weights and buffers too, also by way of `.data`. A model's `apply` comes here.
+        """
+        self._held.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadedExpert:
+        """Let `to`, `half` and their like, also of a model, do nothing.
+
+        Raises:
+            TypeError: the expert's weights or buffers would get another dtype or device.
+        """
+        check_stays(self._held.name, self._held.tensors.values(), fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is not the expert's own, which has to be set there.
+
+        Raises:
+            AttributeError: the expert has an attribute of this name, and this stand-in has none.
+        """
+        if not (name.startswith("_") or hasattr(self, name)) and hasattr(self.stands_for, name):
+            raise AttributeError(
+                f"offloaded expert {self._held.name!r}: expected {name} to be set on the module, got it set on what "
+                "stands for it. Set it on `stands_for`; change weights in a function for `apply`."
+            )
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> OffloadedExpert:
         """See `torch.nn.Module.train`."""

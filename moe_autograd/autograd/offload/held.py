@@ -119,6 +119,15 @@ class HeldExpert(HeldModule):
                 if for_update and self._optimizer is not None:
                     self._keep_update()
 
+    def apply(self, function: Callable[[nn.Module], None]) -> None:
+        """Call a function on the module and each of its parts, and keep what it changes of them."""
+        with self.in_memory(for_update=False):
+            try:
+                self.module.apply(function)
+            finally:  # by `weight.data`, nobody would notice
+                self.residency.changed(self.weights)
+                self._keep_other_memory()
+
     @unwindable
     def _hold(self, parts: Sequence[Part]) -> Iterator[None]:
         """Hold parts for an update; what the optimizer makes and its part has no room for gets a new part."""
@@ -223,20 +232,24 @@ class HeldExpert(HeldModule):
             self._keep_update()
 
     def _keep_update(self) -> None:
-        """Take what an update made into the parts: of the optimizer's state, and weights that it gave other memory."""
+        """Take what an update made into the parts: of weights, and of the optimizer's state."""
         assert self._optimizer is not None
+        self._keep_other_memory()
+        self._optimizer.keep()
+
+    def _keep_other_memory(self) -> None:
+        """Take weights that were given other memory (`weight.data = ...`) into their part."""
         assert self.weights.buffer is not None
         replaced = {
             view: self.tensors[name].detach()
             for name, view in self.weights.layout.views(self.weights.buffer).items()
             if self.tensors[name].data_ptr() != view.data_ptr()
         }
-        if replaced:  # by `weight.data = ...`
+        if replaced:
             for view, value in replaced.items():
                 view.copy_(value)
             self.attach(self.weights.buffer)
             self.residency.changed(self.weights)
-        self._optimizer.keep()
 
     def _put_away(self) -> None:
         """Let what an update alone needs leave before the rest."""
