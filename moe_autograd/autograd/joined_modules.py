@@ -82,13 +82,21 @@ class JoinedModules(Joined):
         return wanted
 
     def _want_passed_by_name(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
-        """Want what flows to results of a first call (Rule 6) only where one of them is asked for by name."""
+        """Want what flows to results of a first call (Rule 6) only where one of them is asked for by name.
+
+        And where the backward is compiled, in which nobody knows who asks, and no gradient may be missing.
+        """
+        if not any(call.passed for call in self.calls):
+            return
+        by_name = None if is_backward_compiled() else asked_for_by_name()
         start = 0
         for call, count in zip(self.calls, self.num_inputs, strict=True):
             if call.passed:
                 places = [start + place for place in call.places_passed()]
                 of_passed = zip(places, call.passed, strict=True)
-                is_asked = any(_is_asked_for(nodes[place], passed.output_nr) for place, passed in of_passed)
+                is_asked = by_name is None or any(
+                    (id(nodes[place]), passed.output_nr) in by_name for place, passed in of_passed
+                )
                 for place in places:
                     wanted[place] = is_asked
             start += count
@@ -215,10 +223,6 @@ class JoinedModules(Joined):
         found = run_module_calls(planned, self._of_backward(reached), shares_graph=True)
         by_call = {i: batches.together(own) for i, own in zip(reached, found, strict=True)}
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
-
-
-def _is_asked_for(node: Node | None, output_nr: int) -> bool:
-    return not is_backward_compiled() and (id(node), output_nr) in asked_for_by_name()
 
 
 def _second_order(

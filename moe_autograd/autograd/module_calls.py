@@ -51,7 +51,6 @@ Rule 9. Objects that a call returns, and that `torch.utils._pytree` does not kno
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -72,7 +71,7 @@ from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
 from moe_autograd.autograd.module_results import changed_of, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.reaching import Cut
-from moe_autograd.autograd.result_hooks import begun_with
+from moe_autograd.autograd.result_hooks import Within, begun_with
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
@@ -106,11 +105,13 @@ class Passed(NamedTuple):
     Args:
         first: the call.
         place: of the result among its results.
+        edge: where it is.
         output_nr: which output of an outer node the result is.
     """
 
     first: ModuleCall
     place: int
+    edge: GradientEdge
     output_nr: int
 
 
@@ -178,7 +179,8 @@ class ModuleCall(UsedResults):
             owners: the nodes found so far by all calls, each with the first call that found it. Calls that meet
                 at a node share what lies behind it, and neither may free it.
         """
-        met, leaf_nodes = self._walk(owners)
+        of_first = self._results_of_first()
+        met, leaf_nodes, passed = self._walk(owners, of_first)
         while self._has_history:
             ends = met | {(node, 0) for node in leaf_nodes}
             upper = cuts_above(plain([edge for edge, _ in self.cuts]), ends)
@@ -189,51 +191,40 @@ class ModuleCall(UsedResults):
                 self._upper = upper
                 break
             self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
-            met, leaf_nodes = self._walk(owners)
+            met, leaf_nodes, passed = self._walk(owners, of_first)
         self.leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
             self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
-        passed = self._find_passed(leaf_nodes)
-        self._ends = [
-            *[edge for edge, _ in self.cuts],
-            *[GradientEdge(node, 0) for node in leaf_nodes],
-            *[edge for edge, _ in passed],
-        ]
+        self._ends = [*[edge for edge, _ in self.cuts], *[GradientEdge(node, 0) for node in leaf_nodes]]
         if self._meets_results:
             self.find_used()
+        found = [of_first[edge] for edge in of_first if edge in passed]
+        self.passed = [one for one, _ in found]
         self.inputs: tuple[Tensor, ...] = (
             *[tensor for _, tensor in self.cuts],
             *self.leaves,
-            *[tensor for _, tensor in passed],
+            *[result for _, result in found],
         )
 
-    def _find_passed(self, leaf_nodes: Sequence[Node]) -> Sequence[Cut]:
-        """Find results that the graph goes through, of the call whose backward it is (Rule 6).
-
-        Returns:
-            For each where that is, and the tensor that users have.
-        """
+    def _results_of_first(self) -> dict[Edge, tuple[Passed, Tensor]]:
+        """Return what users have of the results of the call whose backward it is: the graph may go through them."""
         first, self._first = self._first, None
         if first is None:
-            return ()
-        known: dict[Edge, tuple[Cut, Passed]] = {}
-        for one in {first: None} | dict.fromkeys(passed.first for passed in first.passed):
-            for place, edge, result in one.results_at_hand():
-                known[edge[:2]] = (edge, result), Passed(one, place, result.output_nr)
-        if not known:
-            return ()
-        ends = {*plain([edge for edge, _ in self.cuts]), *[(node, 0) for node in leaf_nodes]}
-        met = [edge for edge in dict.fromkeys(walk(plain(self._edges), ends)) if edge in known]
-        if met:
-            self.passed = [known[edge][1] for edge in met]
-            self._upper = cuts_above([*plain([edge for edge, _ in self.cuts]), *met], ends.union(met))
-        return [known[edge][0] for edge in met]
+            return {}
+        return {
+            edge[:2]: (Passed(one, place, edge, result.output_nr), result)
+            for one in dict.fromkeys([first, *[passed.first for passed in first.passed]])
+            for place, edge, result in one.results_at_hand()
+        }
 
-    def _walk(self, owners: dict[Node, ModuleCall]) -> tuple[set[Edge], list[Node]]:
-        """Return the cuts and the leaves where the inner graph ends."""
+    def _walk(
+        self, owners: dict[Node, ModuleCall], looks_for: Collection[Edge]
+    ) -> tuple[set[Edge], list[Node], set[Edge]]:
+        """Return the cuts and the leaves where the inner graph ends, and what it goes through that is looked for."""
         stop_at = {edge[:2] for edge, _ in self.cuts}
         met: set[Edge] = set()
+        passed: set[Edge] = set()
         leaf_nodes: list[Node] = []
         seen: set[Node] = set()
         to_visit = plain(self._edges)
@@ -243,6 +234,8 @@ class ModuleCall(UsedResults):
             edge = to_visit.pop()
             node = edge[0]
             num_met += edge in results
+            if edge in looks_for:
+                passed.add(edge)
             if edge in stop_at:
                 met.add(edge)
                 continue
@@ -260,7 +253,7 @@ class ModuleCall(UsedResults):
             to_visit += node.next_functions
         note_seen(seen)
         self._meets_results = num_met > 0
-        return met, leaf_nodes
+        return met, leaf_nodes, passed
 
     def nodes(self) -> set[Node | None]:
         """Return the nodes of its inner graph."""
@@ -271,6 +264,8 @@ class ModuleCall(UsedResults):
         self._spent |= self._freed_by(grad_outputs)
         if len(self._spent) == len(grad_outputs):
             self._edges, self._ends, self.cuts, self.leaves, self.passed = [], [], [], [], ()
+            self._upper = ()
+            self._of_maps.clear()
 
     def _freed_by(self, grad_outputs: Tensors) -> set[int]:
         """Return the places of the results whose graphs a backward has walked, or met."""
@@ -386,7 +381,12 @@ class ModuleCall(UsedResults):
             nodes = [edge.node for edge, _ in starts]
             seen = self.begun_with(grad_outputs) if self.look_within() else _NOBODY
             arrived = self.arrived_with(grad_outputs, self.looked_at()) if self._arrived else _NOBODY
-            passed = self._passed_on(wanted) if self.passed else _NOBODY
+            all_ends, upper = self._ends, self._upper
+            passed: AbstractContextManager[object] = _NOBODY
+            if self.passed and any(wanted[place] for place in self.places_passed()):
+                all_ends = [*self._ends, *[one.edge for one in self.passed]]
+                upper = cuts_above(plain(all_ends), {*plain(all_ends)})
+                passed = begun_with(self._asleep_where_passed(), others_sleep=True)
             sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
             with sleeping, on_this_thread(), seen, arrived, passed:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
@@ -395,14 +395,14 @@ class ModuleCall(UsedResults):
                     tuple([grad for _, grad in starts]),
                     keep_graph,
                     create_graph,
-                    tuple([self._ends[i] for i in ends]),
+                    tuple([all_ends[i] for i in ends]),
                     allow_unreachable=True,
                     accumulate_grad=False,
                 )
-                if self._upper:
-                    asked = [self._ends[i] for i in ends]
+                if upper:
+                    asked = [all_ends[i] for i in ends]
                     found = without_what_is_passed_on(
-                        self._upper, asked, found, self.ends_with_hooks, create_graph=create_graph
+                        upper, asked, found, self.ends_with_hooks, create_graph=create_graph
                     )
             for i, grad in zip(ends, add_where_possible(found, [wanted[i] for i in ends]), strict=True):
                 grads[i] = grad
@@ -413,12 +413,9 @@ class ModuleCall(UsedResults):
         before = len(self.cuts) + len(self.leaves)
         return range(before, before + len(self.passed))
 
-    def _passed_on(self, wanted: Sequence[Wanted]) -> AbstractContextManager[object]:
-        """Leave it to outer nodes to see what flows to those results that are wanted."""
-        asked = itertools.compress(self.passed, [wanted[place] for place in self.places_passed()])
-        return begun_with(
-            [one for each in asked for one in each.first.asleep_at(each.place)], others_sleep=True
-        )
+    def _asleep_where_passed(self) -> list[tuple[Within, None]]:
+        """Return what is to see nothing within, as outer nodes see what flows to those results."""
+        return [within for one in self.passed for within in one.first.asleep_at(one.place)]
 
 
 def _renewed(cuts: Sequence[Cut]) -> list[Cut]:

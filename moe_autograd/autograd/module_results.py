@@ -324,8 +324,11 @@ class CallResults:
         """Yield those results that somebody has, with the history that they were given.
 
         Yields:
-            Its place, where its gradient goes within the call, and the result; of one whose graph is gone nothing.
+            Its place, where its gradient goes within the call, and the result; of one whose graph is gone nothing, nor
+            of a call that changes an input, as its results do not lead to each other (`used_results`).
         """
+        if len(self._edges) > len(self._places):
+            return
         for place, (one, edge) in enumerate(zip(self._tied, self._edges, strict=False)):
             if (result := one()) is not None and self._is_as_tied(place, result):
                 yield place, edge, result

@@ -129,7 +129,7 @@ def test_results_of_each_other() -> None:
         torch.autograd.grad(b.sum(), a, allow_unused=True)
 
 
-@of("Nor where the call changes an input")
+@of("Nor where the call changes an")
 def test_results_of_each_other_of_a_call_that_changes_an_input() -> None:
     ((a, b),) = parallel_apply([lambda x: (y := x.add_(1) * 2, y * 3)], [(leaf().clone(),)])
     assert torch.autograd.grad(b.sum(), a, allow_unused=True) == (None,)

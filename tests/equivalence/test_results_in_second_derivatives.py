@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 
 from moe_autograd import parallel_apply
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
@@ -120,6 +121,15 @@ def graph_gone_before_the_second(apply: MapFunction, kind: Callable[..., Any]) -
     return detached([*grads, *second])
 
 
+def compiled(apply: MapFunction, kind: Callable[..., Any]) -> Any:
+    torch._dynamo.reset()
+    results, leaves = called(apply, kind)
+    grads = torch.autograd.grad(loss_of(results), leaves, create_graph=True)
+    with compiled_autograd._enable(lambda graph: graph):
+        (loss_of(grads) + loss_of(results)).backward()
+    return [leaf.grad for leaf in leaves]
+
+
 PROGRAMS = [
     asked_for,
     asked_for_without_inputs,
@@ -128,6 +138,7 @@ PROGRAMS = [
     retained_after_the_first,
     gone_before_the_second,
     graph_gone_before_the_second,
+    pytest.param(compiled, marks=pytest.mark.filterwarnings("ignore")),  # torch's compiler warns of itself
 ]
 
 
@@ -196,3 +207,43 @@ def test_a_graph_of_gradients_holds_no_result_that_its_call_has_not_saved() -> N
     assert gone() is None
     (second,) = torch.autograd.grad(grad.sum(), weight)
     assert second.shape == weight.shape
+
+
+class Watched(torch.autograd.Function):
+    """Saves a tensor that nobody else has."""
+
+    saved: list[weakref.ref[Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, own := x.cos())
+        Watched.saved.append(weakref.ref(own))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def watched(x: Tensor, weight: Tensor) -> Tensor:
+    return Watched.apply(wait(x) * weight).tanh()  # type: ignore[no-any-return]
+
+
+def watched_within(x: Tensor, weight: Tensor) -> Tensor:
+    return parallel_apply([watched], [(Watched.apply(wait(x)), weight)])[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("call", [watched, watched_within])
+def test_what_users_keep_after_a_second_backward_keeps_nothing_that_calls_have_saved(call: Any) -> None:
+    Watched.saved = []
+    x, weight = [torch.randn(3, requires_grad=True) for _ in range(2)]
+    (result,) = parallel_apply([call], [(x, weight)])
+    (grad,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    penalty = grad.square().sum()
+    loss = result.sum() + penalty
+    del grad
+    loss.backward()
+    assert Watched.saved
+    assert [one() for one in Watched.saved] == [None] * len(Watched.saved)
+    assert all(kept.grad_fn is not None for kept in (result, penalty, loss))
