@@ -134,12 +134,14 @@ _is_told_first_part = contextvars.ContextVar("_is_told_first_part", default=Fals
 def _runs_beneath(code: CodeType) -> bool:
     """Whether this backward runs for a function of this code, and not for one that another backward has begun inside.
 
-    One on a worker does if that was told so; one on the engine's thread for a device, if any thread is beneath it.
+    One on a worker does if that was told so; one on the engine's thread for a device, where the outermost frame is a
+    node's, if any thread is beneath it.
     """
     frame: FrameType | None = sys._getframe()
     is_asking = False  # whether the engine runs for a frame further out
+    module = ""
     while frame is not None and frame.f_code is not code:
-        module: str = frame.f_globals.get("__name__", "")
+        module = frame.f_globals.get("__name__", "")
         if frame.f_code is _engine_run_backward.__code__:
             is_asking = True
         elif is_asking and not module.startswith(("torch.autograd", "torch._tensor")):
@@ -147,12 +149,14 @@ def _runs_beneath(code: CodeType) -> bool:
             if not module.startswith(("torch.", "moe_autograd.")):
                 return False
         frame = frame.f_back
-    return frame is not None or _is_told_first_part.get() or any(_seen_by_devices(lambda of: _has(of, code)))
+    if frame is not None or _is_told_first_part.get():
+        return True
+    return module == torch.autograd.function.__name__ and any(_seen_by_devices(lambda of: _has(of, code)))
 
 
 def _seen_by_devices(look: Callable[[FrameType], T]) -> Collection[T]:
     """Return what is seen on all threads, where this one may be the engine's for a device."""
-    return () if torch.accelerator.current_accelerator() is None else on_each_thread(look).values()
+    return on_each_thread(look).values() if torch.accelerator.is_available() else ()
 
 
 def _has(frame: FrameType | None, code: CodeType) -> bool:

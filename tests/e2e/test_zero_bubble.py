@@ -18,6 +18,7 @@ from moe_autograd import FeedForwardExpert, MixtureOfExperts, TopKRouter, parall
 from moe_autograd.autograd import in_turn
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.remote import RemoteOptimizer, connect
+from tests.support.functions_waiting import Meets
 
 D, NUM_EXPERTS = 8, 4
 sgd = partial(torch.optim.SGD, lr=0.5)
@@ -85,15 +86,29 @@ def test_experts_elsewhere_are_trained_as_by_a_backward_in_one_part(
 
 
 class Within(nn.Module):
+    """Calls an expert, as one of a map's calls, which are all on threads of their own."""
+
+    meeting = threading.Barrier(NUM_EXPERTS)
+
     def __init__(self, expert: nn.Module) -> None:
         super().__init__()
         self.linear, self.expert = nn.Linear(D, D), expert
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.expert(torch.tanh(self.linear(x)))
+        y: Tensor = self.expert(Meets.apply(torch.tanh(self.linear(x)), self.meeting))  # type: ignore[no-untyped-call]
         return y
 
 
+@pytest.fixture(params=[False, True], ids=["on the CPU", "beside a device"])
+def beside_a_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be a device whose backward is on a thread of the engine; these tests compute on the CPU."""
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: torch.device("cuda") if request.param else None
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: request.param)
+
+
+@pytest.mark.usefixtures("beside_a_device")
 @pytest.mark.parametrize("where", ["offloaded", "remote"])
 def test_experts_within_calls_of_a_map_are_trained_too(
     where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +135,7 @@ def test_experts_within_calls_of_a_map_are_trained_too(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("beside_a_device")
 @pytest.mark.parametrize("where", ["offloaded", "remote"])
 def test_another_threads_first_part_trains_nothing_of_this_one(
     where: str, request: pytest.FixtureRequest
