@@ -111,7 +111,7 @@ class Accelerator:
         for part in _strided_parts(tensor):
             device = part.device
             if device.type == self.kind:
-                with _unseen() if _is_watched() and type(part) in _TORCHS_OWN else _SEEN:
+                with unseen() if _is_watched() and type(part) in _TORCHS_OWN else _SEEN:
                     part.record_stream(self.current_stream(device.index))
 
 
@@ -316,6 +316,7 @@ def _is_watched() -> bool:
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def unseen() -> Iterator[None]:
+    """Keep what is called inside from modes; for tensors of torch's own classes."""
     with torch._C.DisableTorchFunction(), _ExcludeDispatchKeyGuard(_OF_MODES):
         yield

@@ -139,7 +139,7 @@ class Entrance:
         anchor, entrance = torch.empty(0, requires_grad=True, device="cpu"), object()
         has_lanes = accelerator_in_use() is not None and the_map.has_lanes()
         for key, tensor in tensors.items():
-            if differs(tensor) and not MAY_DECLARE:
+            if not MAY_DECLARE and differs(tensor):
                 continue  # it is a leaf, where a call's graph may end as well
             hooks = _AliasHooks(tensor, entrance)
             self._hooks.append(hooks)

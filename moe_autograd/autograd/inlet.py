@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_autograd.autograd.entry import ESCAPED
-from moe_autograd.autograd.grad_dtypes import differs
+from moe_autograd.autograd.grad_dtypes import grad_dtype_of
 from moe_autograd.autograd.in_objects import notes_on, put_on
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.walks import Edge
@@ -49,8 +49,9 @@ def let_in(piece: Tensor, tensor: Tensor, inlet: Inlet) -> Tensor:
     put_on(leaf, notes_on(tensor))
     if piece.requires_grad:
         leaf.requires_grad_().register_post_accumulate_grad_hook(inlet)
-        if differs(tensor):
-            leaf.grad_dtype = tensor.grad_dtype
+        grad_dtype = grad_dtype_of(tensor)
+        if grad_dtype is not tensor.dtype:
+            leaf.grad_dtype = grad_dtype
     return leaf
 
 

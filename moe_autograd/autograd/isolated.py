@@ -25,7 +25,7 @@ from moe_autograd.autograd.emulated import (
     materialize,
     options_of,
 )
-from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes, differs
+from moe_autograd.autograd.grad_dtypes import as_declared, declared_grad_dtypes, grad_dtype_of
 from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.autograd.unrecorded import unrecorded
 
@@ -148,7 +148,7 @@ class _Argument(NamedTuple):
 def _argument(value: object) -> _Argument | None:
     if not isinstance(value, Tensor):
         return None
-    grad_dtype = value.grad_dtype if differs(value) else value.dtype
+    grad_dtype = grad_dtype_of(value) if value.requires_grad else value.dtype
     return _Argument(value.shape, value.dtype, value.device, value.layout, type(value), grad_dtype)
 
 

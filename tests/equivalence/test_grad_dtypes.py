@@ -137,10 +137,7 @@ def test_a_backward_gets_gradients_of_the_dtypes_that_its_forward_declared(
     assert_same_program(program)
 
 
-@pytest.mark.skipif(
-    not hasattr(Tensor, "_has_grad_dtype_override"),
-    reason="this torch says of leaves alone what they ask for",
-)
+@may_declare
 def test_what_a_function_in_a_call_declared_holds_outside_of_the_call() -> None:
     class Ends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -155,11 +152,83 @@ def test_what_a_function_in_a_call_declared_holds_outside_of_the_call() -> None:
             [lambda x: Precise.apply(x)] * 3, [(y,) for y in inner]
         )  # whose gradients are kept precise
         torch.autograd.backward(list(outer), [torch.ones(3, dtype=torch.float64)] * 3)
-        return [y.grad_dtype for y in inner], sorted(map(str, got)), [x.grad for x in xs]
+        said = [y.grad_dtype for y in inner] if hasattr(Tensor, "_has_grad_dtype_override") else ()
+        return said, sorted(map(str, got)), [x.grad for x in xs]
 
     assert not isinstance(
         assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply), Raised
     )
+
+
+class Halves(Function):
+    """Returns two tensors of half precision, and says in which dtypes it wants their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtypes: Any) -> tuple[Tensor, Tensor]:
+        ctx.set_output_grad_dtype(*dtypes)
+        return x.to(BF16), x.to(torch.complex64)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        got.append([grad.dtype for grad in grads])
+        return grads[0].float() + grads[1].real.float(), None
+
+
+@may_declare
+@pytest.mark.parametrize(
+    "how", [{}, {"recompute": True}, {"defer_weight_grads": True}, {"max_concurrency": 1}]
+)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, torch.complex128),
+        (None, None),
+        (torch.float64, torch.complex64),
+        (BF16, torch.complex64),
+    ],
+    ids=str,
+)
+def test_what_was_declared_before_the_map_holds_within_it(dtypes: Any, how: dict[str, Any]) -> None:
+    def program(apply: MapFunction) -> Any:
+        got.clear()
+        x = torch.ones(3, requires_grad=True)
+        given = Halves.apply(x, dtypes)
+        calls = [lambda y: Precise.apply(y), lambda y: Precise.apply(y.real)]
+        seen: list[Any] = []  # by hooks, which nobody calls but the backward
+        for one in given:
+            one.retain_grad()
+            one.register_hook(lambda grad: seen.append((grad.dtype, grad)))
+        outputs = apply([*calls, *calls], [(one,) for one in [*given, *given]])
+        torch.autograd.backward(list(outputs), [torch.ones(3, dtype=torch.float64)] * 4)
+        return seen, got[:], x.grad, [one.grad for one in given]
+
+    mapped = functools.partial(parallel_apply, **how)
+    said = assert_same_program(program, native_apply=one_after_another, mapped_apply=mapped)
+    assert not isinstance(said, Raised)
+
+
+@may_declare
+def test_what_was_declared_in_a_call_holds_behind_the_map() -> None:
+    def program(apply: MapFunction) -> Any:
+        x = torch.ones(3, requires_grad=True)
+        halves = apply([lambda x: Halves.apply(x, (torch.float32, None))] * 2, [(x,)] * 2)
+        (Precise.apply(halves[0][0]) + Precise.apply(halves[1][1].real)).sum().backward()
+        return x.grad
+
+    assert_same_program(program, native_apply=one_after_another, mapped_apply=parallel_apply)
+
+
+@may_declare
+def test_it_holds_in_an_offloaded_expert_and_in_an_isolated_backward() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    y = Halves.apply(x, (torch.float32, None))[0]
+    OffloadedExperts([Expert()], max_resident_bytes=1 << 20)[0](y).float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[GRADIENT] * 3] * 4
+    ctx, _ = run_isolated_forward(Precise, y)
+    (found,) = run_isolated_backward(Precise, ctx, torch.ones(4, 3, dtype=BF16))
+    assert found is not None
+    assert found.tolist() == x.grad.tolist()
 
 
 @may_declare
