@@ -66,9 +66,11 @@ SETTING = frozenset(  # rule 2
 TALKING = frozenset(  # rule 3; not `gather`, `scatter` and others that tensors have, too
     [
         *("all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list"),
-        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
-        *("all_gather_tensor", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
-        *("all_to_all", "all_to_all_single"),
+        *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+        *("all_gather_single", "all_gather_tensor"),
+        *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+        *("all_to_all", "all_to_all_single", "gather_into_tensor", "gather_object", "gather_single"),
+        *("scatter_object_list", "send_object_list", "recv_object_list", "monitored_barrier"),
         *("all_gather_single_autograd", "all_gather_tensor_autograd", "all_to_all_single_autograd"),
         *("reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd"),
         *("isend", "irecv", "batch_isend_irecv"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_autograd import MixtureOfExperts, TopKRouter, map_with_parallel_backward, parallel_apply
 from moe_autograd.autograd import in_turn
+from moe_autograd.autograd.telling import TALKING
 from tests.support.comparison import MapFunction, one_after_another
 from tests.support.plain_layer import plain_loop
 from tests.support.ranks import end_rank
@@ -206,6 +209,23 @@ def test_layers_spread_over_two_ranks_learn_as_plain_loops_there(tmp_path: Path)
 def test_calls_that_name_a_collective_are_made_one_after_the_other(tmp_path: Path) -> None:
     """By a function of theirs, in an autograd function's backward as well: side by side they get each other's sums."""
     _run(talk_by_themselves, tmp_path)
+
+
+# names that much else has, and functions that call no other rank, or make groups of them
+NAMES_OF_OTHERS = {"barrier", "gather", "recv", "reduce", "scatter", "send"}
+NO_COLLECTIVES = {
+    *("get_backend", "get_backend_config", "get_backend_impl", "get_global_rank", "get_group_rank"),
+    *("get_process_group_ranks", "get_rank", "get_world_size", "set_timeout"),
+    *("destroy_process_group", "new_subgroups", "shrink_group"),
+}
+
+
+def test_every_collective_is_known_by_its_name() -> None:
+    """A new version of torch that has another one fails here."""
+    functions = [name for name, one in vars(dist).items() if type(one) is FunctionType and name[0] != "_"]
+    found = {name for name in functions if "group" in inspect.signature(getattr(dist, name)).parameters}
+    assert "all_reduce" in found
+    assert found - NAMES_OF_OTHERS - NO_COLLECTIVES <= TALKING
 
 
 def _run(one_rank: Callable[[int, str], None], folder: Path) -> None:
