@@ -202,7 +202,7 @@ def _saving_by(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -
 def handing_on(pack: Any, to: Any) -> Iterator[None]:
     """Let everybody know in this block that what one hook sees it hands on to another.
 
-    From torch 2.15 on a selective checkpoint asks hooks whether they are a checkpoint's, and for the user's behind
+    From torch 2.14 on a selective checkpoint asks hooks whether they are a checkpoint's, and for the user's behind
     them: it warns of these. The answer goes again, since a graph keeps the hooks of what it saved.
     """
     pack.counts = counts(to)

@@ -102,8 +102,7 @@ def test_numbers_are_the_same_with_any_number_of_workers_and_differ_between_call
     assert len({tuple(y.flatten().tolist()) for y in expected[:-3]}) == 16
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, for forward mode
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # from torch 2.15 on
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, for forward mode
 def test_dropout_in_a_call_is_differentiated_twice_and_forward_as_elsewhere() -> None:
     def call(x: Tensor) -> list[Tensor]:
         x = x.clone().requires_grad_()
