@@ -20,7 +20,7 @@ from tests.support.hosting import sgd
 from tests.support.servers import tokens
 
 D = 4
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 
 
 class Own(nn.Module):
@@ -52,7 +52,7 @@ MADE: dict[str, Callable[[], Any]] = {
 def made(what: str) -> Any:
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit")
         return MADE[what]()
 
 
