@@ -115,7 +115,6 @@ class Placement:
                 self._replies[address] = {info.name: info for info in reply.experts}
                 self._layouts[address] = reply.layouts
                 self._marks[address] = mark_of(reply.server_id)
-                self._rests.pop(address, None)
             self._answered = frozenset(replies)
             self._most_answered = max(self._most_answered, len(replies))
             self._strangers -= self._answered
@@ -245,11 +244,9 @@ class Placement:
             places = [a for a in hosts if a in self._answered and self._replies[a][name].replica == replica]
             if replica and places:
                 return tuple(places)
-            replicas = self._beside.get(lost, {}).get(name, frozenset())
+            replicas = self._beside.get(lost, {}).get(name, frozenset())  # itself included
             return tuple(
-                address
-                for address in hosts
-                if address != lost and address in self._answered and address not in replicas
+                address for address in hosts if address in self._answered and address not in replicas
             )
 
     def now_at(self, name: str, lost: str) -> tuple[str, ...]:
