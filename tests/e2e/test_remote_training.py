@@ -225,6 +225,15 @@ class TestOptimizer:
             RemoteOptimizer([experts["ffn.1"]]).step()
             assert [info.num_updates for info in experts.info().values()] == [0, 1]
 
+    def test_experts_that_are_not_trained_are_left_out(self, server):
+        with ExpertsServer({"fixed": nn.Linear(4, 4)}) as other, connect(server.address) as experts:
+            with connect(other.address) as others:
+                optimizer = RemoteOptimizer([*experts.values(), *others.values()])
+                experts["ffn.0"](others["fixed"](torch.ones(1, 4))).sum().backward()
+            optimizer.step()
+            assert server.num_updates == {"ffn.0": 1, "ffn.1": 0}
+            assert repr(optimizer).startswith("RemoteOptimizer(ffn.0, ffn.1 at ")
+
     def test_local_modules_are_refused(self):
         with pytest.raises(TypeError, match="expected remote experts, got Linear"):
             RemoteOptimizer([nn.Linear(2, 2)])

@@ -156,8 +156,10 @@ class TestOptimizer:
         hosted.lose("gone")
         optimizer = RemoteOptimizer(experts, on_failure="drop")
         optimizer.zero_grad()
+        (failure,) = failures = optimizer.failures
         optimizer.step()
         assert optimizer.failures == [], "there is nothing to apply"
+        assert failures == [failure], "what was told before is left to whoever has it"
         with pytest.raises(ServerUnavailableError):
             RemoteOptimizer(experts).zero_grad()
 

@@ -69,6 +69,23 @@ def test_an_expert_that_is_trained_from_now_on_is_trained(place: Place) -> None:
         assert not torch.equal(module.bias, before)
 
 
+def test_an_expert_that_was_not_trained_when_the_optimizer_was_made_is_trained_from_now_on(
+    place: Place,
+) -> None:
+    module = nn.Linear(D, D)
+    place.host(module, None)
+    with (
+        ExpertsServer({"other": nn.Linear(D, D)}, optimizer=sgd) as server,
+        connect([place.address, server.address]) as experts,
+    ):
+        optimizer = RemoteOptimizer(experts)
+        place.host(module)
+        experts.info()
+        before = module.bias.detach().clone()
+        assert train(optimizer, experts["e"], torch.ones(2, D))
+        assert not torch.equal(module.bias, before)
+
+
 @pytest.mark.parametrize("input_requires_grad", [True, False])
 def test_an_expert_that_is_trained_no_more_is_an_error_at_the_step(
     place: Place, input_requires_grad: bool
@@ -86,6 +103,7 @@ def test_an_expert_that_is_trained_no_more_is_an_error_at_the_step(
         for _ in range(2):
             with pytest.raises(InvalidCallError, match=message):
                 train(optimizer, experts["e"], x)
+            optimizer.zero_grad()
 
 
 def test_experts_of_other_servers_are_not_stepped_beside_one_that_is_trained_no_more(place: Place) -> None:
