@@ -1,4 +1,4 @@
-"""The small parts of the client: deadlines, numbers, names, cancelling, many servers at once."""
+"""The small parts of the client: deadlines, numbers, names, cancelling, operations, many servers at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextvars import copy_context
 from unittest.mock import patch
 
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_autograd._natural_order import natural_order
+from moe_autograd.errors import CallCancelledError, ServerUnavailableError
 from moe_autograd.remote.awaiting import SCOPE, Scope
 from moe_autograd.remote.cancelling import Cancellation
 from moe_autograd.remote.deadline import Deadline
 from moe_autograd.remote.fanout import Fanout
 from moe_autograd.remote.numbering import Numbering
+from moe_autograd.remote.operations import Operation, Operations, UnderWay
 from moe_autograd.remote.state import split_by_expert
 
 
@@ -154,6 +157,54 @@ class TestCancellation:
         cancellation.add(third)
         assert cancelled == ["a", "c"]
         assert cancellation.wait(60.0)
+
+
+class TestOperations:
+    def test_a_part_ends_sooner_and_is_cancelled_with_the_whole(self):
+        with Operations(["a:1"], timeout_s=60.0).begin() as operation:
+            part = operation.part(1.0)
+            assert part.deadline.remaining_s <= 1.0 < operation.deadline.remaining_s
+            operation.cancellation.cancel()
+            assert part.cancellation.wait(0.0)
+
+    def test_what_has_ended_is_held_no_longer(self):
+        operations = Operations(["a:1"], timeout_s=60.0)
+        with operations.begin():
+            assert "1 under way" in repr(operations)
+        assert "0 under way" in repr(operations)
+
+    def test_nor_is_what_an_interrupt_ended_as_it_began(self):
+        class Interrupted(Cancellation):
+            def add(self, cancel: Callable[[], object]) -> None:
+                super().add(cancel)
+                raise KeyboardInterrupt
+
+        groups = [Cancellation(), Interrupted()]
+        under_way = UnderWay(Operation(Deadline(60.0), Cancellation()), groups)
+        with pytest.raises(KeyboardInterrupt), under_way:
+            pass
+        assert [repr(group) for group in groups] == ["Cancellation(0 under way)"] * 2
+
+    @pytest.mark.parametrize(
+        ("cancel", "kind"),
+        [
+            (lambda operations, operation: None, ServerUnavailableError),
+            (lambda operations, operation: operation.cancellation.cancel("late"), ServerUnavailableError),
+            (lambda operations, operation: operations.close(), CallCancelledError),
+        ],
+        ids=["not cancelled", "given up for a reason", "closed"],
+    )
+    def test_a_server_that_is_gone_is_the_reason_unless_nobody_waits_any_more(self, cancel, kind):
+        operations = Operations(["a:1"], timeout_s=60.0)
+
+        def fail() -> None:
+            with operations.begin() as operation:
+                cancel(operations, operation)
+                raise ServerUnavailableError("gone")
+
+        with pytest.raises(ServerUnavailableError) as raised:
+            fail()
+        assert raised.type is kind
 
 
 class TestFanout:
