@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from experts_server import ExpertsServer
+from experts_server.spec import InputSpec
 from moe_autograd.autograd.parallel import parallel_apply
 from moe_autograd.errors import (
     ConfigError,
@@ -202,6 +203,12 @@ class TestBadCalls:
             experts["failing"](torch.empty(1, dtype=torch.uint8).expand(1 << 29))
 
 
+class Numbers(nn.Identity):
+    """Takes whole numbers."""
+
+    input_spec = InputSpec(torch.int64, 4, None, is_certain=True)
+
+
 @pytest.fixture(scope="module")
 def shapes():
     modules = {
@@ -209,6 +216,7 @@ def shapes():
         "ffn": FeedForwardExpert(4),
         "half": nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.ReLU()),
         "any": nn.Identity(),
+        "numbers": Numbers(),
     }
     with ExpertsServer(modules) as server, connect(server.address) as experts:
         yield experts
@@ -251,12 +259,21 @@ class TestInputsOfAnotherShape:
         with pytest.raises(ValueError, match=r"expert 'ffn' at .* got \(1, 5\)"):
             parallel_apply([shapes["linear"], shapes["ffn"]], [(torch.ones(1, 4),), (torch.ones(1, 5),)])
 
+    def test_autocast_makes_no_whole_numbers(self, shapes):
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            pytest.raises(ValueError, match=r"expected dtype torch\.int64, got torch\.float32"),
+        ):
+            shapes["numbers"](torch.full((1, 4), 0.5))
+
     @pytest.mark.parametrize("shape", [(1, 4), (0, 4), (2, 3, 4)], ids=str)
     def test_what_fits_is_computed(self, shapes, shape):
         assert shapes["linear"](torch.ones(shape)).shape == shape
 
     def test_a_server_that_is_not_certain_says_nothing(self, shapes):
         assert shapes["any"].hosted.inputs == ()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(shapes["any"](torch.ones(3)), torch.ones(3))
         assert torch.equal(shapes["any"](torch.ones(3).long()), torch.ones(3).long())
 
 

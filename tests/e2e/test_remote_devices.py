@@ -32,6 +32,9 @@ def test_outputs_and_gradients_are_on_the_device_of_their_inputs() -> None:
             (first.sum() + second.sum()).backward()
             print(x.grad.device, y.grad.device)
             torch.testing.assert_close(x.grad.cpu(), y.detach().sum().expand(3, 4))
+            first, second = experts["two"](y, x)
+            print(first.device, second.device)
+            print(*(grad.device for grad in torch.autograd.grad(second.sum().cpu() + first.sum(), [y, x])))
             one, other = parallel_apply([experts["one"]] * 2, [(x,), (y,)])
             print(one.device, other.device)
             grads = torch.autograd.grad(one.sum().cpu() + other.sum(), [x, y])
@@ -39,7 +42,7 @@ def test_outputs_and_gradients_are_on_the_device_of_their_inputs() -> None:
             with torch.no_grad():
                 print(experts["one"](x).device)
         """,
-        "toy:0 toy:0 toy:0 cpu toy:0 cpu toy:0 cpu toy:0",
+        "toy:0 toy:0 toy:0 cpu cpu cpu cpu toy:0 toy:0 cpu toy:0 cpu toy:0",
     )
 
 

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
@@ -69,13 +71,14 @@ def test_a_sparse_gradient_is_taken_as_a_dense_one(expert):
 RECORDERS = {
     "export": lambda expert, x: torch.export.export(nn.Sequential(expert), (x,)),
     "make_fx": lambda expert, x: make_fx(expert)(x),
-    "fake": lambda expert, x: _in_fake_mode(expert),
+    "fake": lambda expert, x: _in_mode(FakeTensorMode(), expert),
+    "functional": lambda expert, x: _in_mode(FunctionalTensorMode(), expert),
     "parallel": lambda expert, x: make_fx(lambda x: parallel_apply([expert, expert], [(x,), (x,)])[0])(x),
 }
 
 
-def _in_fake_mode(expert):
-    with FakeTensorMode():
+def _in_mode(mode, expert):
+    with mode:
         expert(torch.ones(2, 4))
 
 
@@ -94,6 +97,12 @@ def test_a_tensor_without_memory_of_its_own_is_refused(expert):
             TypeError, match=f"expert 'linear', input 0: .* plain memory, got a {type(x).__name__}"
         ):
             expert(x)
+
+
+def test_what_only_counts_operators_around_it_goes_on(expert):
+    with FlopCounterMode(display=False):
+        y = expert(X)
+    torch.testing.assert_close(y, expert(X))
 
 
 def test_what_compiles_around_it_goes_on(expert):

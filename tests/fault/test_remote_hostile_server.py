@@ -190,6 +190,14 @@ def test_gradients_that_do_not_fit_their_inputs_are_refused(liar, expert, grads)
     assert x.grad is None
 
 
+def test_an_input_for_which_it_has_no_gradient_gets_none(liar, expert):
+    x = X.clone().requires_grad_()
+    y = expert(x)
+    liar.backward = lambda call: results((call, [None]))
+    y.sum().backward()
+    assert x.grad is None
+
+
 def test_its_weights_are_believed_where_they_are_whole(expert):
     torch.testing.assert_close(expert.state_dict(), dict([WEIGHT, BIAS]))
 
