@@ -275,6 +275,17 @@ class TestElsewhere:
             del unused
         servers[0].stop()
 
+    def test_nor_one_of_which_nothing_is_wanted(self):
+        modules = self.make()
+        servers = [ExpertsServer({name: module}, optimizer=sgd).start() for name, module in modules.items()]
+        with connect([server.address for server in servers], retry=AT_ONCE) as experts:
+            xs = [torch.ones(1, 8, requires_grad=True) for _ in servers]
+            ys = parallel_apply(list(experts.values()), [(x,) for x in xs])
+            servers[1].stop()
+            (grad,) = torch.autograd.grad(sum(y.sum() for y in ys), xs[:1])
+            torch.testing.assert_close(grad, torch.autograd.grad(modules["ffn.0"](xs[0]).sum(), xs[0])[0])
+        servers[0].stop()
+
     def test_a_backward_does_not_move_to_a_replica(self):
         servers = [ExpertsServer(self.make(), optimizer=sgd).start() for _ in range(2)]
         with connect([server.address for server in servers], retry=RetryPolicy(patience_s=0.3)) as experts:

@@ -342,6 +342,12 @@ def wait_until_inside(server: ExpertsServer, num_rpcs: int) -> None:
     wait_until(lambda: f" {num_rpcs} inside" in repr(doorway))
 
 
+def num_kept(server: ExpertsServer) -> int:
+    """Return how many forwards a server in this process keeps for their backward."""
+    assert server._server is not None
+    return len(server._server.memory.kept)
+
+
 def tokens(*shape: int, seed: int = 0) -> Tensor:
     """Return the same random tokens every time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
