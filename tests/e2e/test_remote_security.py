@@ -15,7 +15,7 @@ from moe_autograd.errors import PermissionDeniedError, ServerUnavailableError
 from moe_autograd.remote import TLS, RemoteOptimizer, RetryPolicy, connect
 from tests.support.certificates import make_authority, make_certificates
 from tests.support.proxy import Proxy
-from tests.support.servers import wait_until
+from tests.support.servers import num_kept, wait_until
 
 TRAIN, READ = "train-token-0123456789", "read-token-0123456789"
 AT_ONCE = RetryPolicy(patience_s=0.0)
@@ -68,6 +68,16 @@ class TestTokens:
                 y.sum().backward()
             with pytest.raises(PermissionDeniedError):
                 experts.load_state_dict(experts.state_dict())
+
+    def test_a_forward_that_has_no_backward_any_more_is_forgotten(self, folder):
+        security = SecurityConfig(tokens_file=folder / "tokens")
+        with serve(security) as server, connect(server.address, token=TRAIN) as experts:
+            y = experts["ffn.0"](torch.ones(1, 4))
+            assert num_kept(server) == 1
+            del y
+            with torch.no_grad():
+                experts["ffn.0"](torch.ones(1, 4))  # with which it is told so
+            wait_until(lambda: num_kept(server) == 0)
 
 
 class TestTLS:
