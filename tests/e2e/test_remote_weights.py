@@ -60,13 +60,12 @@ def test_load_state_dict_sets_it(experts, modules):
 
 def test_several_servers_and_replicas_are_all_set(modules):
     replica, other = make_modules(2), make_modules(1)
-    extra = {"only": nn.Linear(2, 2)}
     with (
-        ExpertsServer(modules) as one,
-        ExpertsServer(replica | extra) as two,
+        ExpertsServer(modules | {"first": nn.Linear(2, 2)}) as one,
+        ExpertsServer(replica | {"second": nn.Linear(2, 2)}) as two,
         connect([one.address, two.address]) as experts,
     ):
-        assert "only.weight" in experts.state_dict()
+        assert {"first.weight", "second.weight", *flat(modules)} <= experts.state_dict().keys()
         experts.load_state_dict(flat(other))
     torch.testing.assert_close(flat(modules), flat(other), rtol=0, atol=0)
     torch.testing.assert_close(flat(replica), flat(other), rtol=0, atol=0)
