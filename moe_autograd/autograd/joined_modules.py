@@ -84,21 +84,20 @@ class JoinedModules(Joined):
     def _want_passed_by_name(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
         """Want what flows to results of a first call (Rule 6) only where one of them is asked for by name.
 
-        And where the backward is compiled, in which nobody knows who asks, and no gradient may be missing.
+        Then also what flows to those at which somebody looks: from one that is asked for it may flow on to these. And
+        all where the backward is compiled, in which nobody knows who asks, and no gradient may be missing.
         """
         if not any(call.passed for call in self.calls):
             return
         by_name = None if is_backward_compiled() else asked_for_by_name()
         start = 0
         for call, count in zip(self.calls, self.num_inputs, strict=True):
-            if call.passed:
-                places = [start + place for place in call.places_passed()]
-                of_passed = zip(places, call.passed, strict=True)
-                is_asked = by_name is None or any(
-                    (id(nodes[place]), passed.output_nr) in by_name for place, passed in of_passed
-                )
-                for place in places:
-                    wanted[place] = is_asked
+            places = [start + place for place in call.places_passed()]
+            for place, passed in zip(places, call.passed, strict=True):
+                wanted[place] = by_name is None or (id(nodes[place]), passed.output_nr) in by_name
+            is_asked = any(wanted[place] for place in places)
+            for place, passed in zip(places, call.passed, strict=True):
+                wanted[place] = wanted[place] or (passed.is_looked_at() and is_asked)
             start += count
 
     def _add_at_once(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
@@ -169,8 +168,6 @@ class JoinedModules(Joined):
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
-            for passed in self.calls[i].passed:
-                passed.first.look_within()
         if self.turns is not None:
             for i, turn in self.turns.of(reversed(reached)).items():  # the last call begins first
                 self.calls[i].turn = turn

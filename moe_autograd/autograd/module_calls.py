@@ -114,6 +114,10 @@ class Passed(NamedTuple):
     edge: GradientEdge
     output_nr: int
 
+    def is_looked_at(self) -> bool:
+        """Whether it has hooks, or retains its gradient: these are to see what flows there within from now on."""
+        return self.first.look_within() and bool(self.first.seeing(self.place))
+
 
 class ModuleCall(UsedResults):
     """One call of a module; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
@@ -381,12 +385,13 @@ class ModuleCall(UsedResults):
             nodes = [edge.node for edge, _ in starts]
             seen = self.begun_with(grad_outputs) if self.look_within() else _NOBODY
             arrived = self.arrived_with(grad_outputs, self.looked_at()) if self._arrived else _NOBODY
-            all_ends, upper = self._ends, self._upper
+            all_ends = [*self._ends, *[one.edge for one in self.passed]]
+            asked = [all_ends[i] for i in ends]
+            upper = self._upper
             passed: AbstractContextManager[object] = _NOBODY
             if self.passed and any(wanted[place] for place in self.places_passed()):
-                all_ends = [*self._ends, *[one.edge for one in self.passed]]
-                upper = cuts_above(plain(all_ends), {*plain(all_ends)})
-                passed = begun_with(self._asleep_where_passed(), others_sleep=True)
+                upper = cuts_above(plain(asked), {*plain(asked)})
+                passed = begun_with(self._seen_by_outer_nodes(wanted), others_sleep=True)
             sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
             with sleeping, on_this_thread(), seen, arrived, passed:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
@@ -395,12 +400,11 @@ class ModuleCall(UsedResults):
                     tuple([grad for _, grad in starts]),
                     keep_graph,
                     create_graph,
-                    tuple([all_ends[i] for i in ends]),
+                    tuple(asked),
                     allow_unreachable=True,
                     accumulate_grad=False,
                 )
                 if upper:
-                    asked = [all_ends[i] for i in ends]
                     found = without_what_is_passed_on(
                         upper, asked, found, self.ends_with_hooks, create_graph=create_graph
                     )
@@ -413,9 +417,10 @@ class ModuleCall(UsedResults):
         before = len(self.cuts) + len(self.leaves)
         return range(before, before + len(self.passed))
 
-    def _asleep_where_passed(self) -> list[tuple[Within, None]]:
-        """Return what is to see nothing within, as outer nodes see what flows to those results."""
-        return [within for one in self.passed for within in one.first.asleep_at(one.place)]
+    def _seen_by_outer_nodes(self, wanted: Sequence[Wanted]) -> list[tuple[Within, None]]:
+        """Return what is to see nothing within of results that are wanted: what sees them outside sees all of it."""
+        places = zip(self.places_passed(), self.passed, strict=True)
+        return [(within, None) for i, one in places if wanted[i] for within in one.first.seeing(one.place)]
 
 
 def _renewed(cuts: Sequence[Cut]) -> list[Cut]:

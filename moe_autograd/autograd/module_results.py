@@ -358,9 +358,9 @@ class CallResults:
             starts.append((gradient_edge(nowhere), nowhere.detach()))
         return starts
 
-    def asleep_at(self, place: int) -> list[tuple[Within, None]]:
-        """Return what sees what comes to a result within the call, for `begun_with`: it is to see nothing."""
-        return [(within, None) for own, within in self._within if own == place]
+    def seeing(self, place: int) -> list[Within]:
+        """Return what sees what comes to a result within the call."""
+        return [within for own, within in self._within if own == place]
 
     def begun_with(self, seeds: Sequence[Tensor | None]) -> AbstractContextManager[object]:
         """Run its backward, which begins with these gradients of its results."""
