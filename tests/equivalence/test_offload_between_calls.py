@@ -209,6 +209,51 @@ def test_what_is_applied_to_a_model_reaches_weights_of_experts_wherever_they_are
         assert_same_weights(experts, plain)
 
 
+def turn(part: nn.Module) -> None:
+    if isinstance(part, nn.Linear):
+        part.weight.data = part.weight.data.t()
+
+
+def exchange(part: nn.Module) -> None:
+    if isinstance(part, nn.Sequential):
+        first, last = part[0].weight, part[2].weight
+        first.data, last.data = last.data, first.data
+
+
+@pytest.mark.parametrize("change", [turn, exchange])
+def test_weights_that_change_places_are_kept(change: Callable[[nn.Module], None]) -> None:
+    """They had stayed as they were once the expert had left memory, or one became the other."""
+    modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
+    expected = copy.deepcopy(modules[0]).apply(change).state_dict()
+    with OffloadedExperts(modules, max_resident_bytes=1200) as experts:
+        experts[0].apply(change)
+        loss_of(experts)
+        torch.testing.assert_close(experts.state_dict(0), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda weight: weight[:4], r"shape \(8, 8\) and torch.float32, got \(4, 8\) and torch.float32"),
+        (lambda weight: torch.ones(2), r"shape \(8, 8\) and torch.float32, got \(2,\) and torch.float32"),
+        (lambda weight: weight.double(), r"shape \(8, 8\) and torch.float32, got \(8, 8\) and torch.float64"),
+    ],
+)
+def test_weights_keep_their_shapes_and_dtypes(change: Callable[[Tensor], Tensor], text: str) -> None:
+    def apply(part: nn.Module) -> None:
+        part.weight.data = change(part.weight.data)
+        part.bias.data.zero_()
+
+    modules = [nn.Linear(8, 8) for _ in range(3)]
+    before = modules[0].weight.detach().clone()
+    with OffloadedExperts(modules, max_resident_bytes=600) as experts:
+        with pytest.raises(RuntimeError, match=f"expert-00000: expected weight to stay of {text}"):
+            experts[0].apply(apply)
+        loss_of(experts)
+        assert torch.equal(experts.state_dict(0)["weight"], before)
+        assert not experts.state_dict(0)["bias"].any()
+
+
 def test_what_is_applied_and_raises_stays_as_far_as_it_came() -> None:
     def zero_and_fail(part: nn.Module) -> None:
         part.weight.data.zero_()

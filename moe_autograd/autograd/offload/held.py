@@ -238,18 +238,32 @@ class HeldExpert(HeldModule):
         self._optimizer.keep()
 
     def _keep_other_memory(self) -> None:
-        """Take weights that were given other memory (`weight.data = ...`) into their part."""
+        """Take weights that were given other memory (`weight.data = ...`), or other strides, into their part.
+
+        Raises:
+            RuntimeError: one has another shape or dtype; it is as it was before.
+        """
         assert self.weights.buffer is not None
-        replaced = {
-            view: self.tensors[name].detach()
-            for name, view in self.weights.layout.views(self.weights.buffer).items()
-            if self.tensors[name].data_ptr() != view.data_ptr()
+        views = self.weights.layout.views(self.weights.buffer)
+        replaced = {name: t.detach() for name, t in self.tensors.items() if not _is_same(t, views[name])}
+        if not replaced:
+            return
+        fits = [name for name, value in replaced.items() if _kind_of(value) == _kind_of(views[name])]
+        # All first: two may have changed places.
+        values = {
+            name: replaced[name].clone() if self.is_borrowed(replaced[name]) else replaced[name]
+            for name in fits
         }
-        if replaced:
-            for view, value in replaced.items():
-                view.copy_(value)
-            self.attach(self.weights.buffer)
-            self.residency.changed(self.weights)
+        for name, value in values.items():
+            views[name].copy_(value)
+        self.attach(self.weights.buffer)
+        self.residency.changed(self.weights)
+        for name in [name for name in replaced if name not in values]:
+            (shape, dtype), (new_shape, new_dtype) = _kind_of(views[name]), _kind_of(replaced[name])
+            raise RuntimeError(
+                f"{self.name}: expected {name} to stay of shape {shape} and {dtype}, got {new_shape} and {new_dtype}. "
+                "Build OffloadedExperts of modules whose weights have the shapes and dtypes that they are to have."
+            )
 
     def _put_away(self) -> None:
         """Let what an update alone needs leave before the rest."""
@@ -352,3 +366,13 @@ def _raise(error: Exception) -> None:
 
 def _described(layout: Layout) -> str:
     return ", ".join(f"{name} {field.shape} {str(field.dtype)[6:]}" for name, field in layout.fields.items())
+
+
+def _kind_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _is_same(tensor: Tensor, view: Tensor) -> bool:
+    """Whether a tensor is what a view of the part's buffer is."""
+    place = tensor.data_ptr(), tensor.stride()
+    return _kind_of(tensor) == _kind_of(view) and place == (view.data_ptr(), view.stride())
