@@ -40,12 +40,13 @@ from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall, Planned
 from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
+from moe_autograd.autograd.passed import want_by_name
 from moe_autograd.autograd.result_hooks import Arrived, See
 from moe_autograd.autograd.runs import Map, name_guilty, run_calls
 from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
-from moe_autograd.autograd.this_backward import asked_for_by_name, keeps_graph
+from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.turns import Turns
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import looked_at
@@ -72,33 +73,14 @@ class JoinedModules(Joined):
         """See `Joined`."""
         if is_in_first_part():
             wanted: list[Wanted] = [True] * sum(self.num_inputs)
-            self._want_passed_by_name(nodes, wanted)
+            want_by_name(self.calls, self.num_inputs, nodes, wanted)
             return wanted
         self._note_histories(nodes, self.num_inputs)
         wanted = [*which_are_wanted(nodes)]
-        self._want_passed_by_name(nodes, wanted)
+        want_by_name(self.calls, self.num_inputs, nodes, wanted)
         if may_add_at_once():
             self._add_at_once(nodes, wanted)
         return wanted
-
-    def _want_passed_by_name(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
-        """Want what flows to results of a first call (Rule 6) only where one of them is asked for by name.
-
-        Then also what flows to those at which somebody looks: from one that is asked for it may flow on to these. And
-        all where the backward is compiled, in which nobody knows who asks, and no gradient may be missing.
-        """
-        if not any(call.passed for call in self.calls):
-            return
-        by_name = None if is_backward_compiled() else asked_for_by_name()
-        start = 0
-        for call, count in zip(self.calls, self.num_inputs, strict=True):
-            places = [start + place for place in call.places_passed()]
-            for place, passed in zip(places, call.passed, strict=True):
-                wanted[place] = by_name is None or (id(nodes[place]), passed.output_nr) in by_name
-            is_asked = any(wanted[place] for place in places)
-            for place, passed in zip(places, call.passed, strict=True):
-                wanted[place] = wanted[place] or (passed.is_looked_at() and is_asked)
-            start += count
 
     def _add_at_once(self, nodes: Sequence[Node | None], wanted: list[Wanted]) -> None:
         """Let calls add the gradients of their leaves themselves, where they may (`accumulating`)."""

@@ -33,8 +33,7 @@ Rule 5. The inner backward is asked for what this backward wants, leaf by leaf. 
 Rule 6. With `create_graph=True` the inner backward is itself a call whose graph ends at the same cuts, and gets a
         join of its own: gradients of any order are exact, each computed concurrently. Its graph runs on into the
         first one, which the outer engine may still have to walk for itself; so it leaves that graph unfreed.
-        It may go through results of the first one, which that has saved itself. So the join leads to these as well
-        (`passed`), and hands on what flows there to whoever asks for a result by name.
+        It may go through results of the first one, which that has saved itself, and leads to these as well (`passed`).
 Rule 7. An input that the call changed in place becomes a result of the join, and has its history from there on. Nobody
         else may take it (`changes`). What the call returns as a view of it becomes a view of the input that is tied.
 Rule 8. An input, a leaf or a tensor of a closure that the call returns as it is comes back as itself. A result that
@@ -51,6 +50,7 @@ Rule 9. Objects that a call returns, and that `torch.utils._pytree` does not kno
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -70,8 +70,9 @@ from moe_autograd.autograd.entry import Flat, is_entry, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
 from moe_autograd.autograd.module_results import changed_of, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
+from moe_autograd.autograd.passed import Passed, results_of, seen_outside
 from moe_autograd.autograd.reaching import Cut
-from moe_autograd.autograd.result_hooks import Within, begun_with
+from moe_autograd.autograd.result_hooks import begun_with
 from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
@@ -99,26 +100,6 @@ class Planned(NamedTuple):
     of: ModuleCall | None = None
 
 
-class Passed(NamedTuple):
-    """A result of a call, through which the graph of that call's backward goes, or of a backward of that.
-
-    Args:
-        first: the call.
-        place: of the result among its results.
-        edge: where it is.
-        output_nr: which output of an outer node the result is.
-    """
-
-    first: ModuleCall
-    place: int
-    edge: GradientEdge
-    output_nr: int
-
-    def is_looked_at(self) -> bool:
-        """Whether it has hooks, or retains its gradient: these are to see what flows there within from now on."""
-        return self.first.look_within() and bool(self.first.seeing(self.place))
-
-
 class ModuleCall(UsedResults):
     """One call of a module; see `joined.Call`. Constructing it runs the forward, in the current grad mode.
 
@@ -139,7 +120,7 @@ class ModuleCall(UsedResults):
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
     _meets_results = False  # whether its results lead to others of them
-    passed: Sequence[Passed] = ()  # its last inputs (Rule 6)
+    passed: Sequence[Passed] = ()  # results of the call whose backward it is, which are its last inputs
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
         module, (values, spec), cuts, self._first = planned
@@ -183,7 +164,8 @@ class ModuleCall(UsedResults):
             owners: the nodes found so far by all calls, each with the first call that found it. Calls that meet
                 at a node share what lies behind it, and neither may free it.
         """
-        of_first = self._results_of_first()
+        first, self._first = self._first, None
+        of_first = {} if first is None else results_of(first, first.passed)
         met, leaf_nodes, passed = self._walk(owners, of_first)
         while self._has_history:
             ends = met | {(node, 0) for node in leaf_nodes}
@@ -210,17 +192,6 @@ class ModuleCall(UsedResults):
             *self.leaves,
             *[result for _, result in found],
         )
-
-    def _results_of_first(self) -> dict[Edge, tuple[Passed, Tensor]]:
-        """Return what users have of the results of the call whose backward it is: the graph may go through them."""
-        first, self._first = self._first, None
-        if first is None:
-            return {}
-        return {
-            edge[:2]: (Passed(one, place, edge, result.output_nr), result)
-            for one in dict.fromkeys([first, *[passed.first for passed in first.passed]])
-            for place, edge, result in one.results_at_hand()
-        }
 
     def _walk(
         self, owners: dict[Node, ModuleCall], looks_for: Collection[Edge]
@@ -389,9 +360,11 @@ class ModuleCall(UsedResults):
             asked = [all_ends[i] for i in ends]
             upper = self._upper
             passed: AbstractContextManager[object] = _NOBODY
-            if self.passed and any(wanted[place] for place in self.places_passed()):
+            wanted_of_passed = [wanted[place] for place in self.places_passed()]
+            if any(wanted_of_passed):
                 upper = cuts_above(plain(asked), {*plain(asked)})
-                passed = begun_with(self._seen_by_outer_nodes(wanted), others_sleep=True)
+                seen_there = seen_outside(itertools.compress(self.passed, wanted_of_passed))
+                passed = begun_with(seen_there, others_sleep=True)
             sleeping = sleeping_hooks(nodes, self.ends_with_hooks, self.tensors_at_ends)
             with sleeping, on_this_thread(), seen, arrived, passed:
                 # As `torch.autograd.grad`, which would look again at shapes that the join has looked at.
@@ -416,11 +389,6 @@ class ModuleCall(UsedResults):
         """Return which of its inputs are results that its graph goes through, in the order of `passed`."""
         before = len(self.cuts) + len(self.leaves)
         return range(before, before + len(self.passed))
-
-    def _seen_by_outer_nodes(self, wanted: Sequence[Wanted]) -> list[tuple[Within, None]]:
-        """Return what is to see nothing within of results that are wanted: what sees them outside sees all of it."""
-        places = zip(self.places_passed(), self.passed, strict=True)
-        return [(within, None) for i, one in places if wanted[i] for within in one.first.seeing(one.place)]
 
 
 def _renewed(cuts: Sequence[Cut]) -> list[Cut]:
