@@ -8,13 +8,13 @@ call from being joined with others.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from moe_autograd._computed_once import computed_once
 from moe_autograd.autograd.in_turn import is_watched
 from moe_autograd.errors import InvalidCallError
 from moe_autograd.moe.experts import FeedForwardExpert, SwiGLUExpert
@@ -37,7 +37,7 @@ class InputSpec:
     rank: int | None = None
     is_certain: bool = False
 
-    @functools.cached_property
+    @computed_once
     def tensor(self) -> TensorSpec:
         """What clients are told, so that they can check their calls before anything travels."""
         leading = (None,) * ((self.rank or 1) - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import threading
 import weakref
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from moe_autograd._computed_once import computed_once
 from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.accumulating import Wanted
 from moe_autograd.autograd.boxed import Grads
@@ -227,7 +227,7 @@ class Joined:
         i = bisect.bisect_right(self._first_places, place) - 1
         return self.calls[i], place - self._first_places[i]
 
-    @functools.cached_property
+    @computed_once
     def _first_places(self) -> list[int]:
         """Those of each call's first result among the results of all calls."""
         return [*itertools.accumulate(self.num_results[:-1], initial=0)]

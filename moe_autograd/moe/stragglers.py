@@ -14,13 +14,13 @@ Shape letters: T tokens.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from moe_autograd._computed_once import computed_once
 from moe_autograd._contexts import contextmanager
 from moe_autograd._interrupts import uninterrupted
 
@@ -111,11 +111,11 @@ class Wait:
         tokens = torch.cat([none, *(self._on_cpu[call] for call in calls)])
         return torch.bincount(tokens, minlength=self._num_tokens)
 
-    @functools.cached_property
+    @computed_once
     def _on_cpu(self) -> dict[int, Tensor]:
         return {call: tokens.cpu() for call, tokens in self._tokens_of.items()}
 
-    @functools.cached_property
+    @computed_once
     def _num_tokens(self) -> int:
         return 1 + max(int(tokens.max()) for tokens in self._on_cpu.values())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import torch
 
+from moe_autograd._computed_once import computed_once
 from moe_autograd.errors import CorruptDataError
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.framing import ALIGNMENT
@@ -36,7 +36,7 @@ class Arrived:
         self._position = 0
         self._forms: set[tuple[torch.dtype | None, int]] = set()  # dtypes and encodings of whole tensors
 
-    @functools.cached_property
+    @computed_once
     def memory(self) -> Memory:
         """The memory of the whole message."""
         return memory_of(self._message)

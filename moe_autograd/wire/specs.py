@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
+from moe_autograd._computed_once import computed_once
 from moe_autograd.wire import experts_pb2 as pb
 from moe_autograd.wire.tensors import DTYPES, TORCH_DTYPES
 
@@ -64,7 +64,7 @@ class TensorSpec:
                 return False
         return True
 
-    @functools.cached_property
+    @computed_once
     def _sizes(self) -> list[tuple[int, int]]:
         """The sizes that are not any, each with its place from the end."""
         places = range(-len(self.shape), 0)

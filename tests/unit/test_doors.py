@@ -18,6 +18,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "moe_autograd.errors": (),
     "moe_autograd._natural_order": (),
     "moe_autograd._contexts": (),
+    "moe_autograd._computed_once": (),
     "moe_autograd.timeline": (
         "moe_autograd._contexts",
         "moe_autograd._interrupts",
@@ -51,9 +52,10 @@ DOORS: dict[str, tuple[str, ...]] = {
         "moe_autograd._waiting",
     ),
     "moe_autograd._workers": ("moe_autograd._crew", "moe_autograd._habits", "moe_autograd._intraop"),
-    "moe_autograd.wire": ("moe_autograd.errors",),
+    "moe_autograd.wire": ("moe_autograd._computed_once", "moe_autograd.errors"),
     "moe_autograd.autograd": (
         "moe_autograd._ambient",
+        "moe_autograd._computed_once",
         "moe_autograd._contexts",
         "moe_autograd._frames",
         "moe_autograd._habits",
@@ -69,6 +71,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "moe_autograd.moe": (
         "moe_autograd._ambient",
+        "moe_autograd._computed_once",
         "moe_autograd._contexts",
         "moe_autograd._interrupts",
         "moe_autograd.autograd",
@@ -92,6 +95,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "experts_server.budget": ("moe_autograd.errors",),
     "experts_server.locks": ("moe_autograd.autograd", "moe_autograd.errors"),
     "experts_server.spec": (
+        "moe_autograd._computed_once",
         "moe_autograd.autograd",
         "moe_autograd.errors",
         "moe_autograd.moe.experts",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from moe_autograd._computed_once import computed_once
 from moe_autograd.errors import CheckpointError
 
 _NAMES = {
@@ -93,7 +93,7 @@ class Layout:
         starts, names = self._starts
         return names[bisect.bisect_right(starts, position) - 1]
 
-    @functools.cached_property
+    @computed_once
     def _starts(self) -> tuple[list[int], list[str]]:
         in_order = sorted((field.start, name) for name, field in self.fields.items() if field.num_bytes)
         return [start for start, _ in in_order], [name for _, name in in_order]
