@@ -15,7 +15,7 @@ from experts_server import ExpertsServer
 from tests.support.held import Held
 from tests.support.hosting import sgd
 from tests.support.servers import ROOT, ServerProcess
-from tests.support.subprocesses import assert_prints
+from tests.support.subprocesses import assert_prints, run_python
 
 WIDTH = 512
 MANY_ROWS = 2000  # several messages, which a thread of grpc feeds
@@ -157,12 +157,27 @@ def test_a_child_forked_in_the_middle_of_an_update_is_told_that_it_cannot_connec
 
 
 BESIDE_THREADS_THAT_CALL = """
-    import os, sys, threading, torch
+    import faulthandler, os, select, signal, sys, threading, torch
     from moe_autograd.remote import connect
 
-    address, num_forks = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)  # a team of threads does not outlive a fork
-    with connect(address, timeout_s=60) as experts:
+    faulthandler.dump_traceback_later(200, exit=True)
+    faulthandler.register(signal.SIGALRM)  # for children, to which the thread that waits for that does not come along
+
+    def fork_and_wait():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            with connect({address!r}, timeout_s=40) as anew:
+                anew["ffn.0"](torch.ones(1, 512))
+            os._exit(0)
+        has_ended = bool(select.select([os.pidfd_open(child)], [], [], 90)[0])
+        if not has_ended:
+            os.kill(child, signal.SIGKILL)
+            print("no line of a child ran", file=sys.stderr, flush=True)  # else it had told where it was
+        assert os.waitpid(child, 0)[1] == 0 or not has_ended
+
+    with connect({address!r}, timeout_s=60) as experts:
         is_over, errors = threading.Event(), []
 
         def work(rows):
@@ -176,38 +191,27 @@ BESIDE_THREADS_THAT_CALL = """
         threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 1, 1, 2000)]
         for thread in threads:
             thread.start()
-        for _ in range(num_forks):
-            child = os.fork()
-            if child == 0:
-                with connect(address, timeout_s=60) as anew:
-                    anew["ffn.0"](torch.ones(1, 512))
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
+        for _ in range(40):
+            fork_and_wait()
         is_over.set()
         for thread in threads:
             thread.join()
         print(*errors)
 """
+# What grpc's own threads do at a fork, which nobody else can wait for: "skipping fork() handlers" where one was still
+# at work on the end of an RPC, once in some hundred forks on a busy machine, and the child got its answer all the
+# same; or a child that never comes out of the fork, seen once in some ten thousand (grpc's issue 31885 has such).
+OF_GRPC = {"skipping fork() handlers": 2, "no line of a child ran": 1}
 
 
 def test_forks_beside_threads_that_call_lose_no_answer_and_no_child():
     with ServerProcess(*SERVE) as server:
-        command = [
-            sys.executable,
-            "-W",
-            "error",
-            "-c",
-            textwrap.dedent(BESIDE_THREADS_THAT_CALL),
-            server.address,
-        ]
-        ended = subprocess.run(
-            [*command, "40"], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False
-        )
-    # Once in some hundred forks on a busy machine, a thread of grpc's own is still at work on the end of an RPC, and
-    # grpc says that it prepares nothing for the child, which connected and got its answer all the same.
-    told = [line for line in ended.stderr.splitlines() if not line.endswith("skipping fork() handlers")]
-    assert (ended.returncode, ended.stdout, told) == (0, "\n", [])
-    assert len(ended.stderr.splitlines()) <= 2
+        ended = run_python(BESIDE_THREADS_THAT_CALL.format(address=server.address))
+    told = ended.stderr.splitlines()
+    of_grpc = {what: [line for line in told if line.endswith(what)] for what in OF_GRPC}
+    others = [line for line in told if not line.endswith(tuple(OF_GRPC))]
+    assert (ended.returncode, ended.stdout, others) == (0, "\n", []), ended.stderr
+    assert all(len(of_grpc[what]) <= num for what, num in OF_GRPC.items()), told
 
 
 BESIDE_A_FORK_THAT_WAITS = """
