@@ -200,7 +200,7 @@ BESIDE_THREADS_THAT_CALL = """
 """
 # What grpc's own threads do at a fork, which nobody else can wait for: "skipping fork() handlers" where one was still
 # at work on the end of an RPC, once in some hundred forks on a busy machine, and the child got its answer all the
-# same; or a child that never comes out of the fork, seen once in some ten thousand (grpc's issue 31885 has such).
+# same; or, it may be, a child that never comes out of the fork, as grpc's issue 31885 has: one of 10,000 hung.
 OF_GRPC = {"skipping fork() handlers": 2, "no line of a child ran": 1}
 
 
