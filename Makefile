@@ -29,13 +29,9 @@ demo: setup
 # pytest-timeout needs the interpreter lock. A test that freezes with it is told of in C, and ends its process.
 FROZEN := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
-# A test that ran out of time, as one does now and then on a busy machine, is run once more, and listed as RERUN. What
-# found something wrong is never run again.
-OUT_OF_TIME := -raR --reruns 1 --only-rerun '^(TimeoutExpired|TimeoutError):'
-
 test: setup .venv-triton/.ready
 	[ ! -e .venv-triton/.ready ] || export TRITONCLIENT_PYTHON=$(CURDIR)/.venv-triton/bin/python; \
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(FROZEN) $(OUT_OF_TIME)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(FROZEN)
 
 lint: setup
 	$(BIN)/ruff format --check .
