@@ -174,7 +174,9 @@ def test_cancelling_what_is_no_pass_reaches_the_server(what):
         busy = threading.Thread(target=others["held"], args=(X,))
         busy.start()
         assert held.begun.wait(60)
+        wait_until_inside(server, 1)  # what has been asked before has left
         asyncio.run(main(calls.get(what, experts.state_dict), server))
+        wait_until_inside(server, 1)  # what was cancelled has, too: else the server would go on with it
         held.may_go.set()
         busy.join(60)
         assert not experts.connection._finding.placement.is_lost(server.address)
