@@ -17,8 +17,11 @@ from experts_server.hosting.checks import check_calls, check_weights
 from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
+from experts_server.hosting.separating import is_row_wise
 from experts_server.spec import infer_spec
 from moe_autograd._contexts import contextmanager
+from moe_autograd.autograd.computed_from import all_below
+from moe_autograd.autograd.walks import gradient_edge
 from moe_autograd.errors import ExpertFailedError, InvalidCallError, RemoteError
 from moe_autograd.wire.status import told
 from moe_autograd.wire.tensors import check_can_travel
@@ -61,6 +64,8 @@ class ModuleCaller:
         self.is_on_cpu = self.device.type == "cpu"
         # Of the smallest and the largest call, by `evaluate` and the shape of a row.
         self._weights: dict[tuple[bool, torch.Size], tuple[_Weight, _Weight]] = {}
+        # By `evaluate`: which outputs were computed from which others, as the latest graph has shown.
+        self._uses: dict[bool, tuple[int, ...]] = {True: (), False: ()} if is_row_wise(module) else {}
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
@@ -73,6 +78,20 @@ class ModuleCaller:
     def is_in_mode(self, evaluate: bool) -> bool:
         """Whether the module trains or evaluates as a call wants it."""
         return self.module.training is not (evaluate or self.eval_only)
+
+    def knows_uses(self, evaluate: bool) -> bool:
+        """Whether a graph is no longer needed to say which outputs were computed from which others."""
+        return evaluate in self._uses
+
+    def uses_of(self, outputs: Outputs, evaluate: bool) -> tuple[int, ...]:
+        """Return which outputs were computed from which others, as `Outputs` has it; without a graph, as last time."""
+        edges = [gradient_edge(y)[:2] if y.requires_grad else None for y in outputs.tensors]
+        if any(edges) or len(edges) == 1:
+            below = all_below(edges) if len(edges) > 1 else {}
+            self._uses[evaluate] = tuple(
+                [n for place, own in below.items() for used in own for n in (place, used)]
+            )
+        return self._uses.get(evaluate, ())
 
     def set_mode(self, evaluate: bool) -> None:
         """Let the module train or evaluate; what it computes again by itself in a backward asks for that, too."""

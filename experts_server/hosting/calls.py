@@ -133,11 +133,19 @@ class InspectCall(Call):
 
 @dataclass(slots=True)
 class Outputs:
-    """The result of a forward: one tensor, or the tensors of a tuple or list; and whether its random seed was used."""
+    """The result of a forward.
+
+    Args:
+        tensors: of it.
+        is_sequence: whether they are those of a tuple or list.
+        has_drawn: whether its random seed was used.
+        uses: pairs of those that were computed from another one, at any distance, and that one.
+    """
 
     tensors: tuple[Tensor, ...]
     is_sequence: bool
     has_drawn: bool = False
+    uses: tuple[int, ...] = ()
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:

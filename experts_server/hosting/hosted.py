@@ -240,7 +240,7 @@ class HostedExpert:
         seed = call.random_seed or self.caller.random.next_seed()
         knew = self.caller.changes_inputs
         if self._saving.recompute:
-            with torch.no_grad():
+            with torch.set_grad_enabled(not self.caller.knows_uses(call.evaluate)):
                 outputs = self.caller.call(leaves, call.evaluate, seed)
             kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, seed)
         else:
@@ -250,10 +250,12 @@ class HostedExpert:
             self._keep(call, kept)
         answer = outputs.detached()
         answer.has_drawn = self.caller.random.has_drawn
+        answer.uses = self.caller.uses_of(outputs, call.evaluate)
         return answer
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
-        with torch.no_grad():
+        wants_uses = any(call.keep_graph for call in calls) and not self.caller.knows_uses(calls[0].evaluate)
+        with torch.set_grad_enabled(wants_uses):
             shares = self.joiner.call([call.inputs[0] for call in calls], calls[0].evaluate)
         for call, outputs in zip(calls, shares, strict=True):
             if call.keep_graph:

@@ -94,17 +94,20 @@ class Joiner:
     # ---- how
 
     def call(self, inputs: Sequence[Tensor], evaluate: bool) -> list[Outputs]:
-        """Call the module once for the rows of several inputs; return what each would have got.
+        """Call the module once for the rows of several inputs; return what each would have got, without a graph.
 
         Raises:
             ExpertFailedError: they cannot be told apart.
         """
         sizes = [x.shape[0] for x in inputs]
         x = torch.cat(list(inputs))
-        joined = self._call_silently(x, evaluate)
+        x.requires_grad_(torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()))
+        outputs = self._call_silently(x, evaluate)
+        joined = outputs.detached()
+        joined.uses = self._caller.uses_of(outputs, evaluate)
         self._check_shares(x, joined, sizes, evaluate)
         shares = zip(*(torch.split(on_cpu(tensor), sizes) for tensor in joined.tensors), strict=True)
-        return [Outputs(tensors, joined.is_sequence) for tensors in shares]
+        return [Outputs(tensors, joined.is_sequence, uses=joined.uses) for tensors in shares]
 
     def differentiate(
         self,

@@ -360,7 +360,7 @@ class PassStream:
         tensors: Any = ()
         if isinstance(result, Outputs):
             tensors = result.tensors
-            plain.is_sequence, plain.has_drawn = result.is_sequence, result.has_drawn
+            plain.is_sequence, plain.has_drawn, plain.uses = result.is_sequence, result.has_drawn, result.uses
         elif isinstance(result, pb.Status):
             head = plain.message()
             head.status.CopyFrom(result)

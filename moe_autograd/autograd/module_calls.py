@@ -64,6 +64,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.accumulating import Wanted, add_where_possible
 from moe_autograd.autograd.changes import follows
+from moe_autograd.autograd.computed_from import HAVE_USES
 from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, is_entry, past
@@ -227,7 +228,9 @@ class ModuleCall(UsedResults):
                 owner._shares_graph = self._shares_graph = True
             to_visit += node.next_functions
         note_seen(seen)
-        self._meets_results = num_met > 0
+        self._meets_results = num_met > 0 or (
+            bool(results and HAVE_USES) and any(map(HAVE_USES.__contains__, seen))
+        )
         return met, leaf_nodes, passed
 
     def nodes(self) -> set[Node | None]:

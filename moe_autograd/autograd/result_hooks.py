@@ -84,7 +84,7 @@ class Within(abc.ABC):
     """
 
     def __init__(self, output_nr: int) -> None:
-        self._output_nr = output_nr
+        self.output_nr = output_nr
         # by thread: what came from outside, where the call's own backward runs; `None`: it sleeps
         self.seeds: dict[int, Tensor | None] = {}
 
@@ -106,8 +106,8 @@ class Within(abc.ABC):
     @left_alone
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         """Return gradients in place of these, or nothing."""
-        new = self.of_tensor(grads[self._output_nr])
-        return None if new is None else (*grads[: self._output_nr], new, *grads[self._output_nr + 1 :])
+        new = self.of_tensor(grads[self.output_nr])
+        return None if new is None else (*grads[: self.output_nr], new, *grads[self.output_nr + 1 :])
 
     @left_alone
     def of_tensor(self, total: Tensor | None) -> Tensor | None:
@@ -216,7 +216,7 @@ class Arrived(Within):
             result: as the call knows it, if anybody still does: he may put hooks there, too.
         """
         if (joined := joined_by(node)) is not None:
-            joined.note_arrived(self._output_nr, self)
+            joined.note_arrived(self.output_nr, self)
         if hooks is None and result is not None:
             hooks = result._backward_hooks
         if hooks is not None:

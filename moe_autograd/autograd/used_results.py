@@ -1,10 +1,6 @@
 """Results of a call that it computed from each other, as the call sees them; `uses` has the nodes that lead to them.
 
-A call may return what it met on its way: hidden states, features along with the classes::
-
-        x' ──▶ [   ] ──▶ g ──▶ [   ] ──▶ h ──▶ [   ] ──▶ y        g and h are used: others were computed from them
-                                                                  h is next above g, and y next above h
-
+A call may return what it met on its way: hidden states, features along with the classes (drawn in `computed_from`).
 What flows from `y` to `h` flows within the call, whose backward takes it along: all that a plain backward wants. But a
 hook on `h`, its `retain_grad` and `torch.autograd.grad(y, h)` are about the whole gradient, in the outer graph.
 
@@ -31,6 +27,7 @@ from types import MappingProxyType
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
+from moe_autograd.autograd.computed_from import HAVE_USES, leads_of, next_above, results_below
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.joined import Joined
 from moe_autograd.autograd.module_results import CallResults
@@ -39,91 +36,13 @@ from moe_autograd.autograd.saved_tensors import is_packed
 from moe_autograd.autograd.sleeping_hooks import let_these_sleep, retained_grads_untouched, sleeping_hooks
 from moe_autograd.autograd.this_backward import on_this_thread
 from moe_autograd.autograd.upper_cuts import calls_within, only_computes
-from moe_autograd.autograd.walks import Edge, plain
+from moe_autograd.autograd.walks import plain
 from moe_autograd.autograd.wrapped_hooks import of_several
 
 # In the backward of a map: for each call the places of used results at which somebody looks.
 looked_at: ContextVar[Mapping[UsedResults, Collection[int]]] = ContextVar(
     "looked_at", default=MappingProxyType({})
 )
-
-
-def next_above(results: Sequence[Edge], ends: Collection[Edge]) -> dict[int, list[int]]:
-    """Return the places of used results, the lowest first, each with those of the results next above it.
-
-    Args:
-        results: of a call.
-        ends: of its graph.
-    """
-    bit_of = {edge: 1 << place for place, edge in enumerate(results)}
-    if len(bit_of) < len(results):
-        return {}
-    below = _results_below(bit_of, ends)
-    places_at: dict[Node, list[int]] = {}
-    for place, (node, _) in enumerate(results):
-        if node is not None:
-            places_at.setdefault(node, []).append(place)
-    above: dict[int, list[int]] = {}
-    for node, bits in below.items():
-        for place in places_at.get(node, ()):
-            above[place] = []
-            for used in _places(bits):
-                above[used].append(place)
-    return {place: users for place, users in above.items() if users}
-
-
-def _results_below(bit_of: Mapping[Edge, int], ends: Collection[Edge]) -> dict[Node, int]:
-    """Return for each node a bit for each result that it leads to other than through another; the lowest first."""
-    below: dict[Node, int] = {}
-    ahead: dict[Node, list[tuple[Node, int]]] = {}  # of nodes that wait for those below
-    to_visit = [node for node, _ in bit_of if node is not None]
-    while to_visit:
-        node = to_visit[-1]
-        edges = ahead.pop(node, None)
-        if edges is None and node not in below:
-            edges = ahead[node] = [(n, nr) for n, nr in node.next_functions if n and (n, nr) not in ends]
-            to_visit += [n for n, _ in edges if n not in below]
-            continue
-        to_visit.pop()
-        if edges is not None:
-            bits = 0
-            for edge in edges:
-                bits |= bit_of.get(edge) or below[edge[0]]
-            below[node] = bits
-    return below
-
-
-def leads_of(above: dict[int, list[int]]) -> list[tuple[list[int], list[int]]]:
-    """Return which results are to lead to which used ones, so that each leads to all that it was computed from.
-
-    Args:
-        above: as `next_above` has it.
-
-    Returns:
-        Places of used results, with those of the results that lead to them by one node; the lowest first. From where
-        one leads to another it leads on, so this takes as few as will do.
-    """
-    all_above: dict[int, int] = {}
-    depths: dict[int, int] = {}
-    grouped: dict[int, list[int]] = {}
-    for used in reversed(above):
-        further = 0
-        for place in above[used]:
-            further |= all_above.get(place, 0)
-        direct = sum(1 << place for place in above[used])
-        all_above[used] = direct | further
-        depths[used] = 1 + max(depths.get(place, 0) for place in above[used])
-        grouped.setdefault(direct & ~further, []).append(used)
-    groups = sorted(grouped.items(), key=lambda group: -depths[group[1][0]])
-    return [(used, _places(bits)) for bits, used in groups]
-
-
-def _places(bits: int) -> list[int]:
-    places = []
-    while bits:
-        places.append((bits & -bits).bit_length() - 1)
-        bits &= bits - 1
-    return places
 
 
 def _goes_twice(node: Node) -> bool:
@@ -205,9 +124,10 @@ class UsedResults(CallResults):
         return (hook for own in self._own_hooks.values() for hook in own.values())
 
     def _nodes_between(self) -> list[Node]:
-        """Return the nodes that lead to results."""
+        """Return the nodes that lead to results, or compute some from others themselves."""
         bit_of = {edge: 1 << place for place, edge in enumerate(plain(self._edges))}
-        return [node for node, bits in _results_below(bit_of, {*plain(self._ends)}).items() if bits]
+        below = results_below(bit_of, {*plain(self._ends)})
+        return [node for node, bits in below.items() if bits or node in HAVE_USES]
 
     def note_arrived(self, place: int, arrived: Arrived) -> None:
         """Note that a result is one of the call around the map, which others were computed from there."""

@@ -82,6 +82,7 @@ class Outcome:
         has_drawn: of a forward with a random seed: whether it drew random numbers.
         wants_no_step: of a backward: whether its gradients of weights are applied without a step.
         server: which one answered, as it was started; 0: it does not say.
+        uses: of a forward: pairs of tensors that were computed from another one, at any distance, and that one.
     """
 
     tensors: Tensors = ()
@@ -92,6 +93,7 @@ class Outcome:
     has_drawn: bool = False
     wants_no_step: bool = False
     server: int = 0
+    uses: Sequence[int] = ()
 
 
 def exchange(
@@ -236,6 +238,7 @@ class _Stream:
                 result.has_drawn,
                 result.wants_no_step,
                 result.server,
+                tuple(result.uses) if len(parcel.tensors) > 1 else (),
             )
             if self._is_measuring:
                 self._taken_s[index] = time.perf_counter() - self._started_s

@@ -202,6 +202,7 @@ class Connection:
             call.keep_graph = call.keep_graph and job.outcome.error is None
             call.is_kept = call.keep_graph
             call.num_outputs, call.is_sequence = len(job.outcome.tensors), job.outcome.is_sequence
+            call.uses = job.outcome.uses
             if not args[0].is_cpu:
                 job.outcome.tensors = on_devices_of([args[0]] * call.num_outputs, job.outcome.tensors)
         return [job.outcome for job in jobs]
@@ -354,7 +355,7 @@ def _check_outputs(job: Job) -> None:
     """Let a forward fail whose outputs cannot be an expert's."""
     outcome = job.outcome
     if outcome.error is None and (
-        wrong := mismatch_of_outputs(outcome.tensors, is_sequence=outcome.is_sequence)
+        wrong := mismatch_of_outputs(outcome.tensors, outcome.uses, is_sequence=outcome.is_sequence)
     ):
         place = f"expert {job.request.expert!r} at {job.address}, forward"
         job.outcome = Outcome(error=CorruptDataError(f"{place}: {wrong}"))

@@ -117,12 +117,20 @@ def refusal_of(hosted: HostedExpert, inputs: tuple[Tensor, ...]) -> InvalidCallE
     return None
 
 
-def mismatch_of_outputs(outputs: Tensors, *, is_sequence: bool) -> str:
-    """Return what is wrong with what a server says an expert returned: one tensor, or a sequence of tensors."""
+def mismatch_of_outputs(outputs: Tensors, uses: Sequence[int], *, is_sequence: bool) -> str:
+    """Return what is wrong with what a server says an expert returned: one tensor, or a sequence of tensors.
+
+    Args:
+        outputs: these.
+        uses: which of them were computed from which others, as `Call` has it.
+        is_sequence: whether it may be several.
+    """
     if len(outputs) == 1 and outputs[0] is not None:  # mostly
         return ""
     if is_sequence and all(y is not None for y in outputs):
-        return ""
+        if len(uses) % 2 == 0 and all(place < len(outputs) for place in uses):
+            return ""
+        return f"expected pairs of {len(outputs)} outputs, got {[*uses]}. The server is broken, or of another version."
     got = [None if y is None else tuple(y.shape) for y in outputs]
     expected = "tensors alone" if is_sequence else "one tensor"
     return f"expected {expected}, got {got}. The server is broken, or of another version."

@@ -16,8 +16,10 @@ Rules:
 3. A call none of whose outputs got a gradient is not made, as plain PyTorch would not run its backward.
 4. Outputs that need no gradient (under `no_grad`, or neither weights nor inputs want one) are marked so, and
    the server keeps nothing for them. A pass with no others makes no node.
-5. The server's answer is a number, not a graph: whoever asks for a second derivative gets an error.
-6. Random numbers follow from a seed of the caller's stream that travels with each call (`_random`, Rule 4): a forward
+5. Outputs that the server computed from each other do not lead to each other here. Whoever asks for one that others
+   were computed from gets an error (`used_elsewhere`).
+6. The server's answer is a number, not a graph: whoever asks for a second derivative gets an error.
+7. Random numbers follow from a seed of the caller's stream that travels with each call (`_random`, Rule 4): a forward
    that is repeated, by a retry, a replica or a checkpoint, draws the same.
 """
 
@@ -35,6 +37,7 @@ from moe_autograd.autograd.once import not_twice
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
+from moe_autograd.autograd.used_elsewhere import tie_uses
 from moe_autograd.remote.inputs import check_tensors, check_transforms, dense, under_autocast
 from moe_autograd.remote.parts import BackwardPart, Call
 
@@ -77,7 +80,18 @@ def call_experts(
     else:
         flat = [y for outcome in connection.run_forward(calls, inputs, failures) for y in outcome.tensors]
     rows = split(flat, [call.num_outputs for call in calls])
+    for call, row in zip(calls, rows, strict=True):
+        if call.uses and call.keep_graph:
+            _tie_uses(call, row)
     return [_result(call, row) for call, row in zip(calls, rows, strict=True)]
+
+
+def _tie_uses(call: Call, row: Sequence[Tensor]) -> None:
+    uses: dict[int, set[int]] = {}
+    for place, used in zip(call.uses[::2], call.uses[1::2], strict=True):
+        if place != used and row[place].requires_grad and row[used].requires_grad:
+            uses.setdefault(place, set()).add(used)
+    tie_uses(f"expert {call.expert!r}", row, uses)
 
 
 def _result(call: Call, row: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...] | None:
@@ -145,7 +159,7 @@ class _RemoteCalls(torch.autograd.Function):
             for part in parts:
                 sources = (ctx.connection.anchor, *part.inputs, *part.grad_outputs)
                 if (own := grads_of.get(part.call.call_id)) is not None:
-                    grads_of[part.call.call_id] = not_twice(own, sources, _TWICE)  # rule 5
+                    grads_of[part.call.call_id] = not_twice(own, sources, _TWICE)  # rule 6
         grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
         if not is_backward_compiled():
             return (None, None, None, None, *grads)

@@ -34,6 +34,7 @@ class Call:
         is_trained: whether that gives the weights gradients, unless they are frozen then.
         freeze: whether they are.
         is_sequence: whether it gave a tuple.
+        uses: pairs of tensors that it computed from another one, at any distance, and that one.
         address: the server that ran the forward.
         random_seed: what its random numbers follow from; 0: it draws none.
         replica: which of several it is there; 0: there is one only.
@@ -51,6 +52,7 @@ class Call:
     freeze: Freeze
     num_outputs: int = 0
     is_sequence: bool = False
+    uses: Sequence[int] = ()
     address: str = ""
     random_seed: int = 0
     replica: int = 0

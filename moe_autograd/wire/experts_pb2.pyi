@@ -235,7 +235,7 @@ class BackwardCall(_message.Message):
     def __init__(self, client_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_below: _Optional[int] = ..., call_id: _Optional[int] = ..., expert: _Optional[str] = ..., wants_weight_grads: _Optional[bool] = ..., wants_input_grads: _Optional[_Iterable[bool]] = ..., keep_graph: _Optional[bool] = ..., num_grad_outputs: _Optional[int] = ..., has_inputs: _Optional[bool] = ..., evaluate: _Optional[bool] = ..., reply_encoding: _Optional[_Union[Encoding, str]] = ..., random_seed: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class CallResult(_message.Message):
-    __slots__ = ("call", "status", "is_sequence", "queue_s", "compute_s", "has_drawn", "wants_no_step", "server")
+    __slots__ = ("call", "status", "is_sequence", "queue_s", "compute_s", "has_drawn", "wants_no_step", "server", "uses")
     CALL_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     IS_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +244,7 @@ class CallResult(_message.Message):
     HAS_DRAWN_FIELD_NUMBER: _ClassVar[int]
     WANTS_NO_STEP_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
     call: int
     status: Status
     is_sequence: bool
@@ -252,7 +253,8 @@ class CallResult(_message.Message):
     has_drawn: bool
     wants_no_step: bool
     server: int
-    def __init__(self, call: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., is_sequence: _Optional[bool] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., has_drawn: _Optional[bool] = ..., wants_no_step: _Optional[bool] = ..., server: _Optional[int] = ...) -> None: ...
+    uses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, call: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., is_sequence: _Optional[bool] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., has_drawn: _Optional[bool] = ..., wants_no_step: _Optional[bool] = ..., server: _Optional[int] = ..., uses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

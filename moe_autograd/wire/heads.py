@@ -83,6 +83,7 @@ class ResultHead(_Plain[pb.CallResult]):
     has_drawn: bool = False
     wants_no_step: bool = False
     server: int = 0
+    uses: tuple[int, ...] = ()
 
 
 PlainHead = ForwardHead | BackwardHead | ResultHead

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter
@@ -108,6 +109,29 @@ def test_offloaded_parts() -> None:
         assert [part.p for expert in experts for part in expert.stands_for.modules()] == [0.0, 0.0]
     with OffloadedExperts([nn.Linear(2, 2)], max_resident_bytes=1000) as experts, pytest.raises(TypeError):
         nn.Sequential(*experts).half()
+
+
+@of("**Results of one expert that is offloaded or elsewhere**, of which it computed some from others")
+def test_results_of_one_offloaded_expert() -> None:
+    class Features(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            features = super().forward(x)
+            return features, features.sin()
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with OffloadedExperts([Features(2, 2)], torch.optim.SGD, max_resident_bytes=1000) as experts:
+        features, classes = experts[0](x)
+        loss = features.sum() + classes.sum()
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            torch.autograd.grad(loss, features, retain_graph=True)
+        features.register_hook(lambda grad: None)
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            loss.backward(retain_graph=True)
+        (from_outside,) = torch.autograd.grad(features.sum(), features, retain_graph=True)
+        assert torch.equal(from_outside, torch.ones(1, 2))
+        with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+            loss.backward()
+        assert x.grad is not None
 
 
 @of("**A server that is further away than 0.8 s**, there and back: who is silent for 0.9 s counts as gone")

@@ -167,6 +167,23 @@ def test_outputs_that_no_expert_returns_are_refused(liar, expert, outputs, is_se
         expert(X.clone().requires_grad_(wants_grad))
 
 
+@pytest.mark.parametrize("uses", [[1], [0, 1, 1], [1, 2], [7, 0]])
+def test_uses_of_outputs_that_are_not_there_are_refused(liar, expert, uses):
+    liar.forward = lambda call: results((call, [X, X]), is_sequence=True, uses=uses)
+    with pytest.raises(CorruptDataError, match=r"forward: expected pairs of 2 outputs, got \["):
+        expert(X.clone().requires_grad_())
+
+
+def test_uses_of_whole_numbers_or_of_an_output_by_itself_are_none(liar, expert):
+    whole = torch.ones(2, dtype=torch.int64)
+    liar.forward = lambda call: results((call, [X, whole, X]), is_sequence=True, uses=[1, 0, 0, 1, 2, 2])
+    one, _, other = expert(X.clone().requires_grad_())
+    other.retain_grad()
+    liar.backward = lambda call: results((call, [X]))
+    (one.sum() + other.sum()).backward()
+    assert torch.equal(other.grad, torch.ones_like(X))
+
+
 def test_outputs_that_no_expert_returns_are_a_failure_that_a_layer_may_drop(liar, expert):
     liar.forward = lambda call: results((call, [X, X]))
     layer = MixtureOfExperts(TopKRouter(4, 1, top_k=1), [expert], on_failure="drop", allow_zero_outputs=True)

@@ -65,6 +65,14 @@ def hosted(
     return HostedExpert("e", module, training, memory, can_join=can_join, saving=saving)
 
 
+class Features(Scaled):
+    """Returns what it computed on the way as well."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = x.sin()
+        return self.linear(features) * self.scale, features
+
+
 def _ignore(*_: Any) -> None: ...
 
 
@@ -367,3 +375,14 @@ def test_backwards_that_differ_are_not_joined(change: str) -> None:
         case "rows":
             other.grad_outputs = (tokens(4, D),)
     assert expert.join_key(call) != expert.join_key(other)
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_calls_that_are_joined_at_first_say_which_outputs_were_computed_from_which(keep_graph: bool) -> None:
+    expert = hosted(Features())
+    for _ in range(2):
+        calls = [forward_call(i, rows(3, seed=i), keep_graph=keep_graph) for i in range(2)]
+        assert expert.join_key(calls[0]) == expert.join_key(calls[1]) is not None
+        answers = expert.forward(calls)
+        assert [answer.uses for answer in answers] == [(0, 1) if keep_graph else ()] * 2
+        assert not any(tensor.requires_grad for answer in answers for tensor in answer.tensors)

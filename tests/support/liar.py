@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -29,8 +29,13 @@ def parcels(*told: tuple[Message, list[torch.Tensor | None]]) -> list[bytes]:
     return list(iter(writer.next_message, None))
 
 
-def results(*told: tuple[int, list[torch.Tensor | None]], is_sequence: bool = False) -> list[bytes]:
-    return parcels(*((pb.CallResult(call=call, is_sequence=is_sequence), tensors) for call, tensors in told))
+def results(
+    *told: tuple[int, list[torch.Tensor | None]], is_sequence: bool = False, uses: Sequence[int] = ()
+) -> list[bytes]:
+    heads = [
+        (pb.CallResult(call=call, is_sequence=is_sequence, uses=uses), tensors) for call, tensors in told
+    ]
+    return parcels(*heads)
 
 
 def state(

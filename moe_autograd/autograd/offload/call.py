@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from moe_autograd._interrupts import unwinding
+from moe_autograd.autograd.computed_from import all_below
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.escaped import refuse_escaped
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, to_declare
@@ -43,6 +44,7 @@ from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
+from moe_autograd.autograd.used_elsewhere import tie_uses
 from moe_autograd.autograd.walks import gradient_edge, plain, walk
 
 _TWICE = (
@@ -87,6 +89,7 @@ class OffloadedCall:
         self.grad_dtypes: GradDtypes = ()  # of the results
         self._microbatches = Microbatches(0, 1)
         self._result: tuple[list[Any], TreeSpec] = ([], tree_flatten(None)[1])
+        self._uses: dict[int, set[int]] = {}  # of the results: which of them were computed from which others
         self._is_in_backward = torch._C._current_graph_task_id() != -1
 
     @unwinding
@@ -111,6 +114,7 @@ class OffloadedCall:
             with self.shown("forward"):
                 if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
                     tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
+                    tie_uses(self._held.name, tied, self._uses)
                 else:
                     self._result, tied = self._without_graph(call, tensors)
         finally:  # saved-tensor hooks may raise when the result is tied: it would hold the node, which holds this
@@ -164,6 +168,7 @@ class OffloadedCall:
                 piece = _Piece(_edges(inputs), _edges(outputs), self._held.weight_edges(), moved, rows)
                 check_reached(self._held.name, piece.outputs, [*piece.inputs, *piece.weights.values()])
                 pieces.append(piece)
+                self._note_uses(piece)
                 results.append(self._own(result, inputs))
             del inputs, result, outputs
             if moved is not None:
@@ -171,6 +176,11 @@ class OffloadedCall:
         self._result = tree_flatten(joined(results))
         self._held.open_calls.add(self)
         return [leaf for leaf in self._result[0] if isinstance(leaf, Tensor)], pieces
+
+    def _note_uses(self, piece: _Piece) -> None:
+        if len(piece.outputs) > 1:
+            for place, used in all_below([edge and edge[:2] for edge in piece.outputs]).items():
+                self._uses.setdefault(place, set()).update(used)
 
     def backward(
         self, pieces: list[_Piece], grads: Sequence[Tensor | None], for_weights: bool, keep_graph: bool

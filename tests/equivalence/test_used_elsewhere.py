@@ -1,0 +1,298 @@
+"""Experts that are offloaded or on a server, and whose results were computed from each other: right, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts_server import ExpertsServer
+from moe_autograd import parallel_apply
+from moe_autograd.autograd.computed_from import HAVE_USES
+from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.remote import connect
+from tests.support.offloading import OPTIMIZERS
+
+D = 4
+Where = Literal["offloaded", "in micro-batches", "computed again", "remote", "remote, computed again"]
+
+everywhere = pytest.mark.parametrize(
+    "where", ["offloaded", "in micro-batches", "computed again", "remote", "remote, computed again"]
+)
+
+
+class Features(nn.Module):
+    """Returns features, and classes that it computes from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.classes = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(x).tanh()
+        return features, self.classes(features)
+
+
+class Heads(Features):
+    """Two results, neither of which was computed from the other."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.features(x), self.classes(x)
+
+
+class Chain(Features):
+    """Each result was computed from the one before."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.features(x)
+        second = first.tanh()
+        return first, second, self.classes(second)
+
+
+class Doubled(Features):
+    """Returns one tensor twice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(x)
+        return features, features
+
+
+class Passing(Features):
+    """Returns its input, beside what it computes from it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.classes(x)
+
+
+@contextlib.contextmanager
+def expert_of(module: nn.Module, where: Where) -> Iterator[nn.Module]:
+    if where.startswith("remote"):
+        config = {"memory": {"recompute": where.endswith("again")}}
+        with (
+            ExpertsServer({"e.0": module}, optimizer=None, config=config, listen="127.0.0.1:0") as server,
+            connect(server.address) as experts,
+        ):
+            yield experts["e.0"]
+    else:
+        options: Any = {"num_microbatches": 2} if where == "in micro-batches" else {}
+        with OffloadedExperts([module], OPTIMIZERS["sgd"], max_resident_bytes=1 << 14, **options) as experts:
+            yield experts[0]
+
+
+def both(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    module = make()
+    return module, copy.deepcopy(module)
+
+
+def results_of(
+    expert: nn.Module, where: Where = "offloaded", *, in_a_map: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    x = torch.linspace(-1, 1, 2 * D).reshape(2, D).requires_grad_()
+    if in_a_map:
+        return x, parallel_apply([expert, torch.sin], [(x,), (x,)], recompute=where == "computed again")[0]
+    if where == "computed again":
+        return x, parallel_apply([expert], [(x,)], recompute=True)[0]
+    return x, expert(x)
+
+
+def by_name(loss: Tensor, looked_at: Tensor) -> Tensor | None:
+    return torch.autograd.grad(loss, looked_at, allow_unused=True)[0]
+
+
+def by_inputs(loss: Tensor, looked_at: Tensor) -> Tensor | None:
+    loss.backward(inputs=[looked_at])
+    return looked_at.grad
+
+
+def by_hook(loss: Tensor, looked_at: Tensor) -> Tensor | None:
+    seen = []
+    looked_at.register_hook(seen.append)
+    loss.backward()
+    return seen[0]
+
+
+def by_retaining(loss: Tensor, looked_at: Tensor) -> Tensor | None:
+    looked_at.retain_grad()
+    loss.backward()
+    return looked_at.grad
+
+
+LOOKS = [by_name, by_inputs, by_hook, by_retaining]
+
+
+@everywhere
+@pytest.mark.parametrize("in_a_map", [False, True])
+def test_a_result_that_others_were_computed_from_may_not_be_looked_at_with_these(
+    where: Where, in_a_map: bool
+) -> None:
+    with expert_of(both(Features)[0], where) as expert:
+        for look, weight in itertools.product(LOOKS, (0.0, 1.0)):
+            _, (features, classes) = results_of(expert, where, in_a_map=in_a_map)
+            loss = classes.square().sum() + (weight * features.sum() if weight else 0)
+            with pytest.raises(
+                RuntimeError, match=r"expected (nobody to look|a result that is asked for by name)"
+            ):
+                look(loss, features)
+
+
+@everywhere
+@pytest.mark.parametrize("in_a_map", [False, True])
+def test_what_is_looked_at_alone_gets_what_it_gets_in_plain_pytorch(where: Where, in_a_map: bool) -> None:
+    module, plain = both(Features)
+    with expert_of(module, where) as expert:
+        for look, place in itertools.product(LOOKS, (0, 1)):
+            found = []
+            for each in (expert, plain):
+                _, results = results_of(each, where if each is expert else "offloaded", in_a_map=in_a_map)
+                loss = results[place].square().sum() + (results[0].sum() if place else 0)
+                found.append(look(loss, results[place]))
+            torch.testing.assert_close(*found)
+
+
+@everywhere
+def test_where_nobody_looks_gradients_are_those_of_plain_pytorch(where: Where) -> None:
+    module, plain = both(Chain)
+    with expert_of(module, where) as expert:
+        grads = []
+        for each in (expert, plain):
+            x, results = results_of(each, where if each is expert else "offloaded")
+            loss = torch.stack([result.square().sum() for result in results]).sum()
+            grads.append(torch.autograd.grad(loss, x)[0])
+        torch.testing.assert_close(*grads)
+
+
+@everywhere
+def test_results_that_were_not_computed_from_each_other_may_be_looked_at(
+    where: Where,
+) -> None:
+    module, plain = both(Heads)
+    with expert_of(module, where) as expert:
+        for look in LOOKS:
+            found = []
+            for each in (expert, plain):
+                _, (one, other) = results_of(each, where if each is expert else "offloaded")
+                found.append(look(one.square().sum() + other.sin().sum(), one))
+            torch.testing.assert_close(*found)
+
+
+@everywhere
+def test_of_a_chain_each_refuses_for_all_below_it(where: Where) -> None:
+    with expert_of(both(Chain)[0], where) as expert:
+        for looked_at, with_gradient in ((0, 1), (0, 2), (1, 2)):
+            _, results = results_of(expert, where)
+            with pytest.raises(RuntimeError, match="expected nobody to look"):
+                by_hook(results[with_gradient].sum(), results[looked_at])
+        for looked_at, with_gradient in ((1, 0), (2, 0), (2, 1)):
+            _, results = results_of(expert, where)
+            assert by_name(results[with_gradient].sum(), results[looked_at]) is None
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_tensor_that_is_returned_twice_was_computed_from_itself(where: Where, place: int) -> None:
+    with expert_of(both(Doubled)[0], where) as expert:
+        _, results = results_of(expert)
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            by_hook(results[1 - place].sum(), results[place])
+
+
+def test_an_input_that_is_returned_was_used_as_well() -> None:
+    with expert_of(both(Passing)[0], "offloaded") as expert:
+        _, results = results_of(expert)
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            by_hook(results[1].sum(), results[0])
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_hooks_of_users_are_not_called_before_the_error(where: Where) -> None:
+    with expert_of(both(Features)[0], where) as expert:
+        _, (features, classes) = results_of(expert)
+        called: list[Any] = []
+        features.register_hook(called.append)
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            classes.sum().backward()
+        assert not called
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_who_looks_may_have_let_go_of_the_result(where: Where) -> None:
+    with expert_of(both(Features)[0], where) as expert:
+        _, (features, classes) = results_of(expert)
+        features.register_hook(lambda grad: None)
+        loss = classes.sum() + features.sum()
+        del features
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_a_hook_that_was_removed_does_not_look(where: Where) -> None:
+    with expert_of(both(Features)[0], where) as expert:
+        x, (features, classes) = results_of(expert)
+        features.register_hook(lambda grad: None).remove()
+        (classes.sum() + features.sum()).backward()
+        assert x.grad is not None
+
+
+def test_the_error_names_the_expert() -> None:
+    with expert_of(both(Features)[0], "remote") as expert:
+        _, (features, classes) = results_of(expert)
+        with pytest.raises(RuntimeError, match=r"^expert 'e\.0': expected nobody to look"):
+            by_name(classes.sum(), features)
+
+
+def test_what_a_caller_computes_further_leads_to_the_results_of_a_call_around() -> None:
+    """The features are a result of the map's call, and so is what that computes from the classes."""
+
+    class Around(nn.Module):
+        def __init__(self, expert: nn.Module) -> None:
+            super().__init__()
+            self.expert = expert
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            time.sleep(0)  # so that it is not made in turn
+            features, classes = self.expert(x)
+            return features, classes.sin(), features.cos()
+
+    module, plain = both(Features)
+    with expert_of(module, "offloaded") as expert:
+        x, (features, further, _) = results_of(Around(expert), in_a_map=True)
+        with pytest.raises(RuntimeError, match="expected a result that is asked for by name"):
+            by_name(further.sum(), features)
+        _, (features, further, _) = results_of(Around(expert), in_a_map=True)
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            by_hook(further.sum(), features)
+        x, (features, further, _) = results_of(Around(expert), in_a_map=True)
+        expected_x, (_, expected, _) = results_of(Around(plain))
+        further.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(x.grad, expected_x.grad)
+
+
+def test_a_result_can_be_saved_without_a_warning_of_hooks(
+    recwarn: pytest.WarningsRecorder, tmp_path: Any
+) -> None:
+    with expert_of(both(Features)[0], "offloaded") as expert:
+        torch.save(results_of(expert)[1], tmp_path / "results.pt")
+    assert not [each for each in recwarn if "hook" in str(each.message)]
+
+
+def test_nothing_is_kept_of_a_graph_that_is_gone() -> None:
+    with expert_of(both(Features)[0], "offloaded") as expert:
+        _, (features, classes) = results_of(expert)
+        node = weakref.ref(features.grad_fn)
+        assert node() in HAVE_USES
+        (features.sum() + classes.sum()).backward()
+        del features, classes
+        assert node() is None or (gc.collect() and node() is None)
+        assert not HAVE_USES
