@@ -112,6 +112,7 @@ def test_offloaded_parts() -> None:
 
 
 @of("**Results of one expert that is offloaded or elsewhere**, of which it computed some from others")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
 def test_results_of_one_offloaded_expert() -> None:
     class Features(nn.Linear):
         def forward(self, x: Tensor) -> Any:
