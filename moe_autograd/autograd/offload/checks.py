@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from moe_autograd.autograd.in_objects import tensors_in_objects
@@ -205,6 +206,21 @@ def check_values(name: str, tensors: Mapping[str, Tensor], device: torch.device)
                 f"{name}: expected {tensor_name} with values, on {device}, got one {got}. Call a lazy module once and "
                 "load a meta one before, and pass device= if experts are on several."
             )
+
+
+def check_not_cached(name: str, module: nn.Module) -> None:
+    """Raise `RuntimeError` if `parametrize.cached()` would give a call what an earlier one computed of its weights.
+
+    Each call has a graph of its own, which its backward frees.
+    """
+    if parametrize._cache_enabled and any(
+        id(part) == key[0] for key in parametrize._cache for part in module.modules()
+    ):
+        raise RuntimeError(
+            f"{name}: expected one call within parametrize.cached(), got another one (a micro-batch and a second run in "
+            "the backward count as well), which would share a graph with the first. Enter parametrize.cached() within "
+            "the expert's forward."
+        )
 
 
 def check_fits(parts: Sequence[Part], limit_bytes: int) -> None:

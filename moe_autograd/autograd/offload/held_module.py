@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_autograd._contexts import contextmanager
-from moe_autograd.autograd.offload.checks import check_values
+from moe_autograd.autograd.offload.checks import check_not_cached, check_values
 from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.owners import check_own
 from moe_autograd.autograd.offload.parts import Part
@@ -68,6 +68,7 @@ class HeldModule:
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module, whose weights are held."""
+        check_not_cached(self.name, self.module)
         with self.noticing_changes(), _caching_no_casts(self.residency.device):
             return self.module(*args, **kwargs)
 
