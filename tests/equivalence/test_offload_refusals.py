@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
 from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_autograd.autograd.offload import OffloadedExperts
@@ -373,46 +371,3 @@ def test_they_cannot_be_copied_or_pickled(way: Callable[[Any], Any]) -> None:
             TypeError, match=r"expected to stay where (it is|they are), got copied or pickled"
         ):
             way(one)
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_a_second_call_within_parametrize_cached_is_refused(is_training: bool) -> None:
-    """It would share what the first has computed of the weights, with its graph or in memory that is used again."""
-    experts = offloaded(weight_norm(nn.Linear(4, 4)))
-    x = torch.ones(2, 4)
-    with torch.set_grad_enabled(is_training):
-        for _ in range(2):
-            with parametrize.cached():
-                y = experts[0](x)
-                with pytest.raises(
-                    RuntimeError, match=r"expected one call within parametrize\.cached\(\), got another"
-                ):
-                    experts[0](x)
-            assert y.requires_grad is is_training
-            if is_training:
-                y.sum().backward()
-
-
-def test_micro_batches_within_parametrize_cached_are_refused() -> None:
-    experts = offloaded(weight_norm(nn.Linear(4, 4)), num_microbatches=2)
-    with parametrize.cached(), pytest.raises(RuntimeError, match="a micro-batch and a second run"):
-        experts[0](torch.ones(2, 4))
-
-
-def test_parametrize_cached_within_an_experts_forward_is_as_in_plain_pytorch() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = weight_norm(nn.Linear(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            with parametrize.cached():
-                return self.cell(self.cell(x))
-
-    torch.manual_seed(0)
-    plain = Recurrent()
-    experts = offloaded(copy.deepcopy(plain), num_microbatches=2)
-    for module in (plain, experts[0]):
-        (module(torch.ones(2, 4)).sum() + module(torch.ones(2, 4)).sin().sum()).backward()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(experts.gradients(0)[name], parameter.grad)

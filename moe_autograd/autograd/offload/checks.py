@@ -213,14 +213,14 @@ def check_not_cached(name: str, module: nn.Module) -> None:
 
     Each call has a graph of its own, which its backward frees.
     """
-    if parametrize._cache_enabled and any(
-        id(part) == key[0] for key in parametrize._cache for part in module.modules()
-    ):
-        raise RuntimeError(
-            f"{name}: expected one call within parametrize.cached(), got another one (a micro-batch and a second run in "
-            "the backward count as well), which would share a graph with the first. Enter parametrize.cached() within "
-            "the expert's forward."
-        )
+    if parametrize._cache_enabled:
+        cached_of = {key[0] for key in parametrize._cache}
+        if not cached_of.isdisjoint(map(id, module.modules())):
+            raise RuntimeError(
+                f"{name}: expected one call within parametrize.cached(), got another one (a micro-batch counts, and a "
+                "second run in the backward), which would share a graph with the first. Enter parametrize.cached() "
+                "within the expert's forward."
+            )
 
 
 def check_fits(parts: Sequence[Part], limit_bytes: int) -> None:
