@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.autograd.graph import Node
 
+from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.walks import Edge
 
 # of nodes that computed some of their outputs from others: for each of these outputs, from which; at any distance
@@ -60,8 +61,10 @@ def all_below(results: Sequence[Edge | None]) -> dict[int, set[int]]:
         if edge is not None:
             bit_of[edge] = bit_of.get(edge, 0) | 1 << place
     edges_at = _by_node(bit_of)
+    below = results_below(bit_of, ())
+    note_seen(below)
     found: dict[int, set[int]] = {}
-    for node, bits in results_below(bit_of, ()).items():  # the lowest first
+    for node, bits in below.items():  # the lowest first
         for edge in edges_at.get(node, ()):
             same, direct = _places(bit_of[edge]), _places(bits | _own_bits(edge, bit_of))
             further = {one for used in direct for one in found.get(used, ())}

@@ -88,6 +88,23 @@ y = experts[0](xs[0])
 """)
 
 
+def test_an_expert_on_a_server_with_two_results() -> None:
+    """The server walks its graph, as one was computed from the other."""
+    assert_ends("""
+from experts_server import ExpertsServer
+from moe_autograd.remote import connect
+
+class Two(Recurrent):
+    def forward(self, x):
+        first = x.sin()
+        return first, super().forward(first)
+
+with ExpertsServer({"e": Two()}, optimizer=None, listen="127.0.0.1:0") as server, connect(server.address) as remote:
+    first, last = remote["e"](xs[0])
+    last.sum().backward()
+""")
+
+
 def test_what_a_call_saved_goes_with_its_graph() -> None:
     """At once it cannot: a thread lets go of it."""
     assert_ends("""
