@@ -5,7 +5,7 @@ Knows nothing of clients, gradients that gather, or what is kept: it makes `Outp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -64,8 +64,9 @@ class ModuleCaller:
         self.is_on_cpu = self.device.type == "cpu"
         # Of the smallest and the largest call, by `evaluate` and the shape of a row.
         self._weights: dict[tuple[bool, torch.Size], tuple[_Weight, _Weight]] = {}
-        # By `evaluate`: which outputs were computed from which others, as the latest graph has shown.
-        self._uses: dict[bool, tuple[int, ...]] = {True: (), False: ()} if is_row_wise(module) else {}
+        # Which outputs were computed from which others, by the kind of a call, as the first graph of each has shown.
+        self._uses: dict[object, tuple[int, ...]] = {}
+        self._returns_one = is_row_wise(module)  # tensor, as far as is known
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
@@ -79,19 +80,27 @@ class ModuleCaller:
         """Whether the module trains or evaluates as a call wants it."""
         return self.module.training is not (evaluate or self.eval_only)
 
-    def knows_uses(self, evaluate: bool) -> bool:
-        """Whether a graph is no longer needed to say which outputs were computed from which others."""
-        return evaluate in self._uses
+    def knows_uses(self, inputs: Sequence[Tensor], evaluate: bool) -> bool:
+        """Whether no graph is needed to say of a call which outputs were computed from which others."""
+        return self._returns_one or _kind_of_call(inputs, evaluate) in self._uses
 
-    def uses_of(self, outputs: Outputs, evaluate: bool) -> tuple[int, ...]:
-        """Return which outputs were computed from which others, as `Outputs` has it; without a graph, as last time."""
+    def uses_of(self, outputs: Outputs, inputs: Sequence[Tensor], evaluate: bool) -> tuple[int, ...]:
+        """Return which outputs were computed from which others, as `Outputs` has it.
+
+        Without a graph: as the first call with such inputs has shown.
+        """
+        self._returns_one = len(outputs.tensors) == 1
+        if self._returns_one:
+            return ()
+        kind = _kind_of_call(inputs, evaluate)
         edges = [gradient_edge(y)[:2] if y.requires_grad else None for y in outputs.tensors]
-        if any(edges) or len(edges) == 1:
-            below = all_below(edges) if len(edges) > 1 else {}
-            self._uses[evaluate] = tuple(
-                [n for place, own in below.items() for used in own for n in (place, used)]
-            )
-        return self._uses.get(evaluate, ())
+        if any(edges):
+            if len(self._uses) >= MAX_KNOWN_SHAPES:
+                self._uses.clear()
+            pairs = [(place, used) for place, below in all_below(edges).items() for used in below]
+            self._uses[kind] = tuple(chain.from_iterable(pairs))
+        uses = self._uses.get(kind, ())
+        return uses if all(place < len(edges) for place in uses) else ()
 
     def set_mode(self, evaluate: bool) -> None:
         """Let the module train or evaluate; what it computes again by itself in a backward asks for that, too."""
@@ -225,6 +234,11 @@ class ModuleCaller:
         failure = self.failure("forward", error)
         likely = None if self.spec.width is None else self.spec.mismatch(self.name, inputs)
         return failure if likely is None else InvalidCallError(f"{likely} Its module raised {told(error)}")
+
+
+def _kind_of_call(inputs: Sequence[Tensor], evaluate: bool) -> object:
+    """Return what is equal for calls in which the same outputs are computed from the same others, most likely."""
+    return evaluate, *[(x.requires_grad, x.shape[1:]) for x in inputs]
 
 
 def _versions_of(tensors: tuple[Tensor, ...]) -> list[int]:

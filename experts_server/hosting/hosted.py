@@ -240,7 +240,7 @@ class HostedExpert:
         seed = call.random_seed or self.caller.random.next_seed()
         knew = self.caller.changes_inputs
         if self._saving.recompute:
-            with torch.set_grad_enabled(not self.caller.knows_uses(call.evaluate)):
+            with torch.set_grad_enabled(not self.caller.knows_uses(leaves, call.evaluate)):
                 outputs = self.caller.call(leaves, call.evaluate, seed)
             kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, seed)
         else:
@@ -250,13 +250,13 @@ class HostedExpert:
             self._keep(call, kept)
         answer = outputs.detached()
         answer.has_drawn = self.caller.random.has_drawn
-        answer.uses = self.caller.uses_of(outputs, call.evaluate)
+        answer.uses = self.caller.uses_of(outputs, leaves, call.evaluate)
         return answer
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:
-        wants_uses = any(call.keep_graph for call in calls) and not self.caller.knows_uses(calls[0].evaluate)
-        with torch.set_grad_enabled(wants_uses):
-            shares = self.joiner.call([call.inputs[0] for call in calls], calls[0].evaluate)
+        has_backwards = any(call.keep_graph for call in calls)
+        inputs = [call.inputs[0] for call in calls]
+        shares = self.joiner.call(inputs, calls[0].evaluate, wants_uses=has_backwards)
         for call, outputs in zip(calls, shares, strict=True):
             if call.keep_graph:
                 leaves = self.caller.leaves(call.inputs, call.input_requires_grad)

@@ -93,7 +93,7 @@ class Joiner:
 
     # ---- how
 
-    def call(self, inputs: Sequence[Tensor], evaluate: bool) -> list[Outputs]:
+    def call(self, inputs: Sequence[Tensor], evaluate: bool, *, wants_uses: bool = False) -> list[Outputs]:
         """Call the module once for the rows of several inputs; return what each would have got, without a graph.
 
         Raises:
@@ -101,10 +101,11 @@ class Joiner:
         """
         sizes = [x.shape[0] for x in inputs]
         x = torch.cat(list(inputs))
-        x.requires_grad_(torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()))
-        outputs = self._call_silently(x, evaluate)
+        x.requires_grad_(wants_uses and (x.is_floating_point() or x.is_complex()))
+        with torch.set_grad_enabled(wants_uses and not self._caller.knows_uses((x,), evaluate)):
+            outputs = self._call_silently(x, evaluate)
         joined = outputs.detached()
-        joined.uses = self._caller.uses_of(outputs, evaluate)
+        joined.uses = self._caller.uses_of(outputs, (x,), evaluate) if wants_uses else ()
         self._check_shares(x, joined, sizes, evaluate)
         shares = zip(*(torch.split(on_cpu(tensor), sizes) for tensor in joined.tensors), strict=True)
         return [Outputs(tensors, joined.is_sequence, uses=joined.uses) for tensors in shares]

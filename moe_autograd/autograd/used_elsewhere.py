@@ -9,6 +9,7 @@ at `h` and a gradient comes to `y`.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from moe_autograd.autograd.computed_from import HAVE_USES
 from moe_autograd.autograd.result_hooks import Within
 from moe_autograd.autograd.this_backward import asked_for_by_name
 from moe_autograd.autograd.uncompiled import is_backward_compiled, left_alone
+from moe_autograd.autograd.wrapped_hooks import innermost
 
 _MISSED = (
     "expected nobody to look (by a hook, retain_grad or torch.autograd.grad) at a result that the expert has computed "
@@ -69,7 +71,7 @@ class _Used:
         result = self._result()
         return (
             self._edge in asked_for_by_name()
-            or any(not isinstance(hook, _Refusal) for hook in (self._hooks or {}).values())
+            or any(map(_looks, (self._hooks or {}).values()))
             or any(self._sees(hook) for hook in (self._hooks_of_node() or {}).values())
             or (result is not None and result.retains_grad and id(result.grad_fn) == self._edge[0])
         )
@@ -96,6 +98,16 @@ class _Refusal:
         """Raise if a gradient comes here, and somebody looks at one of them."""
         if grad is not None and not is_backward_compiled() and any(one.is_looked_at() for one in self.used):
             raise RuntimeError(f"{self._name}: {_MISSED}")
+
+
+def _looks(hook: object) -> bool:
+    """Whether a hook is one of a user's; FSDP's only say that a backward has come so far."""
+    if isinstance(hook, _Refusal):
+        return False
+    own: Any = innermost(hook)
+    while isinstance(own, functools.partial):
+        own = own.func
+    return not str(getattr(own, "__module__", "")).startswith("torch.distributed.")
 
 
 def _nothing(*_: object) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from moe_autograd.autograd.in_objects import tensors_in_objects
@@ -208,19 +207,17 @@ def check_values(name: str, tensors: Mapping[str, Tensor], device: torch.device)
             )
 
 
-def check_not_cached(name: str, module: nn.Module) -> None:
+def check_not_cached(name: str, cached: Mapping[object, Tensor]) -> None:
     """Raise `RuntimeError` if `parametrize.cached()` would give a call what an earlier one computed of its weights.
 
     Each call has a graph of its own, which its backward frees.
     """
-    if parametrize._cache_enabled:
-        cached_of = {key[0] for key in parametrize._cache}
-        if not cached_of.isdisjoint(map(id, module.modules())):
-            raise RuntimeError(
-                f"{name}: expected one call within parametrize.cached(), got another one (a micro-batch counts, and a "
-                "second run in the backward), which would share a graph with the first. Enter parametrize.cached() "
-                "within the expert's forward."
-            )
+    if any(value.requires_grad for value in cached.values()):
+        raise RuntimeError(
+            f"{name}: expected one call within parametrize.cached(), got another one (a micro-batch counts, and a "
+            "second run in the backward), which would share a graph with the first. Enter parametrize.cached() within "
+            "the expert's forward."
+        )
 
 
 def check_fits(parts: Sequence[Part], limit_bytes: int) -> None:

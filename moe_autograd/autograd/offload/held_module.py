@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
@@ -68,9 +69,23 @@ class HeldModule:
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module, whose weights are held."""
-        check_not_cached(self.name, self.module)
-        with self.noticing_changes(), _caching_no_casts(self.residency.device):
-            return self.module(*args, **kwargs)
+        check_not_cached(self.name, self._cached())
+        try:
+            with self.noticing_changes(), _caching_no_casts(self.residency.device):
+                return self.module(*args, **kwargs)
+        finally:
+            for key, value in self._cached().items():
+                if self.is_borrowed(value):
+                    del parametrize._cache[key]
+
+    def _cached(self) -> dict[Any, Tensor]:
+        """Return what `parametrize.cached()` keeps of this module."""
+        if not parametrize._cache_enabled:
+            return {}
+        own: set[object] = {id(part) for part in self.module.modules()}
+        return {
+            key: value for key, value in [*parametrize._cache.items()] if key[0] in own and value is not None
+        }
 
     @contextmanager
     def noticing_changes(self) -> Iterator[None]:
