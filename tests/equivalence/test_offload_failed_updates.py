@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.offloading import OPTIMIZERS, assert_same_weights, both, ffn
-from tests.support.scarce import no_thread_to_give
+from tests.support.scarce import full_disk, no_thread_to_give
 from tests.support.stores import WatchedStore
 
 PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8")
@@ -251,3 +251,84 @@ def test_an_update_that_raises_halfway_is_not_made_again() -> None:
     experts.step()
     wanted = {"weight": plain[0].weight - plain[0].weight.grad, "bias": plain[0].bias}
     torch.testing.assert_close(experts.state_dict(0), wanted)
+
+
+class _Growing(torch.optim.SGD):
+    """Has three times the state from its second step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for state in self.state.values():
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] == 2:
+                state["second"], state["third"] = (state["momentum_buffer"].clone() for _ in range(2))
+
+
+_STATE_OF_LINEAR = {
+    "first state": (OPTIMIZERS["adam"], 2 * 288 + 8),
+    "state that grows": (lambda p: _Growing(p, lr=0.1, momentum=0.9), 3 * 288),
+}
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+@pytest.mark.parametrize("which", _STATE_OF_LINEAR)
+@pytest.mark.parametrize("is_repeated", [True, False], ids=["step is repeated", "step is given up"])
+def test_state_that_found_no_room_on_the_disk_is_in_the_next_checkpoint(
+    tmp_path: Path, which: str, update: str, is_repeated: bool
+) -> None:
+    """It lacked it without an error, and `restore` took it away."""
+    make, state_bytes = _STATE_OF_LINEAR[which]
+    limit = 2 * 288 + state_bytes + 48  # for weights, gradients and state of one
+    experts, plain = both(
+        lambda: nn.Linear(8, 8), 3, make, update=update, store=tmp_path, max_resident_bytes=limit
+    )
+    optimizers = [make(module.parameters()) for module in plain]
+    x = torch.randn(4, 8)
+
+    def train_plain(i: int) -> None:
+        plain[i](x).square().sum().backward()
+        optimizers[i].step()
+        optimizers[i].zero_grad()
+
+    def train() -> None:
+        for i in range(3):
+            experts[i](x).square().sum().backward()
+            train_plain(i)
+        experts.step()
+        experts.zero_grad()
+
+    if which == "state that grows":
+        train()
+    loss = experts[1](x).square().sum()
+    if update == "on_step":
+        loss.backward()
+    experts.residency.flush()
+    with full_disk():
+        for expert in experts:
+            expert.apply(lambda _: None)  # their weights cannot leave any more
+        with pytest.raises(OSError, match="File too large"):
+            experts.step() if update == "on_step" else loss.backward()
+        with pytest.raises(OSError, match="File too large"):
+            experts.checkpoint()
+    if is_repeated:
+        experts.step()
+    experts.zero_grad()
+    train_plain(1)
+
+    experts.checkpoint()
+    experts.restore()
+    for _ in range(2):
+        train()
+    assert_same_weights(experts, plain)
+    experts.close()
+
+
+def test_state_that_exceeds_the_limit_is_told_as_often_as_it_is_met(tmp_path: Path) -> None:
+    """Only the first `step` said so, and a checkpoint lacked it."""
+    experts, _ = both(lambda: nn.Linear(8, 8), 2, store=tmp_path, max_resident_bytes=1000)
+    experts[1](torch.ones(4, 8)).sum().backward()
+    for told in (experts.step, experts.step, experts.checkpoint):
+        with pytest.raises(ValueError, match=r"max_resident_bytes of at least .* got 1000"):
+            told()
+    assert list(tmp_path.glob("checkpoint-*")) == []
+    experts.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 from collections.abc import Iterator
 
@@ -15,3 +16,14 @@ def no_thread_to_give() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(usual)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Within, no file takes another byte of this process."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)

@@ -266,6 +266,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             RuntimeError: the experts are closed, or this process is a fork.
             Exception: whatever an optimizer, or a hook of its step, raises.
         """
+        for held in self._held:
+            held.make_room_for_state()
         order = self._to_update()
         above = self._above._to_update() if self._above is not None else []
         _prefetch([(held.residency, held.parts_to_update()) for held in (*order, *above)])
@@ -330,6 +332,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             CheckpointError: the store is no folder, or an optimizer's state holds something beside tensors of its
                 parameters and plain values. Nothing is saved.
             TypeError: the note holds something else, such as a tensor.
+            ValueError: an expert's state, for which a `step` that raised found no room, exceeds the limit.
+            OSError: the store failed, or the folder. Nothing is saved.
+            RuntimeError: the experts are closed, or this process is a fork.
         """
         return self._shared.checkpoint(note)
 

@@ -77,7 +77,7 @@ class HeldExpert(HeldModule):
             residency.fill(self.weights, dict(self.tensors))  # which it empties
             if self._optimizer is not None:
                 self._optimizer.keep()  # some make state at once, and some have loaded it
-            self._make_room_for_state()
+            self.make_room_for_state()
         except BaseException:
             self.forget()
             raise
@@ -111,7 +111,8 @@ class HeldExpert(HeldModule):
 
         For an owner that calls the module and steps the optimizer itself; gradients are its own business.
         """
-        with self._hold([self.weights, *([self.state] if for_update and self.state else [])]):
+        hold = self._hold if for_update else self.residency.hold
+        with hold([self.weights, *([self.state] if for_update and self.state else [])]):
             try:
                 with self.noticing_changes():
                     yield
@@ -135,9 +136,15 @@ class HeldExpert(HeldModule):
             with self.residency.hold(parts):
                 yield
         finally:  # an update that raises has come as far as it has
-            self._make_room_for_state()
+            self.make_room_for_state()
 
-    def _make_room_for_state(self) -> None:
+    def make_room_for_state(self) -> None:
+        """Give what the optimizer has made a part, also where an update before found no room for it.
+
+        Raises:
+            ValueError: with what an update needs beside it, it exceeds the limit.
+            OSError: the store failed.
+        """
         if self._optimizer is not None and self._optimizer.wants_part:
             self._optimizer.move_into_a_part(beside=[self.weights, self.gradients])
 

@@ -42,8 +42,7 @@ class HeldOptimizer:
         self.name, self.optimizer = name, optimizer
         self.part: Part | None = None  # until there are tensors
         self._parameters, self._residency = parameters, residency
-        self.wants_part = False  # whether there are tensors that could not be kept
-        self._put_aside: dict[str, Tensor] = {}  # while no part has room for them
+        self._put_aside: dict[str, Tensor] | None = None  # while no part has room for them
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # wrappers of others may have none
             optimizer.register_step_pre_hook(_refuse_step_without_gradients)
 
@@ -85,13 +84,11 @@ class HeldOptimizer:
 
     def keep(self) -> None:
         """Leave the tensors in their part, which is held if there is one, unless they do not fit."""
-        tensors = self._tensors()
         if self.part is None:
-            self.wants_part = bool(tensors)
             return
+        tensors = self._tensors()
         if Layout.of(tensors) != self.part.layout:
             self._put_aside = {name: tensor.clone() for name, tensor in tensors.items()}
-            self.wants_part = True
             return
         assert self.part.buffer is not None
         with torch.no_grad():
@@ -100,6 +97,11 @@ class HeldOptimizer:
                     view.copy_(tensors[name])
         self._attach(self.part.buffer)
         self._residency.changed(self.part)
+
+    @property
+    def wants_part(self) -> bool:
+        """Whether there are tensors that no part has."""
+        return self._put_aside is not None or (self.part is None and bool(self._places()))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""
@@ -116,7 +118,7 @@ class HeldOptimizer:
         }
 
     def move_into_a_part(self, beside: Iterable[Part]) -> None:
-        """Give tensors that could not be kept a part of their own.
+        """Give tensors that no part has one of their own.
 
         Args:
             beside: what an update holds with it.
@@ -124,7 +126,7 @@ class HeldOptimizer:
         Raises:
             ValueError: together they exceed the limit.
         """
-        tensors, self._put_aside, self.wants_part = self._put_aside or self._tensors(), {}, False
+        tensors, self._put_aside = self._put_aside or self._tensors(), None
         try:
             self.forget_part()
             if not tensors:
@@ -132,7 +134,7 @@ class HeldOptimizer:
             part = self._new_part(Layout.of(tensors))
             self._residency.check_fits([*beside, part])
             self._residency.fill(part, tensors)
-        except BaseException:  # until the next update they are beside the limit
+        except BaseException:  # until there is room they are beside the limit, and no part has them
             self.forget_part()
             self._set_state(tensors)
             raise

@@ -69,6 +69,7 @@ class SharedResidency:
         folder, store = self._need_folder()
         for held in self.held:
             held.forget_cleared_state()
+            held.make_room_for_state()
         self.residency.flush()
         names = [part.name for held in self.held for part in (held.weights, held.state) if part]
         manifest = {"note": note, "experts": [held.options() for held in self.held]}
