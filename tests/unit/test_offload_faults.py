@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts_server.checkpoints.checkpoint import CheckpointFolder
-from experts_server.hosting.offloading import OffloadMemory
 from moe_autograd.autograd.offload import OffloadedExperts
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.stores import FolderStore
@@ -318,69 +312,3 @@ def test_a_backward_after_an_update_that_failed_halfway_raises() -> None:
         experts.step()
     with pytest.raises(RuntimeError, match="expected the weights of the forward"):
         y.sum().backward()
-
-
-# ---- forks
-
-
-def in_fork(function: Callable[[], object]) -> str:
-    """Call a function in a forked child; return what it said, or was told."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        signal.alarm(30)
-        try:
-            said = str(function())
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        said = answer.read()
-    os.waitpid(child, 0)
-    return said
-
-
-forks = pytest.mark.skipif(sys.platform == "win32", reason="nothing forks here")
-
-
-@forks
-@pytest.mark.parametrize("what", ["call", "step", "checkpoint"])
-def test_a_forked_child_is_told_that_experts_are_its_parents(tmp_path: Path, what: str) -> None:
-    experts = build(tmp_path, num=6)
-    train(experts)
-    expert = experts[5]
-    said = in_fork(
-        {"call": lambda: expert(torch.ones(1, 4)), "step": lambda: train(experts)}.get(
-            what, experts.checkpoint
-        )
-    )
-    assert f"expected process {os.getpid()}, which built them, got" in said
-    assert in_fork(experts.close) == "None"
-    train(experts)
-    experts.close()
-
-
-@forks
-@pytest.mark.parametrize(
-    "open_folder",
-    [build, functools.partial(OffloadMemory, 1000), CheckpointFolder],
-    ids=["experts", "a server's experts", "a server's checkpoints"],
-)
-def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path, open_folder: Callable[[Path], Any]) -> None:
-    owner = open_folder(tmp_path)
-    (has_ended, end), (has_begun, begin) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        os.write(begin, b"1")
-        os.read(has_ended, 1)  # until the parent closes its end
-        os._exit(0)
-    os.read(has_begun, 1)
-    with pytest.raises(Exception, match=r"expected (a folder that nobody uses|it to be free), got one"):
-        open_folder(tmp_path)  # it is the parent's still
-    owner.close()
-    open_folder(tmp_path).close()
-    os.close(end)
-    os.waitpid(child, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,15 +227,6 @@ def check_fits(parts: Sequence[Part], limit_bytes: int) -> None:
         raise ValueError(
             f"OffloadedExperts: expected max_resident_bytes of at least {needed}, what one expert needs at once "
             f"({sizes}), got {limit_bytes}. Allow more, or make experts or micro-batches smaller."
-        )
-
-
-def check_process(process: int) -> None:
-    """Raise `RuntimeError` in a fork: it has none of the threads, and would write over its parent's files."""
-    if process != os.getpid():
-        raise RuntimeError(
-            f"OffloadedExperts: expected process {process}, which built them, got {os.getpid()}, its fork. Build them "
-            "in the fork."
         )
 
 

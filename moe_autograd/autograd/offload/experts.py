@@ -349,6 +349,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             CheckpointError: there is none, it does not fit these experts, or a file of it is missing or cut. Nothing
                 has changed.
             ValueError: an expert's state exceeds the limit. Nothing has changed.
+            RuntimeError: this process is a fork. Nothing has changed.
         """
         return self._shared.restore()
 

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from moe_autograd._interrupts import uninterrupted
 
 
 class Guard:
-    """A lock, and whoever waits for news of what it guards. Not reentrant."""
+    """A lock, and whoever waits for news of what it guards. Not reentrant.
+
+    Raises:
+        RuntimeError: it is entered in a fork, which has none of the threads, and would write over its parent's files.
+            Nobody waits there: who had the lock at the fork does not let go of it.
+    """
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._condition = threading.Condition(threading.Lock())
         self._section = uninterrupted()  # of who has it
 
+    @property
+    def is_in_fork(self) -> bool:
+        """Whether this process is a fork of the one that made it."""
+        return self._process != os.getpid()
+
     def __enter__(self) -> None:
+        if self.is_in_fork:
+            raise RuntimeError(
+                f"OffloadedExperts: expected process {self._process}, which built them, got {os.getpid()}, its fork. "
+                "Build them in the fork."
+            )
         section = uninterrupted()
         section.__enter__()
         self._condition.acquire()

@@ -35,7 +35,6 @@ written in `transfers`, in which order in `to_write`, who waits for whom in `hol
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -46,7 +45,7 @@ from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.apart_streams import on_stream
 from moe_autograd.autograd.offload.background import Apart, begun_threads
-from moe_autograd.autograd.offload.checks import check_fits, check_process
+from moe_autograd.autograd.offload.checks import check_fits
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.freed_memory import give_back_freed_memory
 from moe_autograd.autograd.offload.guard import Guard
@@ -88,7 +87,6 @@ class Residency:
         self._holders = Holders()
         self._passing = Passing()
         self._is_closed = False
-        self._process = os.getpid()
         self._apart = Apart(updater)
 
     def __repr__(self) -> str:
@@ -168,7 +166,6 @@ class Residency:
         """Wish for parts, those needed first before the others. Returns at once; where all is closed, in vain."""
         if self._is_closed:
             return
-        check_process(self._process)
         with self._lock:
             for part in parts:
                 self._transfers.wish(part)
@@ -287,7 +284,7 @@ class Residency:
 
     def close(self) -> None:
         """Finish what is being read and written, and end the threads. In a forked child: nothing to do."""
-        if self._process != os.getpid():
+        if self._lock.is_in_fork:
             return
         with self._lock:
             self._is_closed = True
@@ -335,7 +332,6 @@ class Residency:
     def _check_is_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
-        check_process(self._process)
 
     def _try_to_take(self, parts: Sequence[Part]) -> bool:
         """Rule 2: take all parts, and buffers for those that are absent, which the caller reads."""
