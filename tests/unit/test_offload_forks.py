@@ -83,8 +83,10 @@ def test_a_forked_child_is_told_that_experts_are_its_parents(tmp_path: Path, wha
     experts.close()
 
 
-@pytest.mark.parametrize("what", ["close", "let go of"])
-def test_a_forked_child_may_close_and_let_go_of_experts_without_waiting(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["describe", "close", "let go of"])
+def test_a_forked_child_may_describe_close_and_let_go_of_experts_without_waiting(
+    tmp_path: Path, what: str
+) -> None:
     torch.manual_seed(0)
     experts = OffloadedExperts(
         [nn.Linear(8, 8) for _ in range(4)], max_resident_bytes=1500, store=tmp_path, num_microbatches=2
@@ -100,10 +102,10 @@ def test_a_forked_child_may_close_and_let_go_of_experts_without_waiting(tmp_path
         gc.collect()
         return known()
 
-    does = {"close": experts.close, "let go of": let_go}[what]
+    does = {"describe": lambda: repr(experts), "close": experts.close, "let go of": let_go}[what]
     with experts.residency._lock:
         said = in_fork(does)
-    assert said == "None"
+    assert said == (repr(experts) if what == "describe" else "None")
     held[1].sum().backward()
     assert_equal(states(experts), before)
     experts.close()

@@ -90,9 +90,8 @@ class Residency:
         self._apart = Apart(updater)
 
     def __repr__(self) -> str:
-        with self._lock:
-            used = f"{self._resident.buffers.used_bytes} of {self.limit_bytes} bytes"
-            return f"Residency({used}, {len(self._resident)} parts resident)"
+        used = f"{self._resident.buffers.used_bytes} of {self.limit_bytes} bytes"  # no lock: so a fork has a repr, too
+        return f"Residency({used}, {len(self._resident)} parts resident)"
 
     def check_fits(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` if these parts can never be held together."""
