@@ -54,11 +54,16 @@ class Doubled(nn.Module):
 def test_without_gradients_calls_share_what_parametrize_cached_keeps(
     parametrization: type[nn.Module],
 ) -> None:
-    torch.manual_seed(0)
-    plain = [nn.Linear(4, 4) for _ in range(3)]
-    for module in plain:
-        parametrize.register_parametrization(module, "weight", parametrization())
-    experts = OffloadedExperts(copy.deepcopy(plain), OPTIMIZERS["sgd"], max_resident_bytes=170)
+    """To a copy PyTorch gives what it keeps of the module that was copied."""
+
+    def three() -> list[nn.Module]:
+        torch.manual_seed(0)
+        modules = [nn.Linear(4, 4) for _ in range(3)]
+        for module in modules:
+            parametrize.register_parametrization(module, "weight", parametrization())
+        return modules
+
+    plain, experts = three(), OffloadedExperts(three(), OPTIMIZERS["sgd"], max_resident_bytes=170)
     x = torch.randn(2, 4)
     with torch.no_grad(), parametrize.cached():
         for i in [0, 1, 2, 0, 1, 2]:
@@ -66,6 +71,14 @@ def test_without_gradients_calls_share_what_parametrize_cached_keeps(
     if parametrization is Doubled:
         counts = [m.parametrizations["weight"][0].num_computed for m in (plain[0], experts[0].stands_for)]
         assert counts[0] == counts[1]
+
+
+def test_a_second_call_of_a_copy_is_refused_as_well() -> None:
+    experts = offloaded(copy.deepcopy(weight_norm(nn.Linear(4, 4))))
+    with parametrize.cached():
+        experts[0](torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="expected one call within parametrize"):
+            experts[0](torch.ones(2, 4))
 
 
 def test_micro_batches_within_parametrize_cached_are_refused() -> None:

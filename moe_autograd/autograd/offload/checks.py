@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from moe_autograd.autograd.in_objects import tensors_in_objects
@@ -206,12 +207,19 @@ def check_values(name: str, tensors: Mapping[str, Tensor], device: torch.device)
             )
 
 
-def check_not_cached(name: str, cached: Mapping[object, Tensor]) -> None:
+def check_not_cached(name: str, put_there: Mapping[Any, weakref.ref[Tensor]]) -> None:
     """Raise `RuntimeError` if `parametrize.cached()` would give a call what an earlier one computed of its weights.
 
     Each call has a graph of its own, which its backward frees.
+
+    Args:
+        name: the expert's.
+        put_there: what calls have put into the cache, by its keys there.
     """
-    if any(value.requires_grad for value in cached.values()):
+    if any(
+        (value := put()) is not None and parametrize._cache.get(key) is value
+        for key, put in put_there.items()
+    ):
         raise RuntimeError(
             f"{name}: expected one call within parametrize.cached(), got another one (a micro-batch counts, and a "
             "second run in the backward), which would share a graph with the first. Enter parametrize.cached() within "

@@ -47,6 +47,8 @@ class HeldModule:
         tensors = self._tensors()
         check_values(name, tensors, residency.device)
         self.tensors = dict(tensors)
+        # what calls have put into the cache of `parametrize.cached()`, by its keys there, if it has a graph
+        self._in_cache: dict[object, weakref.ref[Tensor]] = {}
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
         self.weights = Part(
             f"{name}.weights", Layout.of(tensors), self.attach, self._detach, self._own_versions
@@ -69,23 +71,30 @@ class HeldModule:
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module, whose weights are held."""
-        check_not_cached(self.name, self._cached())
+        if not parametrize._cache_enabled:
+            return self._call(args, kwargs)
+        check_not_cached(self.name, self._in_cache)
+        before = dict(parametrize._cache)
         try:
-            with self.noticing_changes(), _caching_no_casts(self.residency.device):
-                return self.module(*args, **kwargs)
+            return self._call(args, kwargs)
         finally:
-            for key, value in self._cached().items():
+            self._part_from_cache(before)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        with self.noticing_changes(), _caching_no_casts(self.residency.device):
+            return self.module(*args, **kwargs)
+
+    def _part_from_cache(self, before: Mapping[Any, Tensor | None]) -> None:
+        """Take what lies in memory that will be used again out of `parametrize.cached()`; note what has a graph.
+
+        By what a call puts there, since keys are of the module that others, which are now experts, were copied from.
+        """
+        for key, value in [*parametrize._cache.items()]:
+            if value is not None and before.get(key) is not value:
                 if self.is_borrowed(value):
                     del parametrize._cache[key]
-
-    def _cached(self) -> dict[Any, Tensor]:
-        """Return what `parametrize.cached()` keeps of this module."""
-        if not parametrize._cache_enabled:
-            return {}
-        own: set[object] = {id(part) for part in self.module.modules()}
-        return {
-            key: value for key, value in [*parametrize._cache.items()] if key[0] in own and value is not None
-        }
+                elif value.requires_grad:
+                    self._in_cache[key] = weakref.ref(value)
 
     @contextmanager
     def noticing_changes(self) -> Iterator[None]:
