@@ -20,7 +20,7 @@ from experts_server.hosting.randomness import RandomStream
 from experts_server.hosting.separating import is_row_wise
 from experts_server.spec import infer_spec
 from moe_autograd._contexts import contextmanager
-from moe_autograd.autograd.computed_from import all_below
+from moe_autograd.autograd.computed_from import uses_of
 from moe_autograd.autograd.walks import gradient_edge
 from moe_autograd.errors import ExpertFailedError, InvalidCallError, RemoteError
 from moe_autograd.wire.status import told
@@ -66,7 +66,7 @@ class ModuleCaller:
         self._weights: dict[tuple[bool, torch.Size], tuple[_Weight, _Weight]] = {}
         # Which outputs were computed from which others, by the kind of a call, as the first graph of each has shown.
         self._uses: dict[object, tuple[int, ...]] = {}
-        self._returns_one = is_row_wise(module)  # tensor, as far as is known
+        self._has_one_output = is_row_wise(module)
 
     def __repr__(self) -> str:
         return f"<ModuleCaller of {self.name!r}, {type(self.module).__name__} on {self.device}>"
@@ -82,22 +82,21 @@ class ModuleCaller:
 
     def knows_uses(self, inputs: Sequence[Tensor], evaluate: bool) -> bool:
         """Whether no graph is needed to say of a call which outputs were computed from which others."""
-        return self._returns_one or _kind_of_call(inputs, evaluate) in self._uses
+        return self._has_one_output or _kind_of_call(inputs, evaluate) in self._uses
 
     def uses_of(self, outputs: Outputs, inputs: Sequence[Tensor], evaluate: bool) -> tuple[int, ...]:
         """Return which outputs were computed from which others, as `Outputs` has it.
 
         Without a graph: as the first call with such inputs has shown.
         """
-        self._returns_one = len(outputs.tensors) == 1
-        if self._returns_one:
+        if self._has_one_output:
             return ()
         kind = _kind_of_call(inputs, evaluate)
         edges = [gradient_edge(y)[:2] if y.requires_grad else None for y in outputs.tensors]
         if any(edges):
             if len(self._uses) >= MAX_KNOWN_SHAPES:
                 self._uses.clear()
-            pairs = [(place, used) for place, below in all_below(edges).items() for used in below]
+            pairs = [(place, used) for place, below in uses_of(edges).items() for used in below]
             self._uses[kind] = tuple(chain.from_iterable(pairs))
         uses = self._uses.get(kind, ())
         return uses if all(place < len(edges) for place in uses) else ()

@@ -139,7 +139,7 @@ class Outputs:
         tensors: of it.
         is_sequence: whether they are those of a tuple or list.
         has_drawn: whether its random seed was used.
-        uses: pairs of those that were computed from another one, at any distance, and that one.
+        uses: pairs of those that were computed from another one, and that one.
     """
 
     tensors: tuple[Tensor, ...]

@@ -9,18 +9,17 @@ show which of its outputs were computed from each other. Such a node has a note 
 
 from __future__ import annotations
 
-import functools
-import operator
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.walks import Edge
 
-# of nodes that computed some of their outputs from others: for each of these outputs, from which; at any distance
+# of nodes that computed some of their outputs from others: for each of these outputs those next below it
 HAVE_USES: weakref.WeakKeyDictionary[Any, dict[int, Collection[int]]] = weakref.WeakKeyDictionary()
 
 
@@ -42,16 +41,16 @@ def next_above(results: Sequence[Edge], ends: Collection[Edge]) -> dict[int, lis
         for edge in edges_at.get(node, ()):
             place = place_of[edge]
             above[place] = []
-            for used in _places(bits | _own_bits(edge, bit_of)):
+            for used in places_in(bits | _own_bits(edge, bit_of)):
                 if used in above:  # else each of them was computed from the other: one tensor, returned twice
                     above[used].append(place)
     return {place: users for place, users in above.items() if users}
 
 
-def all_below(results: Sequence[Edge | None]) -> dict[int, set[int]]:
-    """Return the places of results that were computed from others, each with those of these, at any distance.
+def uses_of(results: Sequence[Edge | None]) -> dict[int, list[int]]:
+    """Return the places of results that were computed from others, the lowest first, each with those next below it.
 
-    Where one is returned twice, each of the two was computed from the other.
+    Where one tensor is returned twice, each of the two was computed from the other.
 
     Args:
         results: of a call; `None` where there is no graph.
@@ -63,14 +62,34 @@ def all_below(results: Sequence[Edge | None]) -> dict[int, set[int]]:
     edges_at = _by_node(bit_of)
     below = results_below(bit_of, ())
     note_seen(below)
-    found: dict[int, set[int]] = {}
-    for node, bits in below.items():  # the lowest first
+    found: dict[int, list[int]] = {}
+    for node, bits in below.items():
         for edge in edges_at.get(node, ()):
-            same, direct = _places(bit_of[edge]), _places(bits | _own_bits(edge, bit_of))
-            further = {one for used in direct for one in found.get(used, ())}
-            for place in same:
-                found[place] = {*direct, *further, *same} - {place}
+            same = bit_of[edge]
+            for place in places_in(same):
+                found[place] = places_in((bits | _own_bits(edge, bit_of) | same) & ~(1 << place))
     return {place: used for place, used in found.items() if used}
+
+
+def at_any_distance(uses: Mapping[int, Collection[int]]) -> dict[int, int]:
+    """Return for each of `uses_of` a bit for each result that it was computed from, also by way of others."""
+    below = {place: sum(1 << used for used in {*own}) for place, own in uses.items()}
+    before: dict[int, int] = {}
+    while below != before:  # twice, where the lowest come first
+        before = dict(below)
+        for place, own in uses.items():
+            for used in own:
+                below[place] |= below.get(used, 0)
+    return {place: bits & ~(1 << place) for place, bits in below.items()}
+
+
+def note_uses(results: Sequence[Tensor], uses: Mapping[int, Collection[int]]) -> None:
+    """Note which results of one node it computed from which others; as `uses_of` has it."""
+    output_nrs = [result.output_nr for result in results]
+    for place, used in uses.items():
+        HAVE_USES.setdefault(results[place].grad_fn, {})[output_nrs[place]] = [
+            output_nrs[one] for one in used
+        ]
 
 
 def results_below(bit_of: Mapping[Edge, int], ends: Collection[Edge]) -> dict[Node, int]:
@@ -100,19 +119,43 @@ def _by_node(results: Collection[Edge]) -> dict[Node, list[Edge]]:
     for edge in results:
         if edge[0] is not None:
             edges_at.setdefault(edge[0], []).append(edge)
-    for edges in edges_at.values():
-        edges.sort(key=lambda edge: len(_uses_at(edge)))
+    for node, edges in edges_at.items():
+        if HAVE_USES and node in HAVE_USES and len(edges) > 1:
+            order = _lowest_first([nr for _, nr in edges], HAVE_USES[node])
+            edges.sort(key=lambda edge: order[edge[1]])
     return edges_at
 
 
-def _uses_at(edge: Edge) -> Collection[int]:
-    """Return from which outputs of its node one was computed there, as far as the graph does not show it."""
-    node, output_nr = edge
-    return HAVE_USES[node].get(output_nr, ()) if HAVE_USES and node in HAVE_USES else ()
+def _lowest_first(output_nrs: Sequence[int], uses: Mapping[int, Collection[int]]) -> Mapping[int, int]:
+    """Return numbers for outputs, lower ones for those that others were computed from."""
+    order: dict[int, int] = {}
+    met: set[int] = set()
+    to_visit = [*output_nrs]
+    while to_visit:
+        output_nr = to_visit[-1]
+        met.add(output_nr)
+        ahead = [used for used in uses.get(output_nr, ()) if used not in met]
+        if ahead:
+            to_visit += ahead
+        else:
+            order.setdefault(to_visit.pop(), len(order))
+    return order
 
 
 def _own_bits(edge: Edge, bit_of: Mapping[Edge, int]) -> int:
-    return functools.reduce(operator.or_, [bit_of.get((edge[0], used), 0) for used in _uses_at(edge)], 0)
+    """Return a bit for each result that an output was computed from within its node, other than through another."""
+    node, output_nr = edge
+    if not HAVE_USES or node not in HAVE_USES:
+        return 0
+    uses = HAVE_USES[node]
+    bits, met, to_visit = 0, {output_nr}, [*uses.get(output_nr, ())]
+    while to_visit:
+        used = to_visit.pop()
+        if used not in met:
+            met.add(used)
+            bits |= bit_of.get((node, used), 0)
+            to_visit += () if (node, used) in bit_of else uses.get(used, ())
+    return bits
 
 
 def leads_of(above: dict[int, list[int]]) -> list[tuple[list[int], list[int]]]:
@@ -137,10 +180,11 @@ def leads_of(above: dict[int, list[int]]) -> list[tuple[list[int], list[int]]]:
         depths[used] = 1 + max(depths.get(place, 0) for place in above[used])
         grouped.setdefault(direct & ~further, []).append(used)
     groups = sorted(grouped.items(), key=lambda group: -depths[group[1][0]])
-    return [(used, _places(bits)) for bits, used in groups]
+    return [(used, places_in(bits)) for bits, used in groups]
 
 
-def _places(bits: int) -> list[int]:
+def places_in(bits: int) -> list[int]:
+    """Return the places for which there is a bit."""
     places = []
     while bits:
         places.append((bits & -bits).bit_length() - 1)

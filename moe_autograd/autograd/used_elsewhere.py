@@ -10,15 +10,17 @@ at `h` and a gradient comes to `y`.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from moe_autograd.autograd.computed_from import HAVE_USES
+from moe_autograd.autograd.computed_from import at_any_distance, note_uses, places_in
 from moe_autograd.autograd.result_hooks import Within
-from moe_autograd.autograd.this_backward import asked_for_by_name
+from moe_autograd.autograd.this_backward import asked_for_by_name, kept_by_this_backward
 from moe_autograd.autograd.uncompiled import is_backward_compiled, left_alone
 from moe_autograd.autograd.wrapped_hooks import innermost
 
@@ -35,22 +37,41 @@ def tie_uses(name: str, results: Sequence[Tensor], uses: Mapping[int, Collection
     Args:
         name: of the expert, for the error.
         results: of one node.
-        uses: for the places of results those of others that they were computed from, at any distance.
+        uses: which of them were computed from which others, as `uses_of` has it.
     """
     if not uses:
         return
-    node = results[next(iter(uses))].grad_fn
-    HAVE_USES[node] = HAVE_USES.get(node, {}) | {
-        results[place].output_nr: [results[used].output_nr for used in below] for place, below in uses.items()
-    }
-    refusals = {place: _Refusal(name) for place in uses}
-    for place, refusal in refusals.items():
-        results[place].register_hook(refusal)  # hooks are called in order: this one before those of users
-    for used in {used for below in uses.values() for used in below}:
-        looked_at = _Used(results[used])
-        for place, below in uses.items():
-            if used in below:
-                refusals[place].used.append(looked_at)
+    note_uses(results, uses)
+    below, looks = at_any_distance(uses), _Looks(name)
+    for place, bits in below.items():
+        results[place].register_hook(
+            _Refusal(looks, bits)
+        )  # hooks are called in order: this one before those of users
+    all_used = functools.reduce(operator.or_, below.values())
+    looks.used = {place: _Used(results[place]) for place in places_in(all_used)}
+
+
+class _Looks:
+    """Who looks at results of one call that others were computed from.
+
+    Args:
+        name: of the expert.
+
+    Attributes:
+        used: these results, by their places.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.used: Mapping[int, _Used] = {}
+
+    def of_this_backward(self) -> int:
+        """Return a bit for each of them at which somebody looks."""
+        return kept_by_this_backward(self, self._found)
+
+    def _found(self) -> int:
+        by_name = asked_for_by_name()
+        return sum(1 << place for place, one in self.used.items() if one.is_looked_at(by_name))
 
 
 class _Used:
@@ -61,17 +82,18 @@ class _Used:
         self._edge = id(node), result.output_nr  # for as long as the node is there
         self._result = weakref.ref(result)
         result.register_hook(_nothing).remove()  # so that there is a dictionary
-        self._hooks = result._backward_hooks
+        hooks: Any = result._backward_hooks
+        self._hooks = weakref.ref(hooks)  # the node has it; in it is what may lead to here
         handle = node.register_prehook(_nothing)
         handle.remove()
         self._hooks_of_node = handle.hooks_dict_ref
 
-    def is_looked_at(self) -> bool:
-        """Whether somebody does in this backward."""
+    def is_looked_at(self, by_name: Collection[tuple[int, int]]) -> bool:
+        """Whether somebody does in this backward, which is asked for these."""
         result = self._result()
         return (
-            self._edge in asked_for_by_name()
-            or any(map(_looks, (self._hooks or {}).values()))
+            self._edge in by_name
+            or any(map(_looks, (self._hooks() or {}).values()))
             or any(self._sees(hook) for hook in (self._hooks_of_node() or {}).values())
             or (result is not None and result.retains_grad and id(result.grad_fn) == self._edge[0])
         )
@@ -84,20 +106,22 @@ class _Refusal:
     """A hook of a result that was computed from others.
 
     Args:
-        name: of the expert.
+        looks: at results of the call.
+        below: a bit for each of those that it was computed from.
     """
 
     __torch_unserializable__ = True  # say nothing of it where the result is saved
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.used: list[_Used] = []  # by it
+    def __init__(self, looks: _Looks, below: int) -> None:
+        self._looks, self._below = looks, below
 
     @left_alone
     def __call__(self, grad: Tensor | None) -> None:
-        """Raise if a gradient comes here, and somebody looks at one of them."""
-        if grad is not None and not is_backward_compiled() and any(one.is_looked_at() for one in self.used):
-            raise RuntimeError(f"{self._name}: {_MISSED}")
+        """Raise if something flows here, and somebody looks at one of them."""
+        if grad is None or is_backward_compiled() or not self._looks.of_this_backward() & self._below:
+            return
+        if grad.layout is not torch.strided or grad.any():  # as with `torch.stack(states)[-1]` nothing may
+            raise RuntimeError(f"{self._looks.name}: {_MISSED}")
 
 
 def _looks(hook: object) -> bool:

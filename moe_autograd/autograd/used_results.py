@@ -60,6 +60,9 @@ class UsedResults(CallResults):
     """The part of a module's call that is about results which it computed from each other."""
 
     next_above: Mapping[int, Sequence[int]] = {}  # as the function has it
+    unled: Mapping[
+        int, Sequence[int]
+    ] = {}  # likewise; of a call that changes an input, where they do not lead there
     leads: Sequence[tuple[Sequence[int], Sequence[int]]] = ()  # as `leads_of` has it
     # where outer graphs end that lead to used results, by their places: `id`s of nodes, each with an output; uses lead
     # to these nodes, so as long as one of them asks, nothing else has such an `id`
@@ -77,8 +80,11 @@ class UsedResults(CallResults):
 
     def find_used(self) -> None:
         """Find which results others were computed from; to be called when a walk has met a result again."""
-        if not self.changed:
-            self.next_above = above = next_above(plain(self._edges), {*plain(self._ends)})
+        above = next_above(plain(self._edges), {*plain(self._ends)})
+        if self.changed:
+            self.unled = above
+        else:
+            self.next_above = above
             self.leads = leads_of(above)
             self._met = {place: weakref.ref(self._inner[place]) for place in self.next_above}
             self._arriving = threading.Lock()

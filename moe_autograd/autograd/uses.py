@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from moe_autograd.autograd.boxed import Grads
+from moe_autograd.autograd.computed_from import note_uses
 from moe_autograd.autograd.grad_dtypes import declare, to_declare
 from moe_autograd.autograd.join import backward_by
 from moe_autograd.autograd.joined import Tensors, has_any
@@ -153,6 +154,9 @@ def _as_it_is(result: Tensor) -> Tensor:
 
 def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
     """Return the results of all calls, where those that were computed from others lead to these."""
+    for call, own in zip(flows.calls, tied, strict=True):
+        for one, users in call.unled.items():
+            note_uses(own, {user: [one] for user in users})
     if not any(call.next_above for call in flows.calls):
         return tied
     leading = [list(own) for own in tied]

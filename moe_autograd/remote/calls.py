@@ -82,7 +82,7 @@ class Outcome:
         has_drawn: of a forward with a random seed: whether it drew random numbers.
         wants_no_step: of a backward: whether its gradients of weights are applied without a step.
         server: which one answered, as it was started; 0: it does not say.
-        uses: of a forward: pairs of tensors that were computed from another one, at any distance, and that one.
+        uses: of a forward: pairs of tensors that were computed from another one, and that one.
     """
 
     tensors: Tensors = ()

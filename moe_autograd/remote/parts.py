@@ -34,7 +34,7 @@ class Call:
         is_trained: whether that gives the weights gradients, unless they are frozen then.
         freeze: whether they are.
         is_sequence: whether it gave a tuple.
-        uses: pairs of tensors that it computed from another one, at any distance, and that one.
+        uses: pairs of tensors that it computed from another one, and that one.
         address: the server that ran the forward.
         random_seed: what its random numbers follow from; 0: it draws none.
         replica: which of several it is there; 0: there is one only.

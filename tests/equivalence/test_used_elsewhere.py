@@ -13,7 +13,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from experts_server import ExpertsServer
 from moe_autograd import parallel_apply
@@ -244,6 +247,26 @@ def test_a_hook_that_was_removed_does_not_look(where: Where) -> None:
         assert x.grad is not None
 
 
+def test_who_looks_at_what_a_result_was_changed_into_looks_at_another_tensor() -> None:
+    with expert_of(both(Features)[0], "remote") as expert:
+        _, (features, classes) = results_of(expert)
+        features.mul_(2)
+        features.retain_grad()
+        (features.sum() + classes.sum()).backward()
+        assert torch.equal(features.grad, torch.ones_like(features))
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_a_hook_on_the_node_looks_at_no_result(where: Where) -> None:
+    with expert_of(both(Features)[0], where) as expert:
+        x, (features, classes) = results_of(expert)
+        seen = []
+        features.grad_fn.register_prehook(seen.append)
+        (features.sum() + classes.sum()).backward()
+        assert len(seen[0]) == 2
+        assert x.grad is not None
+
+
 def test_the_error_names_the_expert() -> None:
     with expert_of(both(Features)[0], "remote") as expert:
         _, (features, classes) = results_of(expert)
@@ -279,6 +302,24 @@ def test_what_a_caller_computes_further_leads_to_the_results_of_a_call_around() 
         torch.testing.assert_close(x.grad, expected_x.grad)
 
 
+def test_a_map_within_an_expert_whose_call_changes_an_input_is_seen_through() -> None:
+    """Results of such a call do not lead to each other in the map's graph."""
+
+    class Maps(Features):
+        def call(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            time.sleep(0)
+            return super().forward(x.mul_(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return parallel_apply([self.call, torch.sin], [(x * 1,), (x,)])[0]
+
+    with expert_of(both(Maps)[0], "offloaded") as expert:
+        for look in LOOKS:
+            _, (features, classes) = results_of(expert)
+            with pytest.raises(RuntimeError, match="expected nobody to look"):
+                look(classes.sum(), features)
+
+
 def test_a_result_can_be_saved_without_a_warning_of_hooks(
     recwarn: pytest.WarningsRecorder, tmp_path: Any
 ) -> None:
@@ -295,4 +336,53 @@ def test_nothing_is_kept_of_a_graph_that_is_gone() -> None:
         (features.sum() + classes.sum()).backward()
         del features, classes
         assert node() is None or (gc.collect() and node() is None)
-        assert not HAVE_USES
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_a_result_that_is_returned_twice_goes_without_garbage_collection(where: Where, no_gc: None) -> None:
+    """Each of the two was computed from the other; what a user's hook holds goes with them."""
+
+    class Held: ...
+
+    with expert_of(both(Doubled)[0], where) as expert:
+        _, (one, other) = results_of(expert)
+        held = Held()
+        one.register_hook(lambda grad, held=held: None)
+        reference = weakref.ref(held)
+        one.sum().backward()
+        del one, other, held
+        assert reference() is None
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_a_gradient_of_zeros_is_not_missed(where: Where) -> None:
+    """So `torch.stack` has it for all that it has stacked."""
+    with expert_of(both(Features)[0], where) as expert:
+        _, results = results_of(expert)
+        results[0].retain_grad()
+        torch.stack(results)[0].sum().backward()
+        assert torch.equal(results[0].grad, torch.ones_like(results[0]))
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_hooks_of_fsdp_look_at_no_gradient(where: Where) -> None:
+    """It puts them on all results of a module, to be told that a backward has come so far."""
+
+    class Model(nn.Module):
+        def __init__(self, expert: nn.Module) -> None:
+            super().__init__()
+            self.trunk, self.expert = nn.Linear(D, D), expert
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.expert(self.trunk(x))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with expert_of(both(Features)[0], where) as expert:
+            model = Model(expert)
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+            _, (features, classes) = results_of(model)
+            (features.sum() + classes.sum()).backward()
+            assert model.trunk.weight.grad is not None
+    finally:
+        dist.destroy_process_group()

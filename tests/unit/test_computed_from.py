@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_autograd.autograd.computed_from import all_below, leads_of
+from moe_autograd.autograd.computed_from import at_any_distance, leads_of, places_in, uses_of
 from moe_autograd.autograd.used_elsewhere import tie_uses
 from moe_autograd.autograd.walks import Edge
 
@@ -81,7 +81,7 @@ def test_of_each_result_all_are_found_that_it_was_computed_from(draw: random.Ran
         place, other = draw.randrange(len(values)), draw.randrange(len(values))
         if draw.random() < 0.3:
             one, two = _OneNode.apply(values[place])  # type: ignore[no-untyped-call]
-            tie_uses("one", [one, two], {1: {0}})
+            tie_uses("one", [one, two], {1: [0]})
             values += [one, two]
             sources += [sources[place] | {len(sources)}, sources[place] | {len(sources), len(sources) + 1}]
         else:
@@ -92,10 +92,26 @@ def test_of_each_result_all_are_found_that_it_was_computed_from(draw: random.Ran
         i: {j for j, other in enumerate(returned) if other != place and other in sources[place]}
         for i, place in enumerate(returned)
     }
-    found = all_below([_edge(values[place]) for place in returned])
-    assert found == {place: used for place, used in expected.items() if used}
+    found = at_any_distance(uses_of([_edge(values[place]) for place in returned]))
+    assert {place: {*places_in(bits)} for place, bits in found.items()} == {
+        place: used for place, used in expected.items() if used
+    }
 
 
 def test_results_without_a_graph_were_computed_from_none() -> None:
     x = torch.ones(2, requires_grad=True)
-    assert all_below([None, _edge(x.sin()), None]) == {}
+    assert uses_of([None, _edge(x.sin()), None]) == {}
+
+
+def test_results_that_are_next_to_each_other_in_a_long_chain_are_all_that_is_noted() -> None:
+    values = [torch.ones(2, requires_grad=True)]
+    for _ in range(50):
+        values.append(values[-1].sin())
+    uses = uses_of([_edge(value) for value in values[1:]])
+    assert uses == {place: [place - 1] for place in range(1, 50)}
+    assert at_any_distance(uses)[49] == (1 << 49) - 1
+
+
+def test_of_uses_that_go_in_a_circle_each_has_all_others() -> None:
+    """A server may say so."""
+    assert at_any_distance({0: [1], 1: [2], 2: [0], 3: [3]}) == {0: 0b110, 1: 0b101, 2: 0b011, 3: 0}

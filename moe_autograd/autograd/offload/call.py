@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from moe_autograd._interrupts import unwinding
-from moe_autograd.autograd.computed_from import all_below
+from moe_autograd.autograd.computed_from import uses_of
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.escaped import refuse_escaped
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, to_declare
@@ -179,7 +179,7 @@ class OffloadedCall:
 
     def _note_uses(self, piece: _Piece) -> None:
         if len(piece.outputs) > 1:
-            for place, used in all_below([edge and edge[:2] for edge in piece.outputs]).items():
+            for place, used in uses_of([edge and edge[:2] for edge in piece.outputs]).items():
                 self._uses.setdefault(place, set()).update(used)
 
     def backward(
