@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, cast, get_args
@@ -80,9 +82,13 @@ class ExpertsServer:
             made = _checked_optimizer(name, build_optimizer(module.parameters(), optimizer))
             training = None if made is None else Training(made, update, samples_per_update or 1)
             self._experts[_checked(name)] = Hosting(module, training, saving=self._config.memory)
-        self._changing = threading.RLock()  # a start that fails stops; so may a handler of a signal
+        self._renew_lock()
+        _made.add(self)
         self._loop_thread: LoopThread | None = None
         self._server: ExpertServer | None = None
+
+    def _renew_lock(self) -> None:
+        self._changing = threading.RLock()  # a start that fails stops; so may a handler of a signal
 
     def __repr__(self) -> str:
         return f"<ExpertsServer {self.state} {counted(len(self._experts))}>"
@@ -130,6 +136,7 @@ class ExpertsServer:
                 "ExpertsServer: expected a thread that may wait for the event loop of servers, got that loop's own. "
                 "Start it from another one."
             )
+        LoopThread.check_process()
         with self._changing:
             if self._loop_thread is not None:
                 raise RuntimeError(
@@ -151,7 +158,7 @@ class ExpertsServer:
         Raises:
             CheckpointError: the last save failed; it has stopped all the same.
         """
-        if self._loop_thread is None or not self._loop_thread.is_here:  # in a child the lock may stay taken
+        if self._loop_thread is None or not self._loop_thread.is_here:
             return
         if LoopThread.is_calling():  # a finalizer, wherever the garbage collector came upon it
             threading.Thread(target=self.stop, name="experts-server-stop").start()
@@ -176,6 +183,19 @@ class ExpertsServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+_made: weakref.WeakSet[ExpertsServer] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: it has no thread that would let go of what another one of its parent has locked."""
+    for server in _made:
+        server._renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _check_serving(settings: dict[str, Any]) -> ServingConfig:

@@ -26,7 +26,7 @@ class LoopThread:
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _current: ClassVar[LoopThread | None] = None
-    _polled_in: ClassVar[int | None] = None  # the process that grpc.aio polled in when it forked
+    _polled_in: ClassVar[int | None] = None  # the process that had one, or grpc.aio polled in, when it forked
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -36,18 +36,18 @@ class LoopThread:
         self._thread.start()
 
     @classmethod
-    def acquire(cls) -> LoopThread:
-        """Return the process's loop thread, started if need be.
-
-        Raises:
-            RuntimeError: this process was forked from one whose servers were running, or where grpc.aio was.
-        """
+    def check_process(cls) -> None:
+        """Raise `RuntimeError` in the fork of a process where servers were running, or grpc.aio was."""
         if cls._polled_in not in (None, os.getpid()):
             raise RuntimeError(
                 f"process {os.getpid()}: expected one without a server when it was forked, got the fork of "
                 f"{cls._polled_in}, where one runs, or grpc.aio still does for a call that hangs or an error that is "
                 "kept. grpc cannot serve in it: spawn, or fork before."
             )
+
+    @classmethod
+    def acquire(cls) -> LoopThread:
+        """Return the process's loop thread, started if need be."""
         with cls._lock:
             if cls._current is None:
                 cls._current = cls()
@@ -111,9 +111,16 @@ def _note_poller() -> None:
     if LoopThread._current is None:
         for poller in pollers:
             poller.join(ENDING_S)
-    is_polling = LoopThread._current is not None or any(poller.is_alive() for poller in pollers)
+    is_polling = any(poller.is_alive() for poller in pollers)
     LoopThread._polled_in = os.getpid() if is_polling else None
 
 
+def _go_on_in_child() -> None:
+    """Note whether the parent had a loop: a child has no thread of it, nor one that would let go of the lock."""
+    if LoopThread._current is not None:
+        LoopThread._polled_in = LoopThread._current._process
+    LoopThread._lock = threading.Lock()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_note_poller)
+    os.register_at_fork(before=_note_poller, after_in_child=_go_on_in_child)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +22,7 @@ from experts_server.configuration.config import ServingConfig
 from moe_autograd.errors import ConfigError
 from moe_autograd.moe.experts import FeedForwardExpert
 from tests.support.gated import Gated, Waiting
-from tests.support.servers import ROOT, START_S, WireClient, tokens, wait_until
+from tests.support.servers import START_S, WireClient, tokens, wait_until
 from tests.support.subprocesses import assert_prints
 
 D = 8
@@ -87,139 +85,6 @@ def test_a_server_is_neither_copied_nor_pickled(take: Any) -> None:
             take(server)
         with WireClient(server.address) as client:
             assert client.forward("e", tokens(3, D)).code == "OK"
-
-
-FORKED_BESIDE_A_SERVER = """
-import os, sys
-from torch import nn
-from experts_server import ExpertsServer
-from moe_autograd.remote import connect
-
-try:
-    with ExpertsServer({"e": nn.Linear(4, 4)}) as server:
-        child = os.fork()
-        if child == 0:
-            try:
-                ExpertsServer({"e": nn.Linear(4, 4)}).start()
-            except RuntimeError as error:
-                assert f"got the fork of {os.getppid()}, where one runs" in str(error), error
-                print("refused", flush=True)
-            sys.exit(3)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        with connect(server.address) as experts:
-            print(*experts, flush=True)
-finally:
-    print("left", flush=True)
-"""
-
-
-def test_a_forked_child_leaves_a_server_alone_and_starts_none() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FORKED_BESIDE_A_SERVER],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout.split()) == (0, ["refused", "left", "3", "e", "left"]), (
-        ended.stderr
-    )
-
-
-FORKED_AFTER_SERVERS = """
-import gc, os, socket, sys, threading
-import torch
-from torch import nn
-from experts_server import ExpertsServer
-from moe_autograd.errors import ConfigError, InvalidCallError
-from moe_autograd.remote import RemoteOptimizer, connect
-
-torch.set_num_threads(1)
-gc.disable()
-
-def pollers():
-    return [thread for thread in threading.enumerate() if "_poll_wrapper" in thread.name]
-
-def server(**settings):
-    return ExpertsServer({"e": nn.Linear(4, 4)}, **settings)
-
-def once():
-    with server():
-        assert pollers(), "the name of grpc's thread is another one"
-
-def again():
-    with (twice := server()):
-        pass
-    with twice:
-        pass
-    return twice
-
-def called():
-    with server(optimizer=torch.optim.SGD) as trained, connect(trained.address) as experts:
-        experts["e"](torch.ones(1, 4)).sum().backward()
-        RemoteOptimizer(experts).step()
-        for width in (4, 5):
-            try:
-                experts["e"](torch.full((1, width), torch.nan))
-            except InvalidCallError:
-                pass
-        try:
-            experts["e"].load_state_dict({"weight": torch.ones(1)})
-        except RuntimeError:
-            pass
-
-def refused():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        try:
-            server(listen=f"127.0.0.1:{taken.getsockname()[1]}").start()
-        except ConfigError:
-            pass
-
-def refused_and_kept():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        try:
-            server(listen=f"127.0.0.1:{taken.getsockname()[1]}").start()
-        except ConfigError as error:
-            return error
-
-kept = globals()[sys.argv[1]]()
-child = os.fork()
-if child == 0:
-    try:
-        with server() as served, connect(served.address) as experts:
-            print(experts["e"](torch.ones(1, 4)).numel(), flush=True)
-    except RuntimeError as error:
-        print(f"got the fork of {os.getppid()}" in str(error), flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-print(len(pollers()))
-"""
-
-
-@pytest.mark.parametrize(
-    ("what", "printed"),
-    [
-        ("once", ["4", "0"]),
-        ("again", ["4", "0"]),
-        ("called", ["4", "0"]),
-        ("refused", ["4", "0"]),
-        ("refused_and_kept", ["True", "1"]),  # with the frames of its traceback
-    ],
-)
-def test_a_child_forked_after_a_server_has_stopped_serves_without_a_garbage_collection(
-    what: str, printed: list[str]
-) -> None:
-    """grpc.aio polls in a thread as long as there is a server or an RPC of it; these were in cycles."""
-    ended = subprocess.run(
-        [sys.executable, "-c", FORKED_AFTER_SERVERS, what],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout.split()) == (0, printed), ended.stderr
 
 
 def test_weights_that_two_experts_use_are_refused_if_one_of_them_trains_them() -> None:
