@@ -20,6 +20,7 @@ that the child then waits for, for ever, before a line of its own runs: on a bus
 slices of a scheduler.
 
 A fork does not wait longer than `_PATIENCE_S`: an update can be long, and a busy machine took 2 s to end short calls.
+Nor for an RPC of its own thread, such as one that a signal's handler forks in: that waits for the handler.
 A child that was forked all the same is told so when it begins an RPC: whether it would get an answer, nobody knows.
 
 Mutable state: the gate's, changed by single operations that the interpreter makes atomic. There is no lock: an RPC that
@@ -82,11 +83,14 @@ class Passage:
 
     Attributes:
         is_interrupted: whether one has, so that what has not come is to be asked for again.
+        operation: see above.
+        thread: that is in the block; None: only grpc has not done with it yet.
     """
 
     def __init__(self, gate: Gate, operation: Operation | None, *, may_interrupt: bool) -> None:
         self.is_interrupted = False
         self.operation = operation
+        self.thread: int | None = None
         self._gate = gate
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._may_interrupt = may_interrupt
@@ -94,11 +98,14 @@ class Passage:
         self._has_thread = False
 
     def __enter__(self) -> Passage:
+        self.thread = threading.get_ident()
         self._gate.let_in(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not (self._has_thread and self._call.add_callback(self._end)):
+        if self._has_thread and self._call.add_callback(self._end):
+            self.thread = None
+        else:
             self._end()
 
     def _end(self) -> None:
@@ -134,11 +141,18 @@ class Passage:
             self._call.cancel()
 
 
+class _Fork(threading.local):
+    """What the last fork of a thread has seen."""
+
+    num_left = 0  # RPCs that were under way when it had last looked
+
+
 class Gate:
     """What RPCs pass, and forks close."""
 
     def __init__(self) -> None:
         self._num_torn = 0  # RPCs of the parent that were under way when this process was forked from it
+        self._fork = _Fork()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -146,7 +160,6 @@ class Gate:
         self._under_way: weakref.WeakValueDictionary[int, Passage] = weakref.WeakValueDictionary()
         self._waiting: weakref.WeakValueDictionary[int, Passage] = weakref.WeakValueDictionary()
         self._forking: list[int] = []  # the threads that fork
-        self._num_left = 0  # RPCs that were under way when a fork had last looked
         self._ended_s = -math.inf  # when the last RPC did
 
     def passage(self, operation: Operation | None = None, *, may_interrupt: bool = False) -> Passage:
@@ -168,7 +181,8 @@ class Gate:
         if self._num_torn:
             raise RuntimeError(
                 f"process {os.getpid()}: expected to be forked between RPCs, got forked with {self._num_torn} under "
-                f"way that did not end within {_PATIENCE_S} s. grpc does not work in it: fork later, or spawn."
+                f"way, on the thread that forked or, for {_PATIENCE_S} s, on others. grpc does not work in it: fork "
+                "later, or spawn."
             )
         if not self._try_let_in(passage):
             self._wait(passage)
@@ -216,11 +230,15 @@ class Gate:
         self._forking.append(threading.get_ident())
         for passage in _alive(self._under_way):
             passage.interrupt()
-        self._num_left = len(self._under_way)
-        while self._num_left and time.monotonic() < until_s:
+        while self._is_to_wait() and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
-            self._num_left = len(self._under_way)
         time.sleep(max(0.0, self._ended_s + _SETTLE_S - time.monotonic()))
+
+    def _is_to_wait(self) -> bool:
+        """Look what is under way; return whether any of it can end before the fork."""
+        left = _alive(self._under_way)
+        self._fork.num_left = len(left)
+        return any(passage.thread != threading.get_ident() for passage in left)
 
     def open(self) -> None:
         """Go on after a fork."""
@@ -231,7 +249,7 @@ class Gate:
 
     def become_childs(self) -> None:
         """Go on in a forked child, which has none of the threads that passed."""
-        self._num_torn += self._num_left
+        self._num_torn += self._fork.num_left
         self._begin_anew()
 
     def __repr__(self) -> str:

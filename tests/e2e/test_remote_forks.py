@@ -56,27 +56,13 @@ def test_a_forked_child_gets_a_clear_error_and_can_connect_anew():
 
 
 FORKS_IN_THE_MIDDLE = """
-    import os, sys, threading, torch
+    import os, signal, sys, threading, time, torch
     from moe_autograd.remote import RemoteOptimizer, connect, forking
 
-    what, address, other_address, rows, width = *sys.argv[1:4], *map(int, sys.argv[4:])
-    if what == "step":
-        forking._PATIENCE_S = 1.0  # before a busy machine misses a ping, and the connection is made anew
-    x = torch.ones(rows, width)
-    with connect(address, timeout_s=1000) as experts:
-        expert = experts["held"]
-        if what == "forward":
-            call = lambda: expert(x)
-        elif what == "backward":
-            call = expert(x).mean().backward
-        elif what == "step":
-            expert(x).mean().backward()
-            call = RemoteOptimizer(experts).step
-        else:
-            call = experts.state_dict
-        thread = threading.Thread(target=call)
-        thread.start()
-        sys.stdin.readline()
+    what, where, address, other_address, rows, width = *sys.argv[1:5], *map(int, sys.argv[5:])
+
+    def fork(*_):
+        began_s = time.monotonic()
         child = os.fork()
         if child == 0:
             try:
@@ -91,8 +77,35 @@ FORKS_IN_THE_MIDDLE = """
                 print("RuntimeError:", error, flush=True)
             experts.close()
             os._exit(0)
+        assert time.monotonic() - began_s < forking._PATIENCE_S or what == "step"
         assert os.waitpid(child, 0)[1] == 0
         print("parent", flush=True)
+
+    def fork_when_told():
+        sys.stdin.readline()
+        if where == "in a handler":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        else:
+            fork()
+
+    signal.signal(signal.SIGUSR1, fork)
+    if what == "step":
+        forking._PATIENCE_S = 1.0  # before a busy machine misses a ping, and the connection is made anew
+    x = torch.ones(rows, width)
+    with connect(address, timeout_s=1000) as experts:
+        expert = experts["held"]
+        if what == "forward":
+            call = lambda: expert(x)
+        elif what == "backward":
+            call = expert(x).mean().backward
+        elif what == "step":
+            expert(x).mean().backward()
+            call = RemoteOptimizer(experts).step
+        else:
+            call = experts.state_dict
+        thread = threading.Thread(target=fork_when_told)
+        thread.start()
+        call()
         thread.join()
         if what == "backward":
             RemoteOptimizer(experts).step()
@@ -100,14 +113,16 @@ FORKS_IN_THE_MIDDLE = """
 """
 
 
-def fork_in_the_middle_of(what: str, held: Held, rows: int = 1, optimizer=sgd) -> list[str]:
+def fork_in_the_middle_of(
+    what: str, held: Held, where: str = "on another thread", rows: int = 1, optimizer=sgd
+) -> list[str]:
     """Fork a client while a call of it is under way; return what child and parent printed."""
     with (
         ExpertsServer({"held": held}, optimizer=optimizer) as server,
         ExpertsServer({"ffn": nn.Linear(4, 4)}) as other,
     ):
         command = [sys.executable, "-W", "error", "-c", textwrap.dedent(FORKS_IN_THE_MIDDLE)]
-        arguments = [what, server.address, other.address, str(rows), str(held.linear.in_features)]
+        arguments = [what, where, server.address, other.address, str(rows), str(held.linear.in_features)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen([*command, *arguments], cwd=ROOT, text=True, **pipes) as process:
             try:
@@ -130,7 +145,7 @@ def test_a_call_that_a_fork_interrupts_is_made_again_and_counts_once(what, rows)
     """No RPC is under way when the process forks: grpc has prepared for it, and the child can connect anew."""
     held = Held(what, WIDTH)
     twin = copy.deepcopy(held.linear)
-    printed = fork_in_the_middle_of(what, held, rows)
+    printed = fork_in_the_middle_of(what, held, rows=rows)
     assert printed == ["refused\n", "anew\n", "parent\n", "done\n"]
     if what == "forward":
         assert held.num_begun == 2
@@ -151,6 +166,15 @@ def test_a_child_forked_in_the_middle_of_an_update_is_told_that_it_cannot_connec
             return super().step(closure)
 
     printed = fork_in_the_middle_of("step", held, optimizer=lambda parameters: HeldSGD(parameters, lr=0.1))
+    assert printed[0] == "refused\n"
+    assert "expected to be forked between RPCs, got forked with 1 under way" in printed[1]
+    assert printed[2:] == ["parent\n", "done\n"]
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_a_fork_on_the_thread_that_calls_does_not_wait_for_that_call(what):
+    """It cannot end before the fork: that waited in vain. The child is told, and the call is made."""
+    printed = fork_in_the_middle_of(what, Held(what), "in a handler")
     assert printed[0] == "refused\n"
     assert "expected to be forked between RPCs, got forked with 1 under way" in printed[1]
     assert printed[2:] == ["parent\n", "done\n"]
