@@ -79,7 +79,7 @@ class CallSeeds:
 
     def __init__(self) -> None:
         self._parent = (running.seeds, running.index)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer or a handler that forks takes it again
         self._generators: dict[tuple[int, torch.device], torch.Generator] = {}
         # own states of the calls that have set another one, by index and device
         self._put_aside: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -287,6 +287,26 @@ def _mix(base: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+def _running_seeds() -> Iterator[CallSeeds]:
+    """Return those of the call that this thread runs, and of the calls around it."""
+    seeds = running.seeds
+    while seeds is not None:
+        yield seeds
+        seeds, _ = seeds._parent
+
+
+def _wait_for_steps() -> None:
+    """Before a fork let steps end: the child has no thread that would, and none that gives its generator back."""
+    for seeds in _running_seeds():
+        seeds._lock.acquire()
+
+
+def _allow_steps() -> None:
+    for seeds in _running_seeds():
+        seeds._lock.release()
+
+
 if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_for_steps, after_in_parent=_allow_steps, after_in_child=_allow_steps)
     os.register_at_fork(after_in_child=_promised.clear)  # nobody waits for calls there
     os.register_at_fork(after_in_child=_apart.clear)

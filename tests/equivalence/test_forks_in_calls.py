@@ -1,0 +1,65 @@
+"""Children that are forked inside a call, or by a handler of a signal while a map runs: they and their parent go on.
+
+Each fork comes at every point of what a thread is just doing: a profile function stops it there.
+"""
+
+from __future__ import annotations
+
+from tests.support.subprocesses import assert_prints
+
+PREAMBLE = """
+    import os, queue, signal, sys, threading, traceback
+    import torch
+    from moe_autograd import map_with_parallel_backward, parallel_apply
+
+    def forked(action):
+        # Return how a child ends that does this.
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                os._exit(0 if action() else 1)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(2)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_child_forked_while_another_call_draws_first_draws_what_its_call_would_have_drawn() -> None:
+    """It waited for the lock that the other call's thread held; or drew what followed from another number."""
+    assert_prints(
+        PREAMBLE
+        + """
+    points, codes = queue.SimpleQueue(), []
+
+    def stop(frame, event, function):
+        if "_random" in frame.f_code.co_filename and event in ("call", "c_return"):
+            points.put(is_forked := threading.Event())
+            is_forked.wait(0.05)  # a fork may wait for this thread to go on
+
+    def draws_first(x, stop):
+        sys.setprofile(stop)
+        torch.rand(1)
+        sys.setprofile(None)
+        points.put(None)
+        return x
+
+    def forks(x, stop):
+        while (is_forked := points.get()) is not None:
+            if not any(codes):
+                codes.append(forked(lambda: torch.equal(torch.rand(3), expected)))
+            is_forked.set()
+        return x + torch.rand(3)
+
+    def drawn(stop):
+        torch.manual_seed(0)
+        x = torch.zeros(3, requires_grad=True)
+        return parallel_apply([draws_first, forks], [(x, stop)] * 2)[1].detach()
+
+    expected = drawn(None)
+    assert torch.equal(drawn(stop), expected)
+    print(len(codes) > 20, set(codes))
+    """,
+        "True {0}",
+    )
