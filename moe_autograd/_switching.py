@@ -29,7 +29,7 @@ class _Interval:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users_s: float | None = None  # None: we have set nothing
-        self._ours_s = 0.0
+        self._ours_s: float | None = None  # None: it is just being set
 
     def suit(self, threads: Sized) -> None:
         """Set the interval for as many threads of ours as there are now."""
@@ -37,8 +37,9 @@ class _Interval:
             return
         with self._lock:  # counted in here: the last to come has the last number
             num_threads, now_s = len(threads), sys.getswitchinterval()
-            if self._users_s is None or now_s != self._ours_s:
+            if self._users_s is None or self._ours_s not in (None, now_s):
                 self._users_s = now_s
+            self._ours_s = None
             if num_threads > MANY:
                 sys.setswitchinterval(max(self._users_s, min(num_threads * PER_THREAD_S, LONGEST_S)))
                 self._ours_s = sys.getswitchinterval()  # in whole microseconds
@@ -51,13 +52,10 @@ interval = _Interval()
 
 
 def _start_anew() -> None:
-    """In a forked child there are no threads of ours."""
-    interval._lock.release()
+    """In a forked child there are no threads of ours, also none that has the lock."""
+    interval._lock = threading.Lock()
     interval.suit(())
 
 
 if hasattr(os, "register_at_fork"):
-    # Not in the middle of a change: the child would take what we set for the user's.
-    os.register_at_fork(
-        before=interval._lock.acquire, after_in_parent=interval._lock.release, after_in_child=_start_anew
-    )
+    os.register_at_fork(after_in_child=_start_anew)

@@ -11,7 +11,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -38,7 +38,7 @@ RANDOM_OPERATORS = (
 
 _RNN_DROPOUT = 11  # where `_cudnn_rnn` takes it; whether it trains comes next, the dropout's state last
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a handler of a signal that makes a map, or forks, takes it again
 installed: list[torch.library.Library] = []  # a library unregisters its kernels when it is collected
 
 
@@ -60,7 +60,8 @@ def install() -> None:
 
 def _install() -> None:
     fallthrough = torch.library.Library("_", "IMPL")
-    fallthrough.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    if not torch._C._dispatch_has_backend_fallback(KEY):
+        fallthrough.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
     _KEYS_PASSED_BY_LATER_ONES.append(KEY)
     for higher_order in list(_higher_order_ops.values()):
         higher_order.fallthrough(KEY)
@@ -68,16 +69,22 @@ def _install() -> None:
     for name, operator in operators_with_generator():
         position = _generator_position(operator)
         draw = _draw_noise if name.startswith("rrelu") else _draw_from_own_stream
-        kernels.impl(name, functools.partial(draw, operator, position), _KEY_NAME)
+        _register(kernels, name, functools.partial(draw, operator, position))
     for name, operator, sibling in operators_that_draw_inside():
-        kernels.impl(name, functools.partial(_draw_as_sibling, operator, sibling), _KEY_NAME)
+        _register(kernels, name, functools.partial(_draw_as_sibling, operator, sibling))
     for name, operator in fused_operators():
-        kernels.impl(name, fused_kernel(operator), _KEY_NAME)
-    kernels.impl("native_dropout", _drop_out, _KEY_NAME)
-    kernels.impl("_cudnn_rnn", _run_rnn, _KEY_NAME)
+        _register(kernels, name, fused_kernel(operator))
+    _register(kernels, "native_dropout", _drop_out)
+    _register(kernels, "_cudnn_rnn", _run_rnn)
     for library in (fallthrough, kernels):
         _keep_at_exit(library)
     installed.extend((fallthrough, kernels))
+
+
+def _register(kernels: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
+    """Register a kernel, unless that is done: a handler that makes a map, or a child of its, finds only some."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY_NAME):
+        kernels.impl(name, kernel, _KEY_NAME)
 
 
 def _keep_at_exit(library: torch.library.Library) -> None:
@@ -259,6 +266,15 @@ def _is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def _start_anew() -> None:
+    """In a child that a handler has forked in here, this thread has the lock: others would wait for it."""
+    global _lock
+    _lock.release()
+    _lock = threading.RLock()
+
+
 if hasattr(os, "register_at_fork"):
     # A child forked while another thread holds the lock would never get it.
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(
+        before=lambda: _lock.acquire(), after_in_parent=lambda: _lock.release(), after_in_child=_start_anew
+    )

@@ -49,12 +49,11 @@ class _StandIn:
 class StandIns:
     """Puts the stand-ins in place for the first thread that runs calls, and back for the last one to end.
 
-    Ctrl-C may come after any call in here. So to begin or to end once more changes nothing, and what belongs together
-    is done without a call.
+    Ctrl-C, another thread or a fork may come after any call in here, and only there. So to begin or to end once more
+    changes nothing, and what belongs together is done without a call. There is no lock: who forks may hold it himself.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self._threads: set[int] = set()
         self._are_in_place = False
         self._accelerator: Any = None  # whose generators are away, if any
@@ -62,42 +61,38 @@ class StandIns:
 
     def begin(self) -> None:
         """Call it on a thread that is about to run calls."""
-        with self.lock:
-            self._threads.add(threading.get_ident())
-            if not self._are_in_place:
-                self._stand_in()
+        self._threads.add(threading.get_ident())
+        if not self._are_in_place:
+            self._stand_in()
 
     def end(self) -> None:
         """Call it on the same thread after them."""
-        with self.lock:
-            self._threads.discard(threading.get_ident())
-            if not self._threads:
-                self._step_back()
+        self._threads.discard(threading.get_ident())
+        self._step_back()
 
     def after_fork_in_child(self) -> None:
         """No other thread runs calls here."""
-        self._threads = set() if running.seeds is None else {threading.get_ident()}
-        if not self._threads:
-            self._step_back()
-        self.lock.release()
+        self._threads &= {threading.get_ident()}
+        self._step_back()
 
     def _stand_in(self) -> None:
-        in_use = _accelerator_in_use()
-        if in_use is not None:
-            kind, accelerator = in_use
-            away = accelerator.default_generators
-            in_place = tuple([_StandIn(torch.device(kind, index), own) for index, own in enumerate(away)])
-            self._accelerator, self._away = accelerator, away
-            accelerator.default_generators = in_place
-        torch.random.default_generator = _STAND_IN
-        self._are_in_place = True
+        kind, accelerator = _accelerator_in_use() or ("", None)
+        away = () if accelerator is None else accelerator.default_generators
+        in_place = tuple([_StandIn(torch.device(kind, index), own) for index, own in enumerate(away)])
+        if not self._are_in_place:  # else another thread was faster
+            torch.random.default_generator = _STAND_IN
+            if accelerator is not None:
+                accelerator.default_generators = in_place
+                self._accelerator, self._away = accelerator, away
+            self._are_in_place = True
 
     def _step_back(self) -> None:
-        torch.random.default_generator = PROCESS_GENERATOR
-        if self._accelerator is not None:
-            self._accelerator.default_generators = self._away
-            self._accelerator, self._away = None, ()
-        self._are_in_place = False
+        if not self._threads:
+            torch.random.default_generator = PROCESS_GENERATOR
+            if self._accelerator is not None:
+                self._accelerator.default_generators = self._away
+                self._accelerator, self._away = None, ()
+            self._are_in_place = False
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -121,12 +116,8 @@ _STAND_IN = cast(torch.Generator, _StandIn(CPU, PROCESS_GENERATOR))
 stand_ins = StandIns()
 
 if hasattr(os, "register_at_fork"):
-    # a child forked while another thread holds a lock would never get it
+    # A child forked while another thread holds it would never get it; who forks may have it.
     os.register_at_fork(
         before=lending.acquire, after_in_parent=lending.release, after_in_child=lending.release
     )
-    os.register_at_fork(
-        before=stand_ins.lock.acquire,
-        after_in_parent=stand_ins.lock.release,
-        after_in_child=stand_ins.after_fork_in_child,
-    )
+    os.register_at_fork(after_in_child=stand_ins.after_fork_in_child)

@@ -63,3 +63,37 @@ def test_a_child_forked_while_another_call_draws_first_draws_what_its_call_would
     """,
         "True {0}",
     )
+
+
+def test_a_handler_of_a_signal_forks_wherever_the_first_map_is_with_its_random_numbers() -> None:
+    """The fork waited for a lock that its own thread held; and the child, which makes a map, for its parent's."""
+    assert_prints(
+        PREAMBLE
+        + """
+    codes, seen = [], set()
+
+    def draws(x):
+        return x + torch.rand(3)
+
+    def maps(most=None):
+        inputs = [(torch.zeros(3, requires_grad=True),)] * 3
+        return len(parallel_apply([draws] * 3, inputs, max_concurrency=most)) == 3
+
+    def handle(frame, event, function):
+        point = frame.f_code, frame.f_lineno, event
+        if "_random" in frame.f_code.co_filename and event in ("call", "c_return") and point not in seen:
+            seen.add(point)
+            sys.setprofile(None)
+            codes.append(forked(maps))
+            sys.setprofile(handle)
+
+    own = torch.random.default_generator
+    torch.rand(3)
+    sys.setprofile(handle)
+    maps(1)  # all on this thread
+    sys.setprofile(None)
+    print(len(codes) > 20, set(codes), torch.random.default_generator is own)
+    """,
+        "True {0} True",
+        limit_s=120,
+    )

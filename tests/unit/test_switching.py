@@ -105,3 +105,23 @@ def test_so_has_one_that_is_forked_in_the_middle_of_a_change(monkeypatch: pytest
     finally:
         thread.join(60)
         interval.suit(_threads._threads)
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["before", "after"])
+def test_so_has_one_that_a_finalizer_forks_there(monkeypatch: pytest.MonkeyPatch, is_set: bool) -> None:
+    """It waited for the lock that its own thread held."""
+    set_interval = sys.setswitchinterval
+    children: list[bool] = []
+
+    def set_and_fork(interval_s: float) -> None:
+        if is_set:
+            set_interval(interval_s)
+        if not children:
+            children.append(False)  # the child sets it as well
+            children[0] = users_is_set_in_a_child()
+        set_interval(interval_s)
+
+    monkeypatch.setattr(sys, "setswitchinterval", set_and_fork)
+    interval.suit([None] * (MANY + 1))
+    interval.suit(_threads._threads)
+    assert children == [True]
