@@ -56,6 +56,7 @@ class Timeline:
     """The calls of one recording, in the order in which they ended."""
 
     spans: list[Span] = field(default_factory=list)
+    _thread: int = field(default_factory=threading.get_ident, init=False, repr=False, compare=False)
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the recording in the Trace Event Format: one lane an expert, times in microseconds."""
@@ -136,6 +137,13 @@ def add_span(name: str, phase: str, start_s: float, end_s: float) -> None:
         timeline.spans.append(Span(name, phase, start_s, end_s))
 
 
+def _start_anew() -> None:
+    """In a forked child nobody else ends a recording; and no other thread has the lock."""
+    global _lock, _recordings
+    _lock = threading.Lock()
+    _recordings = tuple([known for known in _recordings if known._thread == threading.get_ident()])
+
+
 def _lane_name(lane: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": "thread_name", "pid": 1, "tid": lane, "args": {"name": name}}
 
@@ -151,3 +159,7 @@ def _complete_event(span: Span, lane: int, origin_s: float) -> dict[str, Any]:
         "dur": round((span.end_s - span.start_s) * 1e6, 3),
         "args": {"expert_name": span.name},
     }
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)

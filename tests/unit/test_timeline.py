@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
+
+import pytest
 
 from moe_autograd.timeline import Span, add_span, is_recording, record_timeline
 from tests.support.subprocesses import assert_prints
@@ -82,6 +85,33 @@ def test_a_block_that_was_left_may_be_collected_wherever_another_begins_or_ends(
             assert not is_recording(), allocation
         """
     assert_prints(program, "", limit_s=60)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_goes_on_with_what_its_own_thread_records() -> None:
+    """A recording of another thread's had no end there."""
+    records, is_over = threading.Event(), threading.Event()
+
+    def record() -> None:
+        with record_timeline():
+            records.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    records.wait()
+    with record_timeline() as own:
+        child = os.fork()
+        if not child:
+            add_span("ffn.0", "forward", 1.0, 1.5)
+            is_own = is_recording() and len(own.spans) == 1
+        else:
+            is_over.set()
+            thread.join()
+    if not child:
+        os._exit(3 if is_own and not is_recording() else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert own.spans == []
 
 
 def test_the_chrome_trace_has_one_named_lane_an_expert_and_microseconds(tmp_path: Path) -> None:
