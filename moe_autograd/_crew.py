@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -44,7 +45,7 @@ from moe_autograd._habits import LIGHT_S, Habit
 from moe_autograd._intraop import end_team, get_team_size, num_cores, set_team_size
 from moe_autograd._lookout import LONGEST_PAUSE_S, lookout
 from moe_autograd._progress import Progress, here
-from moe_autograd._threads import start_soon
+from moe_autograd._threads import left_in_child, start_soon
 from moe_autograd._waiting import acquire
 
 FIRST_LOOK_S = 0.0003
@@ -69,6 +70,18 @@ def taken_from(failures: dict[int, Failure]) -> dict[int, BaseException]:
     return {index: BaseException.with_traceback(*failure) for index, failure in last_first}
 
 
+_process = object()  # another one in a forked child
+
+
+def _start_anew() -> None:
+    global _process
+    _process = object()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
+
+
 def _nothing(index: int) -> None:
     """Stand for the call of a crew that is at rest."""
 
@@ -87,6 +100,7 @@ class Crew:
         cores: int,
     ) -> None:
         self._call = call
+        self._process = _process
         self._habit = habit
         self._even_shares = even_shares
         self._pending = deque(order)
@@ -154,6 +168,8 @@ class Crew:
 
     def _wait_for_rest(self) -> None:
         """Wait until the last thread has left."""
+        if self._process is not _process:
+            raise RuntimeError(left_in_child())
         acquire(self._at_rest)
 
     def _work(self, *, is_added: bool = False) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +57,8 @@ class _Worker:
                 self._job = None
                 job()
                 del job  # an idle thread keeps nothing alive
+                if self.thread not in _threads:
+                    _end_child()
                 end_team()
                 _idle.append(self)
                 if not self._wake.acquire(timeout=IDLE_S) and self._try_leave():
@@ -97,6 +100,21 @@ def _forget_threads() -> None:
     """In a forked child only the forking thread lives on: start with none."""
     _idle.clear()
     _threads.clear()
+
+
+def left_in_child() -> str:
+    """Say that a child that was forked in a job goes on, where only its parent could."""
+    return (
+        f"process {os.getpid()}: expected to end in the call that it was forked in, got to that call's end. The map "
+        "goes on in its parent alone, whose threads make the other calls. End the child by `os._exit`, or fork "
+        "outside of calls."
+    )
+
+
+def _end_child() -> None:
+    """End a child that was forked in a job and has come to its end: nobody is there to go on."""
+    print(left_in_child(), file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _rest_before_exit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import os
 import random
 import threading
 import types
@@ -36,6 +37,23 @@ def test_transforms() -> None:
         with pytest.raises(UnsupportedTransformError):
             transform(total)(torch.ones(2))
     assert in_call(torch.func.grad(lambda x: x.sin().sum()), torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+@of("forked on another thread than the map's own, it prints that and exits with 1")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_goes_on_behind_its_call(capfd: pytest.CaptureFixture[str]) -> None:
+    codes: list[int] = []
+    both_run, caller = threading.Barrier(2), threading.current_thread()
+
+    def forks(x: Tensor) -> Tensor:
+        both_run.wait(60)
+        if threading.current_thread() is not caller and (child := os.fork()):
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return x
+
+    parallel_apply([forks, forks], [(leaf(),)] * 2)
+    assert codes == [1]
+    assert "expected to end in the call that it was forked in" in capfd.readouterr().err
 
 
 @of("a lock which the caller holds waits for ever, also for an `RLock`")

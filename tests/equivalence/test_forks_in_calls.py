@@ -5,7 +5,9 @@ Each fork comes at every point of what a thread is just doing: a profile functio
 
 from __future__ import annotations
 
-from tests.support.subprocesses import assert_prints
+import pytest
+
+from tests.support.subprocesses import assert_prints, run_python
 
 PREAMBLE = """
     import os, queue, signal, sys, threading, traceback
@@ -97,3 +99,38 @@ def test_a_handler_of_a_signal_forks_wherever_the_first_map_is_with_its_random_n
         "True {0} True",
         limit_s=120,
     )
+
+
+@pytest.mark.parametrize("forks_on_caller", [True, False])
+def test_a_child_that_goes_on_behind_the_call_it_was_forked_in_says_so(forks_on_caller: bool) -> None:
+    """It waited for threads that it does not have, or ended as if all had gone well."""
+    ended = run_python(
+        PREAMBLE
+        + f"""
+    parent, all_run, has_forked = os.getpid(), threading.Barrier(3), threading.Event()
+    forking = [None]
+
+    def call(x):
+        all_run.wait(60)
+        is_caller = threading.current_thread() is threading.main_thread()
+        if is_caller is {forks_on_caller} and forking and forking.pop() is None:
+            if os.fork() == 0:
+                signal.alarm(20)
+            else:
+                has_forked.set()
+        elif os.getpid() == parent:
+            has_forked.wait(60)
+        return x * 2
+
+    inputs = [(torch.ones(1, requires_grad=True),)] * 3
+    try:
+        parallel_apply([call] * 3, inputs)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        os._exit(1)
+    assert os.getpid() == parent
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    )
+    assert (ended.returncode, ended.stdout.split()) == (0, ["1"]), ended
+    assert "expected to end in the call that it was forked in" in ended.stderr
