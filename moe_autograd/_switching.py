@@ -35,13 +35,19 @@ class _Interval:
         """Set the interval for as many threads of ours as there are now."""
         if len(threads) <= MANY and self._users_s is None:
             return
-        with self._lock:  # counted in here: the last to come has the last number
-            num_threads, now_s = len(threads), sys.getswitchinterval()
-            if self._users_s is None or self._ours_s not in (None, now_s):
+        # Counted in here: the last to come has the last number. And no container is made, for which garbage might be
+        # collected: a finalizer that makes a map would wait for threads that wait for the lock.
+        with self._lock:
+            num_threads = len(threads)
+            now_s = sys.getswitchinterval()
+            if self._users_s is None or (self._ours_s is not None and self._ours_s != now_s):
                 self._users_s = now_s
             self._ours_s = None
             if num_threads > MANY:
-                sys.setswitchinterval(max(self._users_s, min(num_threads * PER_THREAD_S, LONGEST_S)))
+                wanted_s = num_threads * PER_THREAD_S
+                if wanted_s > LONGEST_S:
+                    wanted_s = LONGEST_S
+                sys.setswitchinterval(wanted_s if wanted_s > self._users_s else self._users_s)
                 self._ours_s = sys.getswitchinterval()  # in whole microseconds
             else:
                 sys.setswitchinterval(self._users_s)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._ops import _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS as _KEYS_PASSED_BY_LATER_ONES
 from torch._ops import OpOverload, _higher_order_ops
 
@@ -39,7 +39,10 @@ RANDOM_OPERATORS = (
 _RNN_DROPOUT = 11  # where `_cudnn_rnn` takes it; whether it trains comes next, the dropout's state last
 
 _lock = threading.RLock()  # a handler of a signal that makes a map, or forks, takes it again
-installed: list[torch.library.Library] = []  # a library unregisters its kernels when it is collected
+installed: list[DispatchKey] = []  # the key of the kernels, when all are
+_libraries: dict[
+    str, torch.library.Library
+] = {}  # by namespace; one that is collected unregisters its kernels
 
 
 def install() -> None:
@@ -59,13 +62,12 @@ def install() -> None:
 
 
 def _install() -> None:
-    fallthrough = torch.library.Library("_", "IMPL")
+    fallthrough, kernels = _library("_"), _library("aten")
     if not torch._C._dispatch_has_backend_fallback(KEY):
         fallthrough.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
     _KEYS_PASSED_BY_LATER_ONES.append(KEY)
     for higher_order in list(_higher_order_ops.values()):
         higher_order.fallthrough(KEY)
-    kernels = torch.library.Library("aten", "IMPL")
     for name, operator in operators_with_generator():
         position = _generator_position(operator)
         draw = _draw_noise if name.startswith("rrelu") else _draw_from_own_stream
@@ -76,9 +78,16 @@ def _install() -> None:
         _register(kernels, name, fused_kernel(operator))
     _register(kernels, "native_dropout", _drop_out)
     _register(kernels, "_cudnn_rnn", _run_rnn)
-    for library in (fallthrough, kernels):
+    installed.append(KEY)
+
+
+def _library(namespace: str) -> torch.library.Library:
+    """Return the one that keeps our kernels there, also of an attempt that Ctrl-C has ended."""
+    library = _libraries.get(namespace)
+    if library is None:
+        library = _libraries.setdefault(namespace, torch.library.Library(namespace, "IMPL"))
         _keep_at_exit(library)
-    installed.extend((fallthrough, kernels))
+    return library
 
 
 def _register(kernels: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:

@@ -31,9 +31,9 @@ class own_streams:
             install()
         seeds = running.seeds
         self._outer = (seeds, running.index, _is_switched_on(KEY))
-        if seeds is None:  # else this thread is counted already
-            stand_ins.begin()
+        # first: a handler of a signal that makes a map would take them away as it ends
         running.seeds = self._seeds
+        stand_ins.begin()
         _switch(KEY, True)
 
     def __exit__(self, *exc_info: object) -> None:

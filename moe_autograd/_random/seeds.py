@@ -25,6 +25,7 @@ _PASSED_BY |= DispatchKeySet(DispatchKey.FuncTorchDynamicLayerBackMode)
 _PASSED_BY |= DispatchKeySet(DispatchKey.FuncTorchVmapMode)
 
 _APART = 1 << 40  # more than any index: calls apart draw other numbers than calls that are not
+_PATIENCE_S = 1.0  # how long a fork waits for a step
 
 
 class _Running(threading.local):
@@ -295,18 +296,43 @@ def _running_seeds() -> Iterator[CallSeeds]:
         seeds, _ = seeds._parent
 
 
+class _Forks(threading.local):
+    """Those that a thread makes now, one in the midst of another: whose steps it has waited for."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[list[CallSeeds]] = []
+
+
+_forks = _Forks()
+
+
 def _wait_for_steps() -> None:
-    """Before a fork let steps end: the child has no thread that would, and none that gives its generator back."""
+    """Before a fork let steps end: the child has no thread that would, and none that gives its generator back.
+
+    Not for ever: a step in whose midst a handler forks waits for this fork to let go of what it has waited for.
+    """
+    waited_for: list[CallSeeds] = []
+    _forks.waited_for.append(waited_for)
     for seeds in _running_seeds():
-        seeds._lock.acquire()
+        if seeds._lock.acquire(timeout=_PATIENCE_S):
+            waited_for.append(seeds)
 
 
 def _allow_steps() -> None:
-    for seeds in _running_seeds():
+    for seeds in _forks.waited_for.pop():
         seeds._lock.release()
 
 
+def _allow_steps_in_child() -> None:
+    for seeds in _running_seeds():
+        if seeds not in _forks.waited_for[-1]:
+            seeds._lock = threading.RLock()
+    _allow_steps()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_wait_for_steps, after_in_parent=_allow_steps, after_in_child=_allow_steps)
+    os.register_at_fork(
+        before=_wait_for_steps, after_in_parent=_allow_steps, after_in_child=_allow_steps_in_child
+    )
     os.register_at_fork(after_in_child=_promised.clear)  # nobody waits for calls there
     os.register_at_fork(after_in_child=_apart.clear)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_autograd.autograd.batched import Batches
 from moe_autograd.autograd.computed_from import at_any_distance, note_uses, places_in
 from moe_autograd.autograd.result_hooks import Within
 from moe_autograd.autograd.this_backward import asked_for_by_name, kept_by_this_backward
@@ -120,7 +121,10 @@ class _Refusal:
         """Raise if something flows here, and somebody looks at one of them."""
         if grad is None or is_backward_compiled() or not self._looks.of_this_backward() & self._below:
             return
-        if grad.layout is not torch.strided or grad.any():  # as with `torch.stack(states)[-1]` nothing may
+        (whole,) = Batches([grad]).apart([grad])
+        if (
+            whole is None or whole.layout is not torch.strided or whole.any()
+        ):  # else nothing flows: `torch.stack(h)[0]`
             raise RuntimeError(f"{self._looks.name}: {_MISSED}")
 
 

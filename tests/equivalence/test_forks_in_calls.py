@@ -134,3 +134,41 @@ def test_a_child_that_goes_on_behind_the_call_it_was_forked_in_says_so(forks_on_
     )
     assert (ended.returncode, ended.stdout.split()) == (0, ["1"]), ended
     assert "expected to end in the call that it was forked in" in ended.stderr
+
+
+def test_a_fork_in_a_handler_in_the_midst_of_a_draw_and_one_of_another_call_wait_for_each_other_no_longer() -> (
+    None
+):
+    """Each had what the other one waited for."""
+    assert_prints(
+        PREAMBLE
+        + """
+    is_drawing, codes = threading.Event(), []
+
+    def handle(frame, event, function):
+        if event == "call" and frame.f_code.co_name == "_note_drawn":
+            sys.setprofile(None)
+            is_drawing.set()
+            while not any(has(one, "_wait_for_steps") for one in sys._current_frames().values()):
+                threading.Event().wait(0.001)
+            codes.append(forked(lambda: True))
+
+    def has(frame, name):
+        while frame is not None and frame.f_code.co_name != name:
+            frame = frame.f_back
+        return frame is not None
+
+    def draws(x):
+        sys.setprofile(handle)
+        return x + torch.rand(3)
+
+    def forks(x):
+        is_drawing.wait(60)
+        codes.append(forked(lambda: True))
+        return x * 2
+
+    parallel_apply([draws, forks], [(torch.zeros(3, requires_grad=True),)] * 2)
+    print(codes)
+    """,
+        "[0, 0]",
+    )

@@ -364,6 +364,17 @@ def test_a_gradient_of_zeros_is_not_missed(where: Where) -> None:
         assert torch.equal(results[0].grad, torch.ones_like(results[0]))
 
 
+def test_gradients_of_many_backwards_at_once_are_refused_by_the_same_words() -> None:
+    with expert_of(both(Features)[0], "offloaded") as expert:
+        x, (features, classes) = results_of(expert)
+        features.register_hook(lambda grad: None)
+        many = torch.eye(classes.numel()).reshape(-1, *classes.shape)
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            torch.autograd.grad(classes, x, many, is_grads_batched=True, retain_graph=True)
+        (grads,) = torch.autograd.grad(features, x, many, is_grads_batched=True)
+        assert grads.shape == (len(many), *x.shape)
+
+
 @pytest.mark.parametrize("where", ["offloaded", "remote"])
 def test_hooks_of_fsdp_look_at_no_gradient(where: Where) -> None:
     """It puts them on all results of a module, to be told that a backward has come so far."""

@@ -341,7 +341,7 @@ def test_a_finalizer_that_is_collected_in_the_first_map_may_make_one() -> None:
         operators.install()
         print(gc.isenabled())
         """,
-        20 * "2 " + "False",
+        20 * "1 " + "False",
         limit_s=60,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from moe_autograd import _threads
-from moe_autograd._switching import LONGEST_S, MANY, PER_THREAD_S, interval
+from moe_autograd._switching import LONGEST_S, MANY, PER_THREAD_S, _Interval, interval
 from moe_autograd._workers import run_all
 
 USERS_S = 0.004
@@ -125,3 +126,25 @@ def test_so_has_one_that_a_finalizer_forks_there(monkeypatch: pytest.MonkeyPatch
     interval.suit([None] * (MANY + 1))
     interval.suit(_threads._threads)
     assert children == [True]
+
+
+def test_no_garbage_is_collected_while_the_interval_is_set() -> None:
+    """A finalizer that makes a map would wait for its threads, and they for the lock."""
+    collected_in = []
+    own, before_s, thresholds = _Interval(), sys.getswitchinterval(), gc.get_threshold()
+
+    def note(phase: str, info: object) -> None:
+        collected_in.append((own._lock.locked(), sys._getframe(1).f_code.co_name, sys._getframe(1).f_lineno))
+
+    few, more, many = range(MANY + 1), range(MANY + 2), range(10_000)
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        for threads in (few, more, many, few, ()):
+            own.suit(threads)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+        sys.setswitchinterval(before_s)
+    assert collected_in
+    assert not any(is_locked for is_locked, *_ in collected_in)
