@@ -240,6 +240,7 @@ class HostedExpert:
         seed = call.random_seed or self.caller.random.next_seed()
         knew = self.caller.changes_inputs
         if self._saving.recompute:
+            # the first of its kind has its graph for a moment, which shows the `uses`
             with torch.set_grad_enabled(not self.caller.knows_uses(leaves, call.evaluate)):
                 outputs = self.caller.call(leaves, call.evaluate, seed)
             kept = KeptForward(leaves, None, outputs.shapes, call.evaluate, seed)

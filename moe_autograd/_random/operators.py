@@ -40,9 +40,8 @@ _RNN_DROPOUT = 11  # where `_cudnn_rnn` takes it; whether it trains comes next, 
 
 _lock = threading.RLock()  # a handler of a signal that makes a map, or forks, takes it again
 installed: list[DispatchKey] = []  # the key of the kernels, when all are
-_libraries: dict[
-    str, torch.library.Library
-] = {}  # by namespace; one that is collected unregisters its kernels
+# by namespace; one that is collected unregisters its kernels
+_libraries: dict[str, torch.library.Library] = {}
 
 
 def install() -> None:

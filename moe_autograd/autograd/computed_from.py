@@ -71,6 +71,15 @@ def uses_of(results: Sequence[Edge | None]) -> dict[int, list[int]]:
     return {place: used for place, used in found.items() if used}
 
 
+def turned(above: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Return `next_above` the other way round: the places of results, each with those of the used ones below it."""
+    below: dict[int, list[int]] = {}
+    for used, places in above.items():
+        for place in places:
+            below.setdefault(place, []).append(used)
+    return below
+
+
 def at_any_distance(uses: Mapping[int, Collection[int]]) -> dict[int, int]:
     """Return for each of `uses_of` a bit for each result that it was computed from, also by way of others."""
     below = {place: sum(1 << used for used in {*own}) for place, own in uses.items()}
@@ -85,11 +94,9 @@ def at_any_distance(uses: Mapping[int, Collection[int]]) -> dict[int, int]:
 
 def note_uses(results: Sequence[Tensor], uses: Mapping[int, Collection[int]]) -> None:
     """Note which results of one node it computed from which others; as `uses_of` has it."""
-    output_nrs = [result.output_nr for result in results]
     for place, used in uses.items():
-        HAVE_USES.setdefault(results[place].grad_fn, {})[output_nrs[place]] = [
-            output_nrs[one] for one in used
-        ]
+        of_node = HAVE_USES.setdefault(results[place].grad_fn, {})
+        of_node[results[place].output_nr] = [results[one].output_nr for one in used]
 
 
 def results_below(bit_of: Mapping[Edge, int], ends: Collection[Edge]) -> dict[Node, int]:

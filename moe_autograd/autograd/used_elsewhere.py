@@ -45,9 +45,8 @@ def tie_uses(name: str, results: Sequence[Tensor], uses: Mapping[int, Collection
     note_uses(results, uses)
     below, looks = at_any_distance(uses), _Looks(name)
     for place, bits in below.items():
-        results[place].register_hook(
-            _Refusal(looks, bits)
-        )  # hooks are called in order: this one before those of users
+        # hooks are called in order: this one before those of users
+        results[place].register_hook(_Refusal(looks, bits))
     all_used = functools.reduce(operator.or_, below.values())
     looks.used = {place: _Used(results[place]) for place in places_in(all_used)}
 
@@ -122,9 +121,8 @@ class _Refusal:
         if grad is None or is_backward_compiled() or not self._looks.of_this_backward() & self._below:
             return
         (whole,) = Batches([grad]).apart([grad])
-        if (
-            whole is None or whole.layout is not torch.strided or whole.any()
-        ):  # else nothing flows: `torch.stack(h)[0]`
+        # zeros miss nothing: `torch.stack(states)[0]` has them for all other states
+        if whole is None or whole.layout is not torch.strided or whole.any():
             raise RuntimeError(f"{self._looks.name}: {_MISSED}")
 
 

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
-from moe_autograd.autograd.computed_from import HAVE_USES, leads_of, next_above, results_below
+from moe_autograd.autograd.computed_from import HAVE_USES, leads_of, next_above, results_below, turned
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.joined import Joined
 from moe_autograd.autograd.module_results import CallResults
@@ -60,9 +60,8 @@ class UsedResults(CallResults):
     """The part of a module's call that is about results which it computed from each other."""
 
     next_above: Mapping[int, Sequence[int]] = {}  # as the function has it
-    unled: Mapping[
-        int, Sequence[int]
-    ] = {}  # likewise; of a call that changes an input, where they do not lead there
+    # of a call that changes an input, whose results do not lead to each other: those with used ones next below them
+    unled: Mapping[int, Sequence[int]] = {}
     leads: Sequence[tuple[Sequence[int], Sequence[int]]] = ()  # as `leads_of` has it
     # where outer graphs end that lead to used results, by their places: `id`s of nodes, each with an output; uses lead
     # to these nodes, so as long as one of them asks, nothing else has such an `id`
@@ -82,7 +81,7 @@ class UsedResults(CallResults):
         """Find which results others were computed from; to be called when a walk has met a result again."""
         above = next_above(plain(self._edges), {*plain(self._ends)})
         if self.changed:
-            self.unled = above
+            self.unled = turned(above)
         else:
             self.next_above = above
             self.leads = leads_of(above)

@@ -155,8 +155,7 @@ def _as_it_is(result: Tensor) -> Tensor:
 def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
     """Return the results of all calls, where those that were computed from others lead to these."""
     for call, own in zip(flows.calls, tied, strict=True):
-        for one, users in call.unled.items():
-            note_uses(own, {user: [one] for user in users})
+        note_uses(own, call.unled)
     if not any(call.next_above for call in flows.calls):
         return tied
     leading = [list(own) for own in tied]

@@ -313,11 +313,23 @@ def test_a_map_within_an_expert_whose_call_changes_an_input_is_seen_through() ->
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return parallel_apply([self.call, torch.sin], [(x * 1,), (x,)])[0]
 
+    class MapsTwo(Maps):
+        """Its last result was computed from both of the others."""
+
+        def call(self, x: Tensor) -> tuple[Tensor, ...]:
+            one, other = super().call(x)[0], x.cos()
+            return one, other, one * other
+
     with expert_of(both(Maps)[0], "offloaded") as expert:
         for look in LOOKS:
             _, (features, classes) = results_of(expert)
             with pytest.raises(RuntimeError, match="expected nobody to look"):
                 look(classes.sum(), features)
+    with expert_of(both(MapsTwo)[0], "offloaded") as expert:
+        for look, place in itertools.product(LOOKS, (0, 1)):
+            _, results = results_of(expert)
+            with pytest.raises(RuntimeError, match="expected nobody to look"):
+                look(results[2].sum(), results[place])
 
 
 def test_a_result_can_be_saved_without_a_warning_of_hooks(
