@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moe_autograd._waiting import wait
 from moe_autograd.autograd.offload.flat import Layout
 from moe_autograd.autograd.offload.holders import Holders
 from moe_autograd.autograd.offload.parts import Part
@@ -182,7 +183,7 @@ def test_a_write_that_failed_while_nobody_waited_is_tried_again_before_anybody_i
     with residency.hold([a]):
         residency.changed(a)
     with residency._lock:
-        while residency._transfers.num_failures == 0:
+        while residency._transfers._failed_try == 0:
             assert residency._lock.wait(60)
     store.failing = ""
     store.events.clear()
@@ -191,6 +192,53 @@ def test_a_write_that_failed_while_nobody_waited_is_tried_again_before_anybody_i
     with residency.hold([b]):
         assert a.buffer is None
     assert store.events == ["write a", "read bb"]
+
+
+class FailingOnce(WatchedStore):
+    """A disk that gets room while it is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def _happen(self, event: str) -> None:
+        self.begun.set()
+        try:
+            super()._happen(event)
+        except OSError:
+            self.failing = ""
+            raise
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_of_a_write_that_began_before_anybody_waited_nobody_is_told(
+    is_flushed: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    store = FailingOnce()
+    residency = Residency(300, store, CPU)
+    request.addfinalizer(residency.close)
+    request.addfinalizer(store.gate.set)  # before that
+    a, b = part_of(residency, "a", 200), part_of(residency, "bb", 200)
+
+    def wait_as_it_gets_room(block: Callable[[float], bool]) -> bool:
+        store.gate.set()
+        return wait(block)
+
+    for name in ("transfers", "residency"):
+        monkeypatch.setattr(f"moe_autograd.autograd.offload.{name}.wait", wait_as_it_gets_room)
+    with residency.hold([a]):
+        store.failing = "write"
+        store.gate.clear()
+        store.begun.clear()
+        store.events.clear()
+        residency.changed(a)
+    assert store.begun.wait(60)
+    if is_flushed:
+        residency.flush()
+        assert store.events == ["write a"]
+    with residency.hold([b]):
+        assert a.buffer is None
+    assert (store.events, store.failing) == (["write a", "read bb"], "")
 
 
 def test_a_read_that_fails_raises_and_leaves_nobody_holding(

@@ -297,7 +297,7 @@ class Residency:
         self._check_is_open()
         with self._lock:
             self._put_lost_away()
-            since = self._transfers.num_failures
+            since = self._transfers.num_tries
             while not self._try_to_take(parts):
                 self._check_is_open()
                 self._transfers.raise_error(since)

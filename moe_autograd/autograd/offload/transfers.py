@@ -38,8 +38,9 @@ class Transfers:
         self.to_write = ToWrite()
         self._wishes: OrderedDict[Part, None] = OrderedDict()
         self._lock, self._resident, self._store = lock, resident, store
-        self.num_failures = 0  # of writes
-        self._error: BaseException | None = None  # the last one's
+        self.num_tries = 0  # to write a part, one after the other
+        self._failed_try = 0  # the last that failed, as `num_tries` was then
+        self._error: BaseException | None = None  # of that
         self._is_closed = False
         device = resident.buffers.device
         self._reader = Mover(reader, lock, self._next_wish, self._grant, device)
@@ -56,11 +57,11 @@ class Transfers:
         return any(part.is_busy for part in self._resident)
 
     def raise_error(self, since: int) -> None:
-        """Tell of what has failed since `num_failures` was so much.
+        """Tell of a write that failed, if it began after `num_tries` was so much.
 
-        What failed before anybody waited is tried again when somebody does: the disk may have room by then.
+        What began before anybody waited is tried again when somebody does: the disk may have room by then.
         """
-        if self.num_failures > since:
+        if self._failed_try > since:
             text, error = "OffloadedExperts: expected the store to take a part, got", self._error
             if isinstance(error, OSError) and error.errno is not None:
                 raise OSError(error.errno, f"{text} {error.strerror}", error.filename) from error
@@ -158,16 +159,20 @@ class Transfers:
 
     def write_all(self) -> None:
         """Write every changed part, also those that are held, and wait for that."""
-        since = self.num_failures
+        since = self.num_tries
+        begun_before = [part for part in self._resident if part.is_writing]
+        while any(part.is_writing for part in begun_before):  # one that fails is changed again then
+            wait(self._lock.wait)
         for part in self._resident:
             if not part.is_reading and part.notice():
                 self.to_write.add_though_held(part)
         self.start_writing()
-        while self.num_failures == since and (self.to_write.has_some_though_held or self.is_any_busy):
+        while self._failed_try <= since and (self.to_write.has_some_though_held or self.is_any_busy):
             wait(self._lock.wait)
         self.raise_error(since)
 
     def _next_to_write(self) -> Part | None:
+        self.num_tries += 1
         try:
             return self.to_write.take_next()
         except BaseException as error:  # as no memory for it: whoever waits is told
@@ -194,7 +199,7 @@ class Transfers:
             self._lock.notify_all()
 
     def _note_failure(self, error: BaseException) -> None:
-        self.num_failures += 1
+        self._failed_try = self.num_tries
         self._error = error.with_traceback(None)  # its frames know the buffer
 
     def begin_no_more(self) -> None:
