@@ -82,6 +82,17 @@ def no_lingering() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, which a shell tells its background jobs to ignore: our children would inherit that."""
+    """Hear Ctrl-C, which a shell tells its background jobs to ignore: our children would inherit that.
+
+    And collect no garbage until all tests are found.
+    """
+    gc.disable()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Search for garbage only in what tests make: torch and thirteen thousand tests take 0.2 s, thousands of times."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -27,9 +28,8 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What `python -m experts_server` runs; at its end the modules are not searched for garbage, which takes a second.
-# Where Triton is one of them, they are: beside torch 2.15 it writes on stderr what of it is left.
-COMMAND = "import gc, sys; 'triton' in sys.modules or gc.freeze(); from experts_server.command.cli import main; main()"
+# What `python -m experts_server` runs.
+COMMAND = "from experts_server.command.cli import main; main()"
 IMPORTED = ("moe_autograd.remote", "experts_server.command.cli", "tests.support.functions_waiting")
 _NUM_BYTES = 8
 
@@ -139,6 +139,9 @@ def what_to_run(told: int) -> str:
         importlib.import_module(name)
     torch = importlib.import_module("torch")  # which imports another second's worth at the first step
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0).step()
+    if "triton" not in sys.modules:  # of which beside torch 2.15 stderr is told what is left
+        gc.collect()
+        gc.freeze()  # the modules are not searched for garbage: at each end of a process, that takes a second
     running: dict[int, tuple[int, int]] = {}  # pid and pipe, by the descriptor that tells of the end
     with socket.socket(fileno=told) as work:
         while True:
