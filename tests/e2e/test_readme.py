@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.servers import ServerProcess
+from tests.support.subprocesses import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 PATHS = ("README.md", "docs/index.md", "docs/server.md", "docs/remote.md", "docs/failures.md")
 PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in PATHS}
 README = PAGES["README.md"]
@@ -25,7 +24,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def run(code: str, folder: Path) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=250, cwd=folder)
+    with contextlib.chdir(folder):
+        ended = run_python(code)
+    assert ended.returncode == 0, ended.stderr
 
 
 def shell_lines(command: str) -> list[str]:

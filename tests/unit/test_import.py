@@ -26,38 +26,43 @@ def test_importing_the_library_loads_neither_grpc_nor_the_server_nor_what_they_n
     assert "google.protobuf" not in json.loads(printed)
 
 
-@pytest.mark.parametrize(
-    ("package", "missing", "extra"),
-    [
-        ("moe_autograd.remote", "grpc", "remote"),
-        ("moe_autograd.remote", "xxhash", "remote"),
-        ("experts_server", "click", "server"),
-        *(
-            ("experts_server", module, "server")
-            for module in (
-                "grpc",
-                "grpc_health",
-                "grpc_reflection",
-                "prometheus_client",
-                "pydantic",
-                "rich",
-                "safetensors",
-                "xxhash",
-            )
-        ),
+NEEDS = {
+    "moe_autograd.remote": ["grpc", "xxhash"],
+    "experts_server": [
+        *("click", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic", "rich"),
+        *("safetensors", "xxhash"),
     ],
-)
-def test_importing_what_needs_an_extra_names_it(package: str, missing: str, extra: str) -> None:
+}
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[tuple[str, str], str]:
+    """What importing a package raises without a module that it needs; in a fork for each, which has torch already."""
     code = f"""
-import sys
-sys.modules[{missing!r}] = None  # as if it were not installed
-try:
-    import {package}
-except ModuleNotFoundError as error:
-    print(error.name, error)
+import importlib, json, os, sys, torch
+for package, modules in {NEEDS}.items():
+    for missing in modules:
+        if os.fork() == 0:
+            assert package not in sys.modules
+            sys.modules[missing] = None  # as if it were not installed
+            try:
+                importlib.import_module(package)
+            except ModuleNotFoundError as error:
+                print(json.dumps([package, missing, error.name, str(error)]))
+            sys.exit()
+        os.wait()
 """
-    name, text = fresh_interpreter(code).split(" ", 1)
-    assert name == missing
+    told = [json.loads(line) for line in fresh_interpreter(code).splitlines()]
+    return {(package, missing): text for package, missing, name, text in told if name == missing}
+
+
+@pytest.mark.parametrize(
+    ("package", "missing"), [(package, missing) for package, needed in NEEDS.items() for missing in needed]
+)
+def test_importing_what_needs_an_extra_names_it(
+    package: str, missing: str, texts: dict[tuple[str, str], str]
+) -> None:
+    text, extra = texts[package, missing], "remote" if package == "moe_autograd.remote" else "server"
     assert text.startswith(f"{package}: expected ")
     assert f"extra '{extra}': pip install '.[{extra}]'" in text
 
