@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,8 @@ _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", _UNTIMED, derandomize=True)
 settings.register_profile("search", _UNTIMED, max_examples=1000)
 settings.load_profile("same")
+
+_num_modules = 0  # at the last search for garbage in them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,7 +95,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Search for garbage only in what tests make: torch and thirteen thousand tests take 0.2 s, thousands of times."""
-    gc.collect()
-    gc.freeze()
+    """All are found."""
     gc.enable()
+
+
+def pytest_runtest_setup() -> None:
+    """Search for garbage only in what tests make: modules and all tests take half a second, thousands of times.
+
+    Some of torch's are imported late.
+    """
+    global _num_modules
+    if len(sys.modules) > _num_modules:
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()

@@ -48,8 +48,8 @@ for package, modules in {NEEDS}.items():
             try:
                 importlib.import_module(package)
             except ModuleNotFoundError as error:
-                print(json.dumps([package, missing, error.name, str(error)]))
-            sys.exit()
+                print(json.dumps([package, missing, error.name, str(error)]), flush=True)
+            os._exit(0)
         os.wait()
 """
     told = [json.loads(line) for line in fresh_interpreter(code).splitlines()]
