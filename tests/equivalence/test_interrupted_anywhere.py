@@ -38,7 +38,7 @@ class Dropping(nn.Module):
         return dropout(self.linear(x), 0.5)
 
 
-def assert_steps_go_on(experts: list[Dropping], **options: Any) -> None:
+def assert_steps_go_on(experts: list[Dropping], *, every: int = 1, **options: Any) -> None:
     tokens = torch.randn(5, D)
 
     def step() -> list[Tensor | None]:
@@ -53,14 +53,14 @@ def assert_steps_go_on(experts: list[Dropping], **options: Any) -> None:
         return step()
 
     expected, num_points = seeded_step(), 0
-    for point in interrupted_everywhere(step):
+    for point in interrupted_everywhere(step, every=every):
         num_points += 1
         # Calls that had begun on other threads may still run.
         wait_until(lambda: torch.random.default_generator is OWN_GENERATOR)
         torch.testing.assert_close(
             seeded_step(), expected, rtol=0, atol=0, msg=lambda text, at=point: f"{at}: {text}"
         )
-    assert num_points > 300
+    assert num_points > 200
 
 
 class Scaled(torch.autograd.Function):
@@ -132,7 +132,8 @@ def test_after_ctrl_c_in_a_layer_autocast_ends_where_it_would_have() -> None:
 def test_a_step_after_ctrl_c_draws_and_computes_what_it_would_have(
     num_experts: int, options: dict[str, Any]
 ) -> None:
-    assert_steps_go_on([Dropping() for _ in range(num_experts)], **options)
+    # Two calls have nearly twice the points of one, at which the same is done.
+    assert_steps_go_on([Dropping() for _ in range(num_experts)], every=num_experts, **options)
 
 
 @pytest.mark.usefixtures("some_are_small")

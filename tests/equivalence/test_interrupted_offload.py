@@ -33,11 +33,13 @@ def together(experts: OffloadedExperts, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("call_all", "options"),
-    [(one_by_one, {}), (together, {}), (together, {"num_microbatches": 2})],
+    ("call_all", "options", "every"),
+    [(one_by_one, {}, 17), (together, {}, 17), (together, {"num_microbatches": 2}, 41)],
     ids=["one by one", "together", "in micro-batches"],
 )
-def test_a_step_after_ctrl_c_is_the_same(call_all: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_after_ctrl_c_is_the_same(
+    call_all: Any, options: dict[str, Any], every: int, tmp_path: Path
+) -> None:
     modules = [nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(NUM_EXPERTS)]
     size = sum(4 * p.numel() for p in modules[0].parameters())
     tokens = torch.randn(6, D)
@@ -52,7 +54,7 @@ def test_a_step_after_ctrl_c_is_the_same(call_all: Any, options: dict[str, Any],
             return [x.grad, *[grad for i in range(NUM_EXPERTS) for grad in experts.gradients(i).values()]]
 
         expected, num_points = step(), 0
-        for point in interrupted_everywhere(step, every=17):
+        for point in interrupted_everywhere(step, every=every):
             num_points += 1
             torch.testing.assert_close(step(), expected, msg=lambda text, at=point: f"{at}: {text}")
         assert num_points > 200
