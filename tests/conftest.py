@@ -32,7 +32,7 @@ _num_modules = 0  # at the last search for garbage in them
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `make soak` say how long it has."""
-    parser.addoption("--soak-minutes", type=float, default=1.0, help="how long the soak tests run")
+    parser.addoption("--soak-minutes", type=float, default=0.5, help="how long the soak tests run")
 
 
 @pytest.fixture
