@@ -16,8 +16,8 @@ A stream is cancelled once: the second time forks wait for it, else a long one w
 
 What a server has sent behind the end of an RPC is taken by threads of grpc's own, one of which may just hold a lock
 that the child then waits for, for ever, before a line of its own runs: on a busy machine one child in 600 did. Of some
-10,000 that were forked 5 ms after the end of the last RPC one has hung, nobody knows where; `_SETTLE_S` is a few
-slices of a scheduler.
+10,000 that were forked 5 ms after the end of the last RPC one has hung, perhaps for a lock of torch's that each node of
+a backward takes; `_SETTLE_S` is a few slices of a scheduler.
 
 A fork does not wait longer than `_PATIENCE_S`: an update can be long, and a busy machine took 2 s to end short calls.
 Nor for an RPC of its own thread, such as one that a signal's handler forks in: that waits for the handler.
