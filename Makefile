@@ -5,7 +5,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2
+# Of tests at once: many wait for a server, a signal or a clock, so two would leave two cores idle.
+JOBS ?= 3
 
 .PHONY: setup demo test check lint types proto proto-check examples bench soak clean
 .DEFAULT_GOAL := test
