@@ -56,7 +56,10 @@ class Timeline:
     """The calls of one recording, in the order in which they ended."""
 
     spans: list[Span] = field(default_factory=list)
-    _thread: int = field(default_factory=threading.get_ident, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Note whose it is."""
+        self._thread = threading.get_ident()
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the recording in the Trace Event Format: one lane an expert, times in microseconds."""

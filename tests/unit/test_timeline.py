@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def test_nothing_is_recorded_outside_of_a_recording() -> None:
     add_span("ffn.0", "forward", 0.0, 1.0)
     assert timeline.spans == []
     assert not is_recording()
+
+
+def test_a_recording_as_a_dictionary_has_its_calls_and_nothing_else() -> None:
+    with record_timeline() as timeline:
+        add_span("a", "forward", 0.0, 1.0)
+    spans = [{"name": "a", "phase": "forward", "start_s": 0.0, "end_s": 1.0}]
+    assert asdict(timeline) == {"spans": spans}
 
 
 def test_overlapping_recordings_each_get_what_ends_while_they_are_open() -> None:
