@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import Tensor
 
 from moe_autograd.autograd.offload.flat import Layout
@@ -50,3 +51,14 @@ def put_all_out(residency: Residency) -> None:
     with residency.hold([large]):
         pass
     residency.forget(large)
+
+
+def part_of(residency: Residency, name: str, num_bytes: int = 100) -> Part:
+    """Return a part that is in the store; its bytes are the length of its name."""
+    part = residency.add(Part(name, Layout.of({"x": torch.empty(num_bytes, dtype=torch.uint8)})))
+    with residency.hold([part]):
+        assert part.buffer is not None
+        part.buffer.fill_(len(name))
+        residency.changed(part)
+    residency.flush()
+    return part

@@ -54,7 +54,7 @@ from moe_autograd.autograd.offload.owners import Places
 from moe_autograd.autograd.offload.parts import Part, Resident
 from moe_autograd.autograd.offload.passing import Passing
 from moe_autograd.autograd.offload.stores import Store
-from moe_autograd.autograd.offload.transfers import Transfers
+from moe_autograd.autograd.offload.transfers import Transfers, closed
 
 T = TypeVar("T")
 
@@ -330,7 +330,7 @@ class Residency:
 
     def _check_is_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
+            raise closed()
 
     def _try_to_take(self, parts: Sequence[Part]) -> bool:
         """Rule 2: take all parts, and buffers for those that are absent, which the caller reads."""

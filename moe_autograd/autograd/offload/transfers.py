@@ -21,6 +21,11 @@ from moe_autograd.autograd.offload.stores import Store
 from moe_autograd.autograd.offload.to_write import ToWrite
 
 
+def closed() -> RuntimeError:
+    """Return the error of whoever uses experts that are closed, or just closing."""
+    return RuntimeError("OffloadedExperts: expected open experts, got closed ones. Build new ones.")
+
+
 class Transfers:
     """Reads and writes parts, which are marked meanwhile; the lock is not held then.
 
@@ -168,6 +173,8 @@ class Transfers:
                 self.to_write.add_though_held(part)
         self.start_writing()
         while self._failed_try <= since and (self.to_write.has_some_though_held or self.is_any_busy):
+            if self._is_closed and not self._writer.is_moving:  # nobody will write the rest
+                raise closed()
             wait(self._lock.wait)
         self.raise_error(since)
 
