@@ -23,13 +23,17 @@ from moe_autograd.autograd.computed_from import at_any_distance, note_uses, plac
 from moe_autograd.autograd.result_hooks import Within
 from moe_autograd.autograd.this_backward import asked_for_by_name, kept_by_this_backward
 from moe_autograd.autograd.uncompiled import is_backward_compiled, left_alone
-from moe_autograd.autograd.wrapped_hooks import innermost
+from moe_autograd.autograd.wrapped_hooks import own_function
 
 _MISSED = (
     "expected nobody to look (by a hook, retain_grad or torch.autograd.grad) at a result that the expert has computed "
     "others from, since what flows from these to it is not to be seen, got one that is looked at where others get a "
     "gradient. Let the expert return that one alone, and compute the others outside."
 )
+
+
+# FSDP, `FlopCounterMode`, and `before_backward`, by which prefetching begins.
+_COME_SO_FAR = ("torch.distributed.", "torch.utils.module_tracker", "moe_autograd.autograd.hooks")
 
 
 def tie_uses(name: str, results: Sequence[Tensor], uses: Mapping[int, Collection[int]]) -> None:
@@ -45,8 +49,7 @@ def tie_uses(name: str, results: Sequence[Tensor], uses: Mapping[int, Collection
     note_uses(results, uses)
     below, looks = at_any_distance(uses), _Looks(name)
     for place, bits in below.items():
-        # hooks are called in order: this one before those of users
-        results[place].register_hook(_Refusal(looks, bits))
+        results[place].register_hook(_Refusal(looks, bits, results[place]))
     all_used = functools.reduce(operator.or_, below.values())
     looks.used = {place: _Used(results[place]) for place in places_in(all_used)}
 
@@ -81,9 +84,7 @@ class _Used:
         node: Any = result.grad_fn
         self._edge = id(node), result.output_nr  # for as long as the node is there
         self._result = weakref.ref(result)
-        result.register_hook(_nothing).remove()  # so that there is a dictionary
-        hooks: Any = result._backward_hooks
-        self._hooks = weakref.ref(hooks)  # the node has it; in it is what may lead to here
+        self._hooks = _hooks_of(result)
         handle = node.register_prehook(_nothing)
         handle.remove()
         self._hooks_of_node = handle.hooks_dict_ref
@@ -108,12 +109,13 @@ class _Refusal:
     Args:
         looks: at results of the call.
         below: a bit for each of those that it was computed from.
+        result: the one whose hook it is, called before those of users.
     """
 
     __torch_unserializable__ = True  # say nothing of it where the result is saved
 
-    def __init__(self, looks: _Looks, below: int) -> None:
-        self._looks, self._below = looks, below
+    def __init__(self, looks: _Looks, below: int, result: Tensor) -> None:
+        self._looks, self._below, self._hooks = looks, below, _hooks_of(result)
 
     @left_alone
     def __call__(self, grad: Tensor | None) -> None:
@@ -121,19 +123,25 @@ class _Refusal:
         if grad is None or is_backward_compiled() or not self._looks.of_this_backward() & self._below:
             return
         (whole,) = Batches([grad]).apart([grad])
-        # zeros miss nothing: `torch.stack(states)[0]` has them for all other states
-        if whole is None or whole.layout is not torch.strided or whole.any():
+        if whole is None or whole.layout is not torch.strided or whole.any() or self._may_be_changed():
             raise RuntimeError(f"{self._looks.name}: {_MISSED}")
+        # zeros miss nothing: `torch.stack(states)[0]` has them for all other states
+
+    def _may_be_changed(self) -> bool:
+        """Whether a hook of a user's comes after this one."""
+        return any(map(_looks, (self._hooks() or {}).values()))
 
 
 def _looks(hook: object) -> bool:
-    """Whether a hook is one of a user's; FSDP's only say that a backward has come so far."""
-    if isinstance(hook, _Refusal):
-        return False
-    own: Any = innermost(hook)
-    while isinstance(own, functools.partial):
-        own = own.func
-    return not str(getattr(own, "__module__", "")).startswith("torch.distributed.")
+    """Whether a hook is one of a user's, and not of those who only want to know that a backward has come so far."""
+    own = own_function(hook)
+    return not (isinstance(own, _Refusal) or str(getattr(own, "__module__", "")).startswith(_COME_SO_FAR))
+
+
+def _hooks_of(result: Tensor) -> weakref.ref[Any]:
+    result.register_hook(_nothing).remove()  # so that there is a dictionary
+    hooks: Any = result._backward_hooks
+    return weakref.ref(hooks)  # the node has it; in it is what may lead to here
 
 
 def _nothing(*_: object) -> None:

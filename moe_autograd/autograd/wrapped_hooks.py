@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,20 @@ def waited_for(hook: Any) -> list[Any]:
     """Return the nodes that a hook of `register_multi_grad_hook(mode="all")` waits for, in its own list."""
     if not of_several(hook):
         return []
-    hook = innermost(hook)
-    names = hook.__code__.co_freevars
-    return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else []
+    nodes: list[Any] = _enclosed(innermost(hook), "grad_fns", [])
+    return nodes
+
+
+def own_function(hook: Any) -> Any:
+    """Return the user's own function, for several tensors what `register_multi_grad_hook` was given."""
+    own = innermost(hook)
+    if of_several(own):
+        own = _enclosed(own, "fn", own)
+    while isinstance(own, functools.partial):
+        own = own.func
+    return own
+
+
+def _enclosed(function: Any, name: str, default: Any) -> Any:
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index(name)].cell_contents if name in names else default

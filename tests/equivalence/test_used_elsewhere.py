@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.module_tracker import ModuleTracker
 
 from moe_autograd import parallel_apply
 from moe_autograd.autograd.computed_from import HAVE_USES
+from moe_autograd.autograd.hooks import before_backward
 from tests.support.several_results import (
     Chain,
     D,
@@ -312,6 +314,51 @@ def test_gradients_of_many_backwards_at_once_are_refused_by_the_same_words() -> 
             torch.autograd.grad(classes, x, many, is_grads_batched=True, retain_graph=True)
         (grads,) = torch.autograd.grad(features, x, many, is_grads_batched=True)
         assert grads.shape == (len(many), *x.shape)
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_zeros_that_a_hook_may_change_are_not_let_pass(where: Where) -> None:
+    with expert_of(both(Features)[0], where) as expert:
+        _, (features, classes) = results_of(expert)
+        features.retain_grad()
+        classes.register_hook(lambda grad: grad + 1)
+        with pytest.raises(RuntimeError, match="expected nobody to look"):
+            (features.sum() + 0 * classes.sum()).backward()
+
+
+@everywhere
+def test_results_that_calls_on_threads_take_are_looked_at_by_none(where: Where) -> None:
+    """What refuses at one sleeps while these calls may have it."""
+
+    def doubled(result: Tensor) -> Tensor:
+        time.sleep(0)  # so that it is not made in turn
+        return 2 * result
+
+    module, plain = both(Chain)
+    with expert_of(module, where) as expert:
+        x, results = results_of(expert, where)
+        torch.stack(parallel_apply([doubled] * 3, [(result,) for result in results])).sum().backward()
+        expected, results = results_of(plain)
+        torch.stack([2 * result for result in results]).sum().backward()
+        torch.testing.assert_close(x.grad, expected.grad)
+
+
+@everywhere
+def test_who_wants_to_know_that_a_backward_comes_looks_at_no_gradient(where: Where) -> None:
+    """A user's `before_backward`, as prefetching has it, and counters as `FlopCounterMode`."""
+    module, plain = both(Features)
+    begun: list[str] = []
+    with expert_of(module, where) as expert:
+        grads = []
+        for each in (expert, plain):
+            x, (features, classes) = results_of(each, where if each is expert else "offloaded")
+            before_backward((features, classes), lambda: begun.append("backward"))
+            with ModuleTracker():
+                after = plain.classes(features)
+            (after + classes).square().sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads)
+    assert begun == ["backward"] * 2
 
 
 @pytest.mark.parametrize("where", ["offloaded", "remote"])
