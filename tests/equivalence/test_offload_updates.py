@@ -228,6 +228,53 @@ def test_an_optimizer_that_replaces_its_state(update: Any) -> None:
         torch.testing.assert_close(experts.state_dict(i)["weight"], twin.weight.detach())
 
 
+class Extrapolating(torch.optim.Optimizer):
+    """Keeps the last gradient as it is, which PyTorch makes anew for each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            before = self.state[parameter].get("before", parameter.grad)
+            parameter.sub_(2 * parameter.grad - before, alpha=0.1)
+            self.state[parameter]["before"] = parameter.grad
+
+
+class Swapping(torch.optim.Optimizer):
+    """Has two tensors that change places in each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["odd"], state["even"] = torch.zeros_like(parameter), torch.ones_like(parameter)
+            state["odd"], state["even"] = state["even"].add_(parameter.grad), state["odd"]
+            parameter.sub_(state["odd"], alpha=0.1)
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+@pytest.mark.parametrize("make", [Extrapolating, Swapping])
+def test_state_that_lies_in_memory_that_is_used_again(make: Any, update: Any, store: str | Path) -> None:
+    """Another expert's gradients had been there, and the one tensor over the other."""
+    experts, plain = both(ffn, 6, make, update=update, store=store, max_resident_bytes=6000)
+    optimizers = [make(module.parameters()) for module in plain]
+    with experts:
+        for _ in range(4):
+            x = torch.randn(4, 8)
+            for modules in (experts, plain):
+                sum(module(x) for module in modules).square().mean().backward()  # type: ignore[union-attr]
+            for one in [*optimizers, *([experts] if update == "on_step" else [])]:
+                one.step()
+                one.zero_grad()
+        assert_same_weights(experts, plain)
+
+
 class _SetsData(torch.optim.SGD):
     """Gives the weights other memory, as sharpness-aware ones do that go back to what they had put aside."""
 

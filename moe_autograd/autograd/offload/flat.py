@@ -150,3 +150,14 @@ def lies_in(tensor: torch.Tensor, flat: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.numel()
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return a tensor's shape and dtype."""
+    return tuple(tensor.shape), tensor.dtype
+
+
+def is_same(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a tensor is what a view of a part's buffer is."""
+    place = tensor.data_ptr(), tensor.stride()
+    return kind_of(tensor) == kind_of(view) and place == (view.data_ptr(), view.stride())

@@ -18,7 +18,7 @@ from moe_autograd._interrupts import unwindable, unwinding
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
-from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of
 from moe_autograd.autograd.offload.held_module import HeldModule
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.owners import note_owner
@@ -75,9 +75,7 @@ class HeldExpert(HeldModule):
         residency.add(self.gradients)
         try:
             residency.fill(self.weights, dict(self.tensors))  # which it empties
-            if self._optimizer is not None:
-                self._optimizer.keep()  # some make state at once, and some have loaded it
-            self.make_room_for_state()
+            self.make_room_for_state()  # some make it at once, and some have loaded it
         except BaseException:
             self.forget()
             raise
@@ -252,10 +250,10 @@ class HeldExpert(HeldModule):
         """
         assert self.weights.buffer is not None
         views = self.weights.layout.views(self.weights.buffer)
-        replaced = {name: t.detach() for name, t in self.tensors.items() if not _is_same(t, views[name])}
+        replaced = {name: t.detach() for name, t in self.tensors.items() if not is_same(t, views[name])}
         if not replaced:
             return
-        fits = [name for name, value in replaced.items() if _kind_of(value) == _kind_of(views[name])]
+        fits = [name for name, value in replaced.items() if kind_of(value) == kind_of(views[name])]
         # All first: two may have changed places.
         values = {
             name: replaced[name].clone() if self.is_borrowed(replaced[name]) else replaced[name]
@@ -266,7 +264,7 @@ class HeldExpert(HeldModule):
         self.attach(self.weights.buffer)
         self.residency.changed(self.weights)
         for name in [name for name in replaced if name not in values]:
-            (shape, dtype), (new_shape, new_dtype) = _kind_of(views[name]), _kind_of(replaced[name])
+            (shape, dtype), (new_shape, new_dtype) = kind_of(views[name]), kind_of(replaced[name])
             raise RuntimeError(
                 f"{self.name}: expected {name} to stay of shape {shape} and {dtype}, got {new_shape} and {new_dtype}. "
                 "Build OffloadedExperts of modules whose weights have the shapes and dtypes that they are to have."
@@ -373,13 +371,3 @@ def _raise(error: Exception) -> None:
 
 def _described(layout: Layout) -> str:
     return ", ".join(f"{name} {field.shape} {str(field.dtype)[6:]}" for name, field in layout.fields.items())
-
-
-def _kind_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _is_same(tensor: Tensor, view: Tensor) -> bool:
-    """Whether a tensor is what a view of the part's buffer is."""
-    place = tensor.data_ptr(), tensor.stride()
-    return _kind_of(tensor) == _kind_of(view) and place == (view.data_ptr(), view.stride())

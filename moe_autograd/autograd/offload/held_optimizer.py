@@ -2,7 +2,8 @@
 
 An optimizer makes its tensors in its first step, and may put others in their place in a later one, or make more. So
 after each update, while the part is held, those that do not lie in it are copied there (`keep`). Where the part has no
-room for them they are put aside, before it may leave memory, and get a new one (`move_into_a_part`).
+room for them they are put aside, before it may leave memory, and get a new one (`move_into_a_part`). Before there is a
+part they are copied, too: they may lie in the gradients' (`state["before"] = p.grad`), which is about to leave.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moe_autograd._contexts import contextmanager
-from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.flat import Layout, is_same, lies_in
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore
@@ -83,18 +84,23 @@ class HeldOptimizer:
         return [state for state in states if isinstance(state.get("step"), Tensor) and state["step"].is_cuda]
 
     def keep(self) -> None:
-        """Leave the tensors in their part, which is held if there is one, unless they do not fit."""
-        if self.part is None:
-            return
-        tensors = self._tensors()
-        if Layout.of(tensors) != self.part.layout:
-            self._put_aside = {name: tensor.clone() for name, tensor in tensors.items()}
-            return
-        assert self.part.buffer is not None
+        """Leave the tensors in their part, which is held; where there is none, or no room, in memory of their own."""
         with torch.no_grad():
-            for name, view in self.part.layout.views(self.part.buffer).items():
-                if tensors[name].data_ptr() != view.data_ptr():
-                    view.copy_(tensors[name])
+            if self.part is None:
+                for state, key in self._places().values():
+                    state[key] = state[key].clone()
+                return
+            tensors = self._tensors()
+            if Layout.of(tensors) != self.part.layout:
+                self._put_aside = {name: tensor.clone() for name, tensor in tensors.items()}
+                return
+            assert self.part.buffer is not None
+            views = self.part.layout.views(self.part.buffer)
+            replaced = {name: t for name, t in tensors.items() if not is_same(t, views[name])}
+            # All first: two may have changed places.
+            values = {name: t.clone() if lies_in(t, self.part.buffer) else t for name, t in replaced.items()}
+            for name, value in values.items():
+                views[name].copy_(value)
         self._attach(self.part.buffer)
         self._residency.changed(self.part)
 
