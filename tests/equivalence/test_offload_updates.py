@@ -275,6 +275,33 @@ def test_state_that_lies_in_memory_that_is_used_again(make: Any, update: Any, st
         assert_same_weights(experts, plain)
 
 
+class _Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, adapts: bool) -> Tensor:
+        y: Tensor = self.trunk(x)
+        return self.adapter(y) if adapts else y
+
+
+@pytest.mark.parametrize("update", ["on_step", "on_backward"])
+def test_an_optimizer_of_some_weights_steps_also_where_the_others_alone_have_gradients(update: Any) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(list(parameters)[2:], lr=0.1)
+
+    experts, plain = both(_Adapted, 2, make, update=update, max_resident_bytes=2000)
+    optimizers = [make(module.parameters()) for module in plain]
+    for adapts in (False, True, False):
+        x = torch.randn(4, 4)
+        for modules in (experts, plain):
+            sum(module(x, adapts) for module in modules).square().mean().backward()  # type: ignore[union-attr]
+        for one in [*optimizers, *([experts] if update == "on_step" else [])]:
+            one.step()
+            one.zero_grad()
+    assert_same_weights(experts, plain)
+
+
 class _SetsData(torch.optim.SGD):
     """Gives the weights other memory, as sharpness-aware ones do that go back to what they had put aside."""
 

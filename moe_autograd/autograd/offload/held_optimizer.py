@@ -45,7 +45,7 @@ class HeldOptimizer:
         self._parameters, self._residency = parameters, residency
         self._put_aside: dict[str, Tensor] | None = None  # while no part has room for them
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # wrappers of others may have none
-            optimizer.register_step_pre_hook(_refuse_step_without_gradients)
+            optimizer.register_step_pre_hook(functools.partial(_refuse_own_step, parameters))
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the parameters that have gradients here; all of it is held."""
@@ -286,9 +286,12 @@ def _full_name(key: str, name: str) -> str:
     return f"{key.replace('%', '%25').replace('.', '%2E')}.{name}"
 
 
-def _refuse_step_without_gradients(optimizer: Optimizer, *_: object) -> None:
-    """Raise where an optimizer's own `step` is called, as of plain modules: it would do nothing."""
-    if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+def _refuse_own_step(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, *_: object) -> None:
+    """Raise where an optimizer's own `step` is called, as of plain modules: it would do nothing.
+
+    In one of the experts, some of the `parameters` have gradients, perhaps none of those that are the optimizer's.
+    """
+    if all(parameter.grad is None for parameter in parameters.values()):
         raise RuntimeError(
             f"{type(optimizer).__name__} of an offloaded expert, step: expected gradients, got none: they are gathered "
             "elsewhere. Call step() of the OffloadedExperts."
