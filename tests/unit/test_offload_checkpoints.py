@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -50,6 +51,31 @@ def test_options_of_the_optimizers_come_back(tmp_path: Path) -> None:
         experts.restore()
         assert [one.param_groups[0]["lr"] for one in experts.optimizers] == [0.01, 0.01, 0.5, 0.01]
         assert experts.optimizers[0].param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_a_learning_rate_of_numpy_comes_back_as_a_number(tmp_path: Path) -> None:
+    with build(tmp_path) as experts:
+        experts.optimizers[2].param_groups[0]["lr"] = numpy.float32(0.5)
+        experts.checkpoint()
+        experts.restore()
+        assert repr(experts.optimizers[2].param_groups[0]["lr"]) == "0.5"
+
+
+@pytest.mark.parametrize(
+    "value", [{2: 0.1}, {"seen": {1}}, lambda step: 0.1], ids=["a number as a key", "a set", "a function"]
+)
+def test_options_that_json_does_not_give_back_are_refused_before_anything_is_saved(
+    tmp_path: Path, value: Any
+) -> None:
+    """The keys had come back as texts; of the others the error had not said whose they are."""
+    with build(tmp_path) as experts:
+        experts.optimizers[2].param_groups[0]["rates"] = value
+        text = (
+            rf"expert-00002\.optimizer: expected plain values, .*, got {type(value).__name__} \(key='rates'\)"
+        )
+        with pytest.raises(CheckpointError, match=text):
+            experts.checkpoint()
+        assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_a_learning_rate_that_is_a_tensor_comes_back_as_one(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.flat import Layout, is_same, lies_in
@@ -192,11 +193,15 @@ class HeldOptimizer:
         }
         of_all = {key: value for key, value in state.items() if id(key) not in parameters}
         for entries in (*numbers.values(), of_all):
-            self._check_plain(entries)
+            self._check_plain(
+                entries, "tensors of parameters and plain values, under texts, in the optimizer's state"
+            )
         groups = [
-            {k: tree_map_only(Tensor, Tensor.tolist, v) for k, v in g.items() if k != "params"}
+            {k: tree_map(_as_plain, v) for k, v in g.items() if k != "params"}
             for g in self.optimizer.param_groups
         ]
+        for options in groups:
+            self._check_plain(options, "plain values, under texts, in the optimizer's groups")
         return {
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
@@ -205,13 +210,13 @@ class HeldOptimizer:
             "has_tensors": self.part is not None,
         }
 
-    def _check_plain(self, entries: Mapping[Any, Any]) -> None:
+    def _check_plain(self, entries: Mapping[Any, Any], expected: str) -> None:
         """Raise `CheckpointError` for what JSON would not give back."""
         for key, value in entries.items():
             if not _is_plain({key: value}):
                 raise CheckpointError(
-                    f"{self.name}: expected tensors of parameters and plain values, under texts, in the optimizer's "
-                    f"state, got {_described(value)} (key={reprlib.repr(key)}). Save what it keeps yourself."
+                    f"{self.name}: expected {expected}, got {_described(value)} (key={reprlib.repr(key)}). Save what "
+                    "it keeps yourself."
                 )
 
     def check_checkpoint(self, folder: Path, options: dict[str, Any], beside: Iterable[Part]) -> None:
@@ -296,6 +301,11 @@ def _refuse_own_step(parameters: Mapping[str, nn.Parameter], optimizer: Optimize
             f"{type(optimizer).__name__} of an offloaded expert, step: expected gradients, got none: they are gathered "
             "elsewhere. Call step() of the OffloadedExperts."
         )
+
+
+def _as_plain(value: Any) -> Any:
+    """Return an option for JSON: a tensor's and a numpy number's value, anything else as it is."""
+    return value.tolist() if isinstance(value, Tensor | Number) and hasattr(value, "tolist") else value
 
 
 def _is_plain(value: Any) -> bool:
