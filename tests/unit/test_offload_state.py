@@ -136,25 +136,71 @@ def nested(make: Callable[[Any], torch.optim.Optimizer], folder: Path, limit: in
     return OffloadedExperts([Nested() for _ in range(3)], make, max_resident_bytes=limit, store=folder)
 
 
+def train_plain(plain: list[nn.Module], optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    """Make a step of `train` with plain modules."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    for module, optimizer in zip(plain, optimizers, strict=True):
+        module(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("keys", KEYS)
 def test_keys_of_the_state_may_be_any_text(tmp_path: Path, keys: list[str]) -> None:
     """Those with a dot had come back empty, and the optimizer failed."""
     make, size = keeping(*keys), (2 + len(keys)) * 3 * 256
     torch.manual_seed(0)
-    plain = [Nested() for _ in range(3)]
+    plain: list[nn.Module] = [Nested() for _ in range(3)]
     optimizers = [make(module.parameters()) for module in plain]
     with nested(make, tmp_path, size) as experts:
         for step in range(5):
             train(experts, range(step, step + 1))
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            for module, optimizer in zip(plain, optimizers, strict=True):
-                module(x).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train_plain(plain, optimizers, step)
             experts.checkpoint()
             experts.restore()
         assert_equal(states(experts), [module.state_dict() for module in plain])
         assert experts.residency.peak_bytes <= size < experts.residency.known_bytes
+
+
+class CountsOnce(torch.optim.Optimizer):
+    """Has one tensor with the number of steps for all parameters, and two names for each one's mean."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        count = self.state[parameters[0]].get("step", torch.zeros(()))
+        count += 1
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["mean"] = state["trend"] = torch.zeros_like(parameter)
+                state["step"] = count
+            state["mean"].mul_(0.5)
+            state["trend"].add_(parameter.grad)
+            parameter.sub_(state["mean"], alpha=0.1 / state["step"].item())
+
+
+@pytest.mark.parametrize("limit", [2400, 100_000])
+def test_a_tensor_in_several_places_of_the_state_stays_one(tmp_path: Path, limit: int) -> None:
+    """Each place had got a tensor of its own, and what was added up in one of them the others had not."""
+    torch.manual_seed(0)
+    plain: list[nn.Module] = [Nested() for _ in range(3)]
+    optimizers = [CountsOnce(module.parameters()) for module in plain]
+    with nested(CountsOnce, tmp_path, limit) as experts:
+        for step in range(4):
+            train(experts, range(step, step + 1))
+            train_plain(plain, optimizers, step)
+            if step == 1:
+                experts.checkpoint()
+                experts.restore()
+        assert_equal(states(experts), [module.state_dict() for module in plain])
+    with nested(CountsOnce, tmp_path, limit) as experts:
+        experts.restore()
+        train(experts, range(2, 4))
+        assert_equal(states(experts), [module.state_dict() for module in plain])
 
 
 def test_state_of_a_parameter_that_the_expert_has_not_is_refused(tmp_path: Path) -> None:
@@ -176,10 +222,7 @@ def test_tensors_under_other_keys_train_and_cannot_be_saved(tmp_path: Path, key:
     with build(keeping(key), tmp_path) as experts:
         train(experts, range(3))
         for step in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            plain(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_plain([plain], [optimizer], step)
         assert_equal([experts.state_dict(0)], [plain.state_dict()])
         with pytest.raises(CheckpointError, match=rf"got Tensor \(key={re.escape(repr(key))}\)"):
             experts.checkpoint()

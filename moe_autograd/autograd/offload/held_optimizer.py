@@ -4,6 +4,9 @@ An optimizer makes its tensors in its first step, and may put others in their pl
 after each update, while the part is held, those that do not lie in it are copied there (`keep`). Where the part has no
 room for them they are put aside, before it may leave memory, and get a new one (`move_into_a_part`). Before there is a
 part they are copied, too: they may lie in the gradients' (`state["before"] = p.grad`), which is about to leave.
+
+A tensor may be in several places of the state, and has the name of the first: it is one field of the part, and while
+that is absent, one empty tensor.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 from moe_autograd.autograd.offload.stores import FolderStore
 from moe_autograd.errors import CheckpointError
+
+Place = tuple[dict[Any, Any], str]  # the state of a parameter, and a key
 
 
 class HeldOptimizer:
@@ -67,8 +72,9 @@ class HeldOptimizer:
             yield
             return
         places = [state["step"] for state in states]
-        for state, count in zip(states, torch.stack(places).cpu().unbind(), strict=True):
-            state["step"] = count
+        on_host = dict(zip(map(id, places), torch.stack(places).cpu().unbind(), strict=True))
+        for state, place in zip(states, places, strict=True):
+            state["step"] = on_host[id(place)]
         try:
             yield
         finally:
@@ -88,8 +94,8 @@ class HeldOptimizer:
         """Leave the tensors in their part, which is held; where there is none, or no room, in memory of their own."""
         with torch.no_grad():
             if self.part is None:
-                for state, key in self._places().values():
-                    state[key] = state[key].clone()
+                for name, places in self._places().items():
+                    _put(places, _at(places[name]).clone())
                 return
             tensors = self._tensors()
             if Layout.of(tensors) != self.part.layout:
@@ -102,7 +108,8 @@ class HeldOptimizer:
             values = {name: t.clone() if lies_in(t, self.part.buffer) else t for name, t in replaced.items()}
             for name, value in values.items():
                 views[name].copy_(value)
-        self._attach(self.part.buffer)
+        if values:
+            self._attach(self.part.buffer)
         self._residency.changed(self.part)
 
     @property
@@ -112,17 +119,17 @@ class HeldOptimizer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors, under names such as `exp_avg.0.weight`."""
-        return {name: state[key] for name, (state, key) in self._places().items()}
+        return {name: _at(places[name]) for name, places in self._places().items()}
 
-    def _places(self) -> dict[str, tuple[dict[Any, Any], str]]:
-        """Return where each of the optimizer's tensors is: in the state of which parameter, under which key."""
-        return {
-            _full_name(key, name): (state, key)
-            for name, parameter in self._parameters.items()
-            for state in [self.optimizer.state.get(parameter, {})]
-            for key, value in state.items()
-            if _is_in_part(key, value)
-        }
+    def _places(self) -> dict[str, dict[str, Place]]:
+        """Return where each of the optimizer's tensors is, by the first of its names: it may be in several places."""
+        places: dict[int, dict[str, Place]] = {}
+        for name, parameter in self._parameters.items():
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if _is_in_part(key, value):
+                    places.setdefault(id(value), {})[_full_name(key, name)] = state, key
+        return {next(iter(of_one)): of_one for of_one in places.values()}
 
     def move_into_a_part(self, beside: Iterable[Part]) -> None:
         """Give tensors that no part has one of their own.
@@ -172,13 +179,13 @@ class HeldOptimizer:
 
     def _set_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors where there were some; what was cleared while it was absent stays so."""
-        for full_name, (state, key) in self._places().items():
+        for full_name, places in self._places().items():
             if full_name in tensors:
-                state[key] = tensors[full_name]
+                _put(places, tensors[full_name])
 
     def _detach(self) -> None:
-        for state, key in self._places().values():
-            state[key] = torch.empty(0, dtype=state[key].dtype)
+        for full_name, places in self._places().items():
+            _put(places, torch.empty(0, dtype=_at(places[full_name]).dtype))
 
     def options(self) -> dict[str, Any]:
         """Return what a checkpoint says about the optimizer beside its tensors.
@@ -208,6 +215,7 @@ class HeldOptimizer:
             "numbers": numbers,
             "of_all": of_all,
             "has_tensors": self.part is not None,
+            "also_under": {name: others for name, (_, *others) in self._places().items() if others},
         }
 
     def _check_plain(self, entries: Mapping[Any, Any], expected: str) -> None:
@@ -241,7 +249,8 @@ class HeldOptimizer:
             return None
         layout, _ = Layout.read(self._file_in(folder))
         for full_name in layout.fields:
-            self._parsed(full_name)
+            for one in _all_names(full_name, options):
+                self._parsed(one)
         return layout
 
     def _parsed(self, full_name: str) -> tuple[str, str]:
@@ -274,11 +283,27 @@ class HeldOptimizer:
         self.optimizer.state.update(options["of_all"])
         if layout is not None:
             for full_name, field in layout.fields.items():
-                key, name = self._parsed(full_name)
-                self.optimizer.state[self._parameters[name]][key] = torch.empty(0, dtype=field.dtype)
+                absent = torch.empty(0, dtype=field.dtype)
+                for key, name in map(self._parsed, _all_names(full_name, options)):
+                    self.optimizer.state[self._parameters[name]][key] = absent
             self._residency.adopt(
                 self._new_part(layout), functools.partial(store.link, self._file_in(folder))
             )
+
+
+def _at(place: Place) -> Any:
+    state, key = place
+    return state[key]
+
+
+def _put(places: Mapping[str, Place], tensor: Tensor) -> None:
+    for state, key in places.values():
+        state[key] = tensor
+
+
+def _all_names(full_name: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the names of all places that a tensor had, from what a checkpoint says; older ones do not."""
+    return [full_name, *options.get("also_under", {}).get(full_name, [])]
 
 
 def _is_in_part(key: object, value: object) -> bool:
