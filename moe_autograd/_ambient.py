@@ -47,6 +47,7 @@ R = TypeVar("R")
 
 _C: Any = torch._C  # its stubs lack some of what is used here
 
+_PROXY: Any = _C._TorchDispatchModeKey.PROXY  # the mode of `make_fx`
 _HALF_OF_SMALLEST_NORMAL = 2.0**-1023
 
 
@@ -91,6 +92,12 @@ def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
             "parallel map: expected tensors without forward-mode tangents, got a dual tensor. "
             "Worker threads cannot propagate tangents. Apply the functions in a plain loop for forward-mode AD."
         )
+
+
+def is_recorded() -> bool:
+    """Whether `make_fx` is around, also with `pre_dispatch=True`, which has a stack of its own."""
+    is_in_stack = _C._len_torch_dispatch_stack() and _C._get_dispatch_mode(_PROXY)
+    return bool(is_in_stack or torch._ops._get_dispatch_mode_pre_dispatch(_PROXY))
 
 
 def _flushes_denormals() -> bool:

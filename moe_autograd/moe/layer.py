@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_autograd._ambient import refuse_transforms
+from moe_autograd._ambient import is_recorded, refuse_transforms
 from moe_autograd.autograd.parallel import check_max_concurrency, parallel_apply
 from moe_autograd.autograd.recompute import Recompute, as_recompute
 from moe_autograd.autograd.uncompiled import uncompiled
@@ -29,7 +29,6 @@ from moe_autograd.moe.idle import with_zero_grads
 from moe_autograd.moe.partial import PartialPass
 from moe_autograd.moe.routing import Routing, checked_loads
 
-_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # the mode of `make_fx`
 _LONGEST_S = 1e8  # as for `connect(timeout_s=...)`; a clock of `threading` goes up to 9e9
 _STRICT = Tolerance(min_experts=1, allow_zero_outputs=False, timeout_after_min_s=None)
 
@@ -170,7 +169,7 @@ class MixtureOfExperts(nn.Module):
     @uncompiled  # how many experts have tokens, and how many, differs: each combination would be compiled anew
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         refuse_transforms([x])  # dispatch would fail first, in words of its own
-        if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_PROXY):
+        if is_recorded():
             raise UnsupportedTransformError(
                 "MixtureOfExperts: expected to be run, got make_fx around it. It would record where the tokens of one "
                 "input go, for all. Record router and experts each for itself."

@@ -32,7 +32,7 @@ from moe_autograd.autograd.escaped import refuse_escaped
 from moe_autograd.autograd.grad_dtypes import GradDtypes, declare, to_declare
 from moe_autograd.autograd.in_objects import notes_on, put_on
 from moe_autograd.autograd.inlet import Inlet, let_in
-from moe_autograd.autograd.offload.checks import check_reached, check_returned
+from moe_autograd.autograd.offload.checks import check_reached, check_returned, check_transforms
 from moe_autograd.autograd.offload.drawing import Drawing
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.microbatches import Microbatches, Rows, joined
@@ -103,9 +103,13 @@ class OffloadedCall:
 
         Returns:
             What the expert returns.
+
+        Raises:
+            UnsupportedTransformError: within a `torch.func` transform and its like, or with forward-mode tangents.
         """
         leaves, spec = tree_flatten((tuple(args), kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        check_transforms(self._held.name, tensors)
         self._shapes = [tensor.shape for tensor in tensors]
         num_rows = next((shape[0] for shape in self._shapes if shape), 0)
         self._microbatches = Microbatches(num_rows, self._num_microbatches or 1)
@@ -113,6 +117,8 @@ class OffloadedCall:
         try:
             with self.shown("forward"):
                 if torch.is_grad_enabled() and (anchor is not None or any(t.requires_grad for t in tensors)):
+                    # of its own, and no leaf: of leaves the engine does not tell who wants them
+                    anchor = None if anchor is None else anchor.view_as(anchor)
                     tied = _Node.apply(self, call, anchor, *tensors)  # type: ignore[no-untyped-call]
                     tie_uses(self._held.name, tied, self._uses)
                 else:

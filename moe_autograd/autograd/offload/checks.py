@@ -16,11 +16,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
+from moe_autograd._ambient import is_recorded, refuse_transforms
 from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.walks import walk
 from moe_autograd.autograd.wrapped_hooks import innermost
+from moe_autograd.errors import UnsupportedTransformError
 
 
 def check_training(optimizer: object | None, num_microbatches: int | None, update: str) -> None:
@@ -247,6 +249,19 @@ def check_trained(name: str, trained: Iterable[str], known: Collection[str]) -> 
                 f"{name}: expected {parameter_name} to stay frozen, as it was when it was taken over, got "
                 "requires_grad=True. Freeze after building OffloadedExperts, not before."
             )
+
+
+def check_transforms(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise `UnsupportedTransformError` for what does not see into a call, or would record weights that leave."""
+    try:
+        refuse_transforms(tensors)
+        if is_recorded():
+            raise UnsupportedTransformError("make_fx")
+    except UnsupportedTransformError as error:
+        raise UnsupportedTransformError(
+            f"{name}: expected no torch.func transform, torch.jit.trace, torch.export, make_fx or forward-mode "
+            "tangent, got one. It cannot take part, as its weights come and go: use the plain module there."
+        ) from error
 
 
 def check_reached(

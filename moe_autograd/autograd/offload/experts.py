@@ -228,7 +228,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
                     expert._recompute,
                     drawing_of(indices[i]),
                 )
-                results.append(call.apply(inputs[i], kwargs[i], self._own_anchor()))
+                results.append(call.apply(inputs[i], kwargs[i], self._anchor))
         finally:
             running.index = own_index
         self._last_called = called
@@ -241,10 +241,6 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         """Let what was read ahead for experts that are not called this time give room."""
         names = {held.name for held in called}
         self.residency.forget_wishes(held.weights for held in self._held if held.name not in names)
-
-    def _own_anchor(self) -> Tensor | None:
-        """A tensor that requires a gradient and is no leaf: of leaves the engine does not tell who wants them."""
-        return None if self._anchor is None else self._anchor.view_as(self._anchor)
 
     def prefetch(self) -> None:
         """Start to read the experts that were called last, as long as there is room."""
