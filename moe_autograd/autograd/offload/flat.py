@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -138,6 +139,32 @@ class Layout:
                 f"{path}: expected {8 + length + num_bytes} bytes, as its header says, got {path.stat().st_size}."
             )
         return cls(fields, num_bytes), 8 + length
+
+
+class Place(NamedTuple):
+    """Where a tensor lies that begins in a run of bytes, whatever it is a view of."""
+
+    start: int  # in bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, flat: torch.Tensor) -> Place:
+        """Return the place of a tensor in `flat`."""
+        start, shape, strides = tensor.data_ptr() - flat.data_ptr(), tuple(tensor.shape), tensor.stride()
+        return cls(start, tensor.dtype, shape, strides, tensor.is_conj(), tensor.is_neg())
+
+    def find(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return what lies there in `flat`, as a view of it."""
+        itemsize = self.dtype.itemsize
+        typed = flat[self.start % itemsize :]
+        typed = typed[: typed.numel() // itemsize * itemsize].view(self.dtype)
+        found = typed.as_strided(self.shape, self.strides, self.start // itemsize)
+        found = found.conj() if self.is_conj else found
+        return torch._neg_view(found) if self.is_neg else found
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:

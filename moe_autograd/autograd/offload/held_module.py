@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
 from moe_autograd.autograd.offload.flat import Layout, lies_in
+from moe_autograd.autograd.offload.kept_views import KeptViews
 from moe_autograd.autograd.offload.owners import check_own
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -47,6 +48,7 @@ class HeldModule:
         tensors = self._tensors()
         check_values(name, tensors, residency.device)
         self.tensors = dict(tensors)
+        self._kept_views = KeptViews(module, tensors.values())
         # what calls have put into the cache of `parametrize.cached()`, by its keys there, if it has a graph
         self._in_cache: dict[object, weakref.ref[Tensor]] = {}
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
@@ -63,10 +65,12 @@ class HeldModule:
         with torch.inference_mode(False):
             for name, view in self.weights.layout.views(flat).items():
                 self.tensors[name].data = view
+            self._kept_views.put_into(flat)
 
     def _detach(self) -> None:
+        assert self.weights.buffer is not None
         with torch.inference_mode(False):
-            for tensor in self.tensors.values():
+            for tensor in (*self._kept_views.take_out(self.weights.buffer), *self.tensors.values()):
                 tensor.data = _nothing_of_shape(tensor.data)
 
     def call(self, /, *args: Any, **kwargs: Any) -> Any:

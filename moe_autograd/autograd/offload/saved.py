@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_autograd._interrupts import uninterrupted, unwindable
-from moe_autograd.autograd.offload.flat import Layout, lies_in
+from moe_autograd.autograd.offload.flat import Layout, Place, lies_in
 from moe_autograd.autograd.offload.held import HeldExpert
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -38,12 +38,9 @@ class _Saved(Protocol):
 class _InWeights:
     """Rule 1."""
 
-    def __init__(self, held: HeldExpert, tensor: Tensor, start: int) -> None:
-        self._held, self._num_updates = held, held.num_updates
-        self._dtype, self._shape, self._strides = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
-        self._start = start  # in bytes
-        self._name = held.weights.layout.name_at(start)
+    def __init__(self, held: HeldExpert, place: Place) -> None:
+        self._held, self._num_updates, self._place = held, held.num_updates, place
+        self._name = held.weights.layout.name_at(place.start)
         self._owner = held.tensors[self._name]
         self._version = self._owner._version
         self._copy: Tensor | None = None
@@ -53,7 +50,7 @@ class _InWeights:
         if self._copy is not None:
             return self._copy
         self._held.check_weights(self._num_updates)
-        _check_version(self._name, self._shape, self._owner._version, self._version)
+        _check_version(self._name, self._place.shape, self._owner._version, self._version)
         return self._find()
 
     def keep(self) -> None:
@@ -62,13 +59,8 @@ class _InWeights:
             self._copy = self._find().clone()
 
     def _find(self) -> Tensor:
-        flat, itemsize = self._held.weights.buffer, self._dtype.itemsize
-        assert flat is not None
-        typed = flat[self._start % itemsize :]
-        typed = typed[: typed.numel() // itemsize * itemsize].view(self._dtype)
-        found = typed.as_strided(self._shape, self._strides, self._start // itemsize)
-        found = found.conj() if self._is_conj else found
-        return torch._neg_view(found) if self._is_neg else found
+        assert self._held.weights.buffer is not None
+        return self._place.find(self._held.weights.buffer)
 
 
 class _ByCaller(NamedTuple):
@@ -157,7 +149,7 @@ def saving(held: HeldExpert, moved: MovedActivations | None) -> Iterator[None]:
         flat = held.weights.buffer
         assert flat is not None
         if lies_in(tensor, flat):
-            return _InWeights(held, tensor, tensor.data_ptr() - flat.data_ptr())
+            return _InWeights(held, Place.of(tensor, flat))
         if tensor.layout is not torch.strided:
             tensor = tensor.clone()
         if by_caller is not None:
