@@ -77,6 +77,31 @@ def test_what_another_computes_with_is_fine_where_it_needs_no_gradient() -> None
     assert experts.gradients(0)["own.weight"] is not None
 
 
+class Force(nn.Linear):
+    """The gradient of an energy by its input."""
+
+    def __init__(self, leaf_of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(4, 1)
+        self.leaf_of = leaf_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.leaf_of(x)
+        return torch.autograd.grad(super().forward(x).tanh().sum(), x, create_graph=True)[0]
+
+
+def test_a_call_that_makes_a_leaf_of_an_input_is_told_to_take_the_input() -> None:
+    refused, taken = Force(lambda x: x.detach().requires_grad_()), Force(Tensor.requires_grad_)
+    with pytest.raises(RuntimeError, match=r"take the input itself \(x\.requires_grad_\(\)\)"):
+        offloaded(refused)[0](torch.ones(2, 4))
+    plain = copy.deepcopy(taken)
+    for x in (torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)):
+        experts = offloaded(copy.deepcopy(taken))
+        plain.zero_grad()
+        for module in (plain, experts[0]):
+            module(x).square().sum().backward()
+        torch.testing.assert_close(experts.gradients(0)["weight"], plain.weight.grad)
+
+
 def test_a_weight_that_was_frozen_and_is_trained_later_is_told_before_anything_is_computed() -> None:
     module = nn.Linear(4, 4)
     module.weight.requires_grad_(False)

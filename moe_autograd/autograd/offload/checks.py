@@ -281,7 +281,8 @@ def check_reached(
             raise RuntimeError(
                 f"{name}: expected a call to compute with its inputs and its own weights, got a tensor of shape "
                 f"{tuple(leaf.shape)} that requires a gradient and would get none. Pass it as an argument, register it "
-                "before OffloadedExperts takes the module over, or let it require no gradient."
+                "before OffloadedExperts takes the module over, or let it require no gradient. In place of a leaf that "
+                "the call makes of an input (x.detach().requires_grad_()) take the input itself (x.requires_grad_())."
             )
 
 
