@@ -94,18 +94,18 @@ def check_stays(name: str, tensors: Iterable[Tensor], convert: Callable[[Tensor]
 def check_optimizer(name: str, made: Any) -> None:
     """Raise `TypeError` for what is no optimizer: a function may have forgotten to return its own.
 
-    And for one whose step wants something: nobody has it here.
+    And for one whose step wants something else: nobody has it here.
     """
     if not all(hasattr(made, attribute) for attribute in ("param_groups", "state", "step")):
         raise TypeError(
             f"{name}: expected a torch.optim.Optimizer from optimizer(parameters), got {type(made).__name__}. Return "
             "one, or pass optimizer=None for experts that are not trained."
         )
-    wanted = _wanted_by(made.step)
+    wanted = ["sparse gradients"] if isinstance(made, torch.optim.SparseAdam) else _wanted_by(made.step)
     if wanted:
         raise TypeError(
-            f"{name}: expected an optimizer that steps by gradients alone, got {type(made).__name__}, whose step wants "
-            f"{', '.join(wanted)}. Choose another, or train this expert as a plain module."
+            f"{name}: expected an optimizer that steps by dense gradients alone, got {type(made).__name__}, whose step "
+            f"wants {', '.join(wanted)}. Choose another, or train this expert as a plain module."
         )
 
 

@@ -75,9 +75,9 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         ValueError: an expert exceeds the limit (state that its optimizer makes later: at the first step), or hooks of
             a weight wait for `.grad`. Options that do not fit together. `store` is another spelling of "ram", or
             begins with "~".
-        TypeError: an expert is no module, or has a tensor of a dtype that safetensors has not (complex128);
-            `optimizer` is no function, but an optimizer, for one, or returns none, or one whose step wants a closure
-            (LBFGS); `store` is none; `beside` is something else.
+        TypeError: an expert is no module, or has a tensor that is sparse, or of a dtype that safetensors has not
+            (complex128); `optimizer` is no function, but an optimizer, for one, or returns none, or one that wants a
+            closure or sparse gradients (LBFGS, SparseAdam); `store` is none; `beside` is something else.
         RuntimeError: other experts use the folder, in this process or another; or the system has no thread to give.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there

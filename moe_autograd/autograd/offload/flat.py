@@ -24,11 +24,16 @@ _NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -65,20 +70,11 @@ class Layout:
             tensor = tensors[name]
             return tensor.nbytes % _ALIGNMENT != 0, -tensor.dtype.itemsize
 
+        for name, tensor in tensors.items():
+            _check_bytes(name, tensor)
         fields, start = {}, 0
         for name in sorted(tensors, key=roughness):
-            tensor = tensors[name]
-            if is_made_of_others(tensor):
-                raise TypeError(
-                    f"Layout: expected a tensor with memory of its own, got {type(tensor).__name__}, which is made of "
-                    f"other tensors (name={name!r}). Keep the expert in memory, or make it without them."
-                )
-            if tensor.dtype not in _NAMES:
-                raise TypeError(
-                    f"Layout: expected a dtype of safetensors, got {tensor.dtype} (name={name!r}). Keep the expert in "
-                    f"memory, or make it of others: {', '.join(str(dtype)[6:] for dtype in _NAMES)}."
-                )
-            fields[name] = Field(tensor.dtype, tuple(tensor.shape), start)
+            fields[name] = Field(tensors[name].dtype, tuple(tensors[name].shape), start)
             start += fields[name].num_bytes
         return cls(fields, start)
 
@@ -139,6 +135,25 @@ class Layout:
                 f"{path}: expected {8 + length + num_bytes} bytes, as its header says, got {path.stat().st_size}."
             )
         return cls(fields, num_bytes), 8 + length
+
+
+def _check_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Raise `TypeError` for a tensor that is no run of bytes, or that safetensors has no word for."""
+    if is_made_of_others(tensor):
+        raise TypeError(
+            f"Layout: expected a tensor with memory of its own, got {type(tensor).__name__}, which is made of other "
+            f"tensors (name={name!r}). Keep the expert in memory, or make it without them."
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"Layout: expected a dense tensor, got one of {tensor.layout} (name={name!r}). Keep the expert in memory, "
+            "or make it dense, or register its indices and values and make it of them in the call."
+        )
+    if tensor.dtype not in _NAMES:
+        raise TypeError(
+            f"Layout: expected a dtype of safetensors, got {tensor.dtype} (name={name!r}). Keep the expert in memory, "
+            f"or make it of others: {', '.join(str(dtype)[6:] for dtype in _NAMES)}."
+        )
 
 
 class Place(NamedTuple):
