@@ -61,7 +61,7 @@ from moe_autograd.autograd.histories import apart
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined, Tensors, has_missing, split
 from moe_autograd.autograd.left import take_saved
 from moe_autograd.autograd.notes import add_note
-from moe_autograd.autograd.result_hooks import skip_missing_gradients
+from moe_autograd.autograd.result_hooks import see_within
 from moe_autograd.autograd.runs import Map
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep
 from moe_autograd.autograd.this_backward import kept_by_this_backward
@@ -131,7 +131,7 @@ def backward_by(run: Callable[[Any, Grads], Tensors]) -> Any:
     return staticmethod(backward)
 
 
-@skip_missing_gradients
+@see_within
 class _Join(Function):
     boxed_grads_call = UnlessCompiled()
 
@@ -260,7 +260,7 @@ class _Waiting(_Link):
         return None, ctx.part.token()
 
 
-@skip_missing_gradients
+@see_within
 class _Arrival(Function):
     boxed_grads_call = UnlessCompiled()
 

@@ -1,15 +1,15 @@
-"""Hooks that users register on the results of a map.
+"""Hooks that users register on the results of a map, or of an expert that is offloaded or elsewhere.
 
-One node stands for many calls, and PyTorch calls the hooks on all results of a node that runs: with `None`, where no
-gradient flows. A call of its own would not run then, nor its hooks. (But `register_multi_grad_hook(mode="all")` counts
+One node stands for many others, and PyTorch calls the hooks on all results of a node that runs: with `None`, where no
+gradient flows. A node of its own would not run then, nor its hooks. (But `register_multi_grad_hook(mode="all")` counts
 the calls that it is to get, of all nodes that run.)
 
-That node sees what comes to a result from outside of its call, and what `uses` lead there from within. More comes from
-within in second derivatives, through what the result's operator has saved of it, and through other results that were
-computed from it where `used_results` leaves these alone. For such parts a hook is registered on the node within as
-well. So it sees parts, where natively it sees their sum: whoever scales or records a gradient does the same to both.
-(Those of `register_multi_grad_hook` count, and are left alone.) It comes before hooks that the call has put there
-itself: what these change would pass for a part from within, and be changed once more.
+The node of a map sees what comes to a result from outside of its call, and what `uses` lead there from within. More
+comes from within in second derivatives, through what the result's operator has saved of it, and through other results
+that were computed from it where `used_results` leaves these alone. For such parts a hook is registered on the node
+within as well. So it sees parts, where natively it sees their sum: whoever scales or records a gradient does the same
+to both. (Those of `register_multi_grad_hook` count, and are left alone.) It comes before hooks that the call has put
+there itself: what these change would pass for a part from within, and be changed once more.
 """
 
 from __future__ import annotations
@@ -42,12 +42,26 @@ def skip_missing_gradients(func: type[Function]) -> type[Function]:
     @left_alone
     def register_skipping(node: Any, result: Tensor) -> None:
         """Do what `Tensor.register_hook` asks for with its first hook."""
-        result._backward_hooks = hooks = Hooks()
+        result._backward_hooks = Hooks()
         register(node, result)
-        node.joined.see_within(result.output_nr, functools.partial(HooksWithin, weakref.ref(hooks)))
 
     node_class._register_hook_dict = register_skipping
-    _REGISTERS[node_class] = register
+    return func
+
+
+def see_within(func: type[Function]) -> type[Function]:
+    """Let hooks on a result of `func`, which ties calls, see what comes to it within its call, too."""
+    node_class: Any = skip_missing_gradients(func)._backward_cls
+    _REGISTERS[node_class] = register = node_class._register_hook_dict
+
+    @left_alone
+    def register_seeing(node: Any, result: Tensor) -> None:
+        """Do what `Tensor.register_hook` asks for with its first hook."""
+        register(node, result)
+        hooks: Any = result._backward_hooks
+        node.joined.see_within(result.output_nr, functools.partial(HooksWithin, weakref.ref(hooks)))
+
+    node_class._register_hook_dict = register_seeing
     return func
 
 
@@ -224,9 +238,9 @@ class Arrived(Within):
         elif result is None or result.grad_fn is not node:
             self._register_at_node(node, 0)
         elif joined is not None:  # which would take it for a user's
-            result._backward_hooks = hooks = Hooks()
-            _put_in(hooks, 0, self, self.of_tensor)
             _REGISTERS[type(node)](node, result)
+            hooks = result._backward_hooks
+            _put_in(hooks, 0, self, self.of_tensor)
         else:
             result.register_hook(self.of_tensor)
             hooks = result._backward_hooks

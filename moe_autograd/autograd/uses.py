@@ -24,7 +24,7 @@ from moe_autograd.autograd.computed_from import note_uses
 from moe_autograd.autograd.grad_dtypes import declare, to_declare
 from moe_autograd.autograd.join import backward_by
 from moe_autograd.autograd.joined import Tensors, has_any
-from moe_autograd.autograd.result_hooks import Arrived, See, skip_missing_gradients
+from moe_autograd.autograd.result_hooks import Arrived, See, see_within
 from moe_autograd.autograd.this_backward import asked_for_by_name, kept_by_this_backward
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import UsedResults
@@ -117,7 +117,7 @@ class _UseOf:
         ]
 
 
-@skip_missing_gradients
+@see_within
 class _Use(Function):
     only_computes = True  # see `upper_cuts`
 

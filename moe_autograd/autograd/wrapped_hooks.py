@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch.autograd.graph import register_multi_grad_hook
 
@@ -18,6 +18,10 @@ class WrappedHook:
 
     def __init__(self, hook: Callable[[Any], Any]) -> None:
         self._hook = hook
+
+    @property
+    def __torch_unserializable__(self) -> Any:
+        return cast(Any, self._hook).__torch_unserializable__
 
 
 def of_several(hook: Any) -> bool:

@@ -34,6 +34,7 @@ from torch import Tensor
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.autograd.joined import has_any, split, which_are_wanted
 from moe_autograd.autograd.once import not_twice
+from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.split_backward import is_in_first_part, is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
 from moe_autograd.autograd.uncompiled import filled, is_backward_compiled, uncompiled
@@ -109,6 +110,7 @@ def _call(connection: Connection, index: int, expert: RemoteExpert, inputs: tupl
     return Call(index, expert.name, call_id, len(inputs), evaluate, keep_graph, is_trained, expert._freeze)
 
 
+@skip_missing_gradients
 class _RemoteCalls(torch.autograd.Function):
     """The node drawn above."""
 

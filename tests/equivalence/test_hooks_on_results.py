@@ -1,16 +1,21 @@
-"""Hooks and `retain_grad` on results of a map: they see what comes from outside of the call and from within it."""
+"""Hooks and `retain_grad` on results of a map: they see what comes from outside of the call and from within it.
+
+And hooks on results of one node, be it of calls or of an expert elsewhere, that no gradient comes to.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
-from moe_autograd import parallel_apply
+from moe_autograd import map_with_parallel_backward, parallel_apply
 from tests.support.comparing_modules import assert_same_modules_program
 from tests.support.comparison import (
     MapFunction,
@@ -19,7 +24,9 @@ from tests.support.comparison import (
     one_after_another,
     tensors_in,
 )
+from tests.support.functions_context import SavesInput
 from tests.support.module_programs import leaves, parameters, seeded
+from tests.support.several_results import Heads, Where, both, expert_of, results_of
 
 SUMS = 1e-10  # parts of a gradient are told apart by a difference
 ENOUGH_TO_OVERFLOW = 400  # backwards, were each to wrap a hook once more
@@ -255,3 +262,39 @@ def test_a_hook_on_an_input_that_a_nested_map_takes_is_registered_once() -> None
         return len(xs[0]._backward_hooks or ()), [x.grad for x in xs]
 
     assert assert_same_modules_program(program)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "where", ["offloaded", "in micro-batches", "computed again", "remote", "remote, computed again"]
+)
+def test_a_hook_on_a_result_of_an_expert_elsewhere_is_not_called_without_a_gradient(where: Where) -> None:
+    module, plain = both(Heads)
+    with expert_of(module, where) as expert:
+        grads = []
+        for each in (expert, plain):
+            x, (one, other) = results_of(each, where if each is expert else "offloaded")
+            other.register_hook(lambda grad: grad * 2)
+            one.sum().backward(retain_graph=True)
+            (one + other).sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_on_several_results_of_an_expert_elsewhere_runs_once(where: Where, mode: Any) -> None:
+    with expert_of(both(Heads)[0], where) as expert:
+        _, results = results_of(expert)
+        log: list[Any] = []
+        torch.autograd.graph.register_multi_grad_hook(results, log.append, mode=mode)
+        results[1].sum().backward()
+        assert len(log) == 1
+
+
+def test_a_hook_that_is_marked_as_one_not_to_be_saved_remains_so(
+    recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    result, _ = map_with_parallel_backward(SavesInput, *[(x,) for x in leaves(2)])
+    result.register_hook(unserializable_hook(lambda grad: None))
+    torch.save(result, tmp_path / "result.pt")
+    assert not [each for each in recwarn if "hook" in str(each.message)]

@@ -40,6 +40,7 @@ from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.saved import MovedActivations, saving
 from moe_autograd.autograd.once import not_twice
 from moe_autograd.autograd.recompute import Recompute
+from moe_autograd.autograd.result_hooks import skip_missing_gradients
 from moe_autograd.autograd.runs import shown
 from moe_autograd.autograd.split_backward import is_wanted_later
 from moe_autograd.autograd.this_backward import keeps_graph
@@ -284,6 +285,7 @@ class OffloadedCall:
         return tensor.requires_grad or self._held.is_borrowed(tensor) or len(self._microbatches.rows) > 1
 
 
+@skip_missing_gradients
 class _Node(Function):
     @staticmethod
     def forward(
