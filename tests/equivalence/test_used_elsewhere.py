@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.module_tracker import ModuleTracker
@@ -53,13 +54,20 @@ def by_hook(loss: Tensor, looked_at: Tensor) -> Tensor | None:
     return seen[0]
 
 
+def by_hook_of_several(loss: Tensor, looked_at: Tensor) -> Tensor | None:
+    seen: list[Tensor | None] = []
+    register_multi_grad_hook([looked_at], seen.extend)
+    loss.backward()
+    return seen[0]
+
+
 def by_retaining(loss: Tensor, looked_at: Tensor) -> Tensor | None:
     looked_at.retain_grad()
     loss.backward()
     return looked_at.grad
 
 
-LOOKS = [by_name, by_inputs, by_hook, by_retaining]
+LOOKS = [by_name, by_inputs, by_hook, by_hook_of_several, by_retaining]
 
 
 @everywhere
