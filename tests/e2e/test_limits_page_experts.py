@@ -14,14 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from experts_server import ExpertsServer
 from moe_autograd import MixtureOfExperts, TopKRouter
 from moe_autograd.autograd.offload import OffloadedExperts
-from moe_autograd.errors import InvalidCallError, ServerUnavailableError
+from moe_autograd.errors import ExpertFailedError, InvalidCallError, ServerUnavailableError
 from moe_autograd.remote import RemoteExperts, RemoteOptimizer, connect
 from tests.support.hosting import sgd
 from tests.support.limits_page import of
+from tests.support.several_results import Where, expert_of
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,51 @@ def test_results_of_one_offloaded_expert() -> None:
         with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
             loss.backward()
         assert x.grad is not None
+
+
+@of("**`register_multi_grad_hook` on an input, within an expert that is offloaded or elsewhere**")
+@of("`x = x.view_as(x)` before it, in the expert")
+@pytest.mark.parametrize("where", ["offloaded", "remote"])
+def test_hooks_on_inputs_of_an_expert_elsewhere(where: Where) -> None:
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            register_multi_grad_hook([x], seen.extend)
+            return super().forward(x)
+
+    class WatchedView(Watched):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.view_as(x))
+
+    seen: list[Tensor | None] = []
+    x = torch.ones(1, 2, requires_grad=True)
+    with (
+        expert_of(Watched(2, 2), where) as expert,
+        pytest.raises(
+            (RuntimeError, ExpertFailedError), match="A leaf node was passed to _will_engine_execute_node"
+        ),
+    ):
+        expert(x).sum().backward()
+    with expert_of(WatchedView(2, 2), where) as expert:
+        expert(x).sum().backward()
+    (grad,) = seen
+    torch.testing.assert_close(grad, x.grad)
+
+
+@of("One for the forward, and one for the backward")
+def test_counters_around_offloaded_experts() -> None:
+    x = torch.ones(3, 2, requires_grad=True)
+    with (
+        expert_of(nn.Linear(2, 2), "offloaded") as expert,
+        FlopCounterMode(display=False),
+        pytest.raises(RuntimeError, match="A leaf node was passed to _will_engine_execute_node"),
+    ):
+        expert(x).sum().backward()
+    with expert_of(nn.Linear(2, 2), "offloaded") as expert:
+        with FlopCounterMode(display=False) as forward:
+            loss = expert(x).sum()
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    assert [forward.get_total_flops(), backward.get_total_flops()] == [24, 48]
 
 
 @of("**A server that is further away than 0.8 s**, there and back: who is silent for 0.9 s counts as gone")
