@@ -300,11 +300,11 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
         return self._held[index].copy_of_gradients()
 
     @unwinding
-    def state_dict(self, index: int) -> dict[str, Tensor]:
+    def state_dict(self, index: int) -> dict[str, Any]:
         """Return a copy of an expert's parameters and buffers, as the plain module's `state_dict` has them.
 
         Returns:
-            Tensors on the CPU.
+            Tensors on the CPU; what `get_extra_state` returns as it is.
 
         Raises:
             OSError: the store failed.
@@ -326,7 +326,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
         Raises:
             CheckpointError: the store is no folder, or an optimizer's state holds something beside tensors of its
-                parameters and plain values. Nothing is saved.
+                parameters and plain values, or an expert's `get_extra_state` returns another. Nothing is saved.
             TypeError: the note holds something else, such as a tensor.
             ValueError: an expert's state, for which a `step` that raised found no room, exceeds the limit.
             OSError: the store failed, or the folder. Nothing is saved.

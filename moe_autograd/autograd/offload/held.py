@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from moe_autograd._interrupts import unwindable, unwinding
 from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
+from moe_autograd.autograd.offload.extra_state import ExtraState
 from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of
 from moe_autograd.autograd.offload.held_module import HeldModule
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
@@ -51,6 +53,7 @@ class HeldExpert(HeldModule):
         updates_on_backward: bool = False,
     ) -> None:
         super().__init__(name, module, residency)
+        self._extra_state = ExtraState(name, module)
         self.updates_on_backward = updates_on_backward
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose backward may still come
         self.with_gradient: set[str] = set()  # parameters whose gradients are defined
@@ -302,10 +305,13 @@ class HeldExpert(HeldModule):
         self.is_updated = False
         self.residency.discard(self.gradients)
 
-    def copy_of_weights(self) -> dict[str, Tensor]:
+    def copy_of_weights(self) -> dict[str, Any]:
         """Return the module's `state_dict`, on the CPU."""
         with self.residency.hold([self.weights]):
-            return {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
+            return {
+                name: tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
+                for name, value in self.module.state_dict().items()
+            }
 
     def copy_of_gradients(self) -> dict[str, Tensor | None]:
         """Return what was gathered, on the CPU, `None` where nothing was."""
@@ -322,8 +328,12 @@ class HeldExpert(HeldModule):
             self._optimizer.forget_cleared()
 
     def options(self) -> dict[str, Any]:
-        """Return what a checkpoint says about the optimizer beside its tensors."""
-        return {} if self._optimizer is None else self._optimizer.options()
+        """Return what a checkpoint says about module and optimizer beside their tensors."""
+        options = {} if self._optimizer is None else self._optimizer.options()
+        if self._extra_state.parts:
+            with self.residency.hold([self.weights]):
+                options["extra_state"] = self._extra_state.to_save()
+        return options
 
     def forget(self) -> None:
         """Leave the residency, for good."""
@@ -339,6 +349,7 @@ class HeldExpert(HeldModule):
             raise CheckpointError(
                 f"{folder}: expected {self.name} with {_described(self.weights.layout)}, got {_described(layout)}."
             )
+        self._extra_state.check(folder, options.get("extra_state", {}))
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         saved = options.get("groups", [])
         if groups and len(groups) != len(saved):
@@ -360,6 +371,7 @@ class HeldExpert(HeldModule):
         self.residency.adopt(
             self.weights, functools.partial(store.link, folder / f"{self.weights.name}.safetensors")
         )
+        self._extra_state.restore(options.get("extra_state", {}))
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
             self._optimizer.restore(folder, options, store)

@@ -221,7 +221,7 @@ class HeldOptimizer:
     def _check_plain(self, entries: Mapping[Any, Any], expected: str) -> None:
         """Raise `CheckpointError` for what JSON would not give back."""
         for key, value in entries.items():
-            if not _is_plain({key: value}):
+            if not is_plain({key: value}):
                 raise CheckpointError(
                     f"{self.name}: expected {expected}, got {_described(value)} (key={reprlib.repr(key)}). Save what "
                     "it keeps yourself."
@@ -333,12 +333,12 @@ def _as_plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | Number) and hasattr(value, "tolist") else value
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether JSON gives it back as it is, but for tuples, which come back as lists."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+        return all(isinstance(key, str) and is_plain(one) for key, one in value.items())
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, str | int | float)
 
 

@@ -1,0 +1,91 @@
+"""What experts say by `get_extra_state`: it is in copies and checkpoints, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_autograd.autograd.offload import OffloadedExperts
+from moe_autograd.errors import CheckpointError
+
+
+class Counts(nn.Linear):
+    """Knows how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.state: Any = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return super().forward(x) * self.state["calls"]
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+class SumsUp(Counts):
+    """Its extra state is computed from its weights."""
+
+    def get_extra_state(self) -> Any:
+        return {"sum": self.weight.sum().item(), **self.state}
+
+
+def build(folder: Path, part: type[nn.Module] = Counts) -> OffloadedExperts:
+    experts = (nn.Sequential(nn.Linear(2, 2), part()) for _ in range(3))
+    sgd = torch.optim.SGD
+    return OffloadedExperts(experts, sgd, max_resident_bytes=2 * 2 * 6 * 4, store=folder)
+
+
+def train(experts: OffloadedExperts) -> None:
+    for expert in experts:
+        expert(torch.ones(1, 2)).sum().backward()
+    experts.step()
+
+
+@pytest.mark.parametrize("part", [Counts, SumsUp])
+def test_it_comes_back_with_the_weights(tmp_path: Path, part: type[nn.Module]) -> None:
+    with build(tmp_path, part) as experts:
+        train(experts)
+        want = [experts.state_dict(i) for i in range(3)]
+        assert want[0]["1._extra_state"]["calls"] == 1
+        experts.checkpoint()
+    with build(tmp_path, part) as experts:
+        experts.restore()
+        for i in range(3):
+            got = experts.state_dict(i)
+            assert got.pop("1._extra_state") == want[i].pop("1._extra_state")
+            assert all(torch.equal(got[name], value) for name, value in want[i].items())
+
+
+def test_tensors_in_it_are_copied_for_a_state_dict_and_refused_in_a_checkpoint(tmp_path: Path) -> None:
+    with build(tmp_path) as experts:
+        part = experts[1].stands_for.get_submodule("1")
+        part.state = {"scale": torch.ones(2), "calls": 0}  # type: ignore[assignment]
+        copied = experts.state_dict(1)["1._extra_state"]
+        part.get_extra_state()["scale"].zero_()
+        assert torch.equal(copied["scale"], torch.ones(2))
+        with pytest.raises(
+            CheckpointError, match=r"expert-00001: expected plain values from get_.*, got dict \(part='1'\)"
+        ):
+            experts.checkpoint()
+        assert not [*tmp_path.glob("checkpoint-*")]
+
+
+def test_a_checkpoint_without_it_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    with build(tmp_path, lambda: nn.Linear(2, 2)) as experts:  # type: ignore[arg-type]
+        experts.checkpoint()
+    with build(tmp_path) as experts:
+        before = experts.state_dict(0)
+        with pytest.raises(
+            CheckpointError, match=r"expected extra state of the parts \['1'\], got it of \[\]"
+        ):
+            experts.restore()
+        assert torch.equal(experts.state_dict(0)["0.weight"], before["0.weight"])
