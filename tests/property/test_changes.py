@@ -123,9 +123,9 @@ def test_a_random_program_is_differentiated_right_or_refused(
             assert changes or isinstance(native, Raised), f"program {seed}: only the map raised {mapped}"
             assert mapped.type is RuntimeError, f"program {seed}: {mapped}"
             continue
-        assert not isinstance(native, Raised), f"program {seed}: the map did not raise {native}"
         if program.depends_on_order and max_concurrency is None:
-            continue
+            continue  # whether autograd finds a value changed that it has saved does so, too
+        assert not isinstance(native, Raised), f"program {seed}: the map did not raise {native}"
         for place, (one, other) in enumerate(zip(native, mapped, strict=True)):
             assert (one is None) == (other is None), f"program {seed}, {place}"
             if one is not None:
