@@ -86,18 +86,19 @@ def no_lingering() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, which a shell tells its background jobs to ignore: our children would inherit that.
-
-    And collect no garbage until all tests are found.
-    """
-    gc.disable()
+    """Hear Ctrl-C, which a shell tells its background jobs to ignore: our children would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """All are found."""
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage until all tests are found: nothing goes by then."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_runtest_setup() -> None:
