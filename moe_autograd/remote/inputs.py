@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_autograd._ambient import refuse_transforms
+from moe_autograd._ambient import is_recorded, refuse_transforms
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.errors import CorruptDataError, InvalidCallError, UnsupportedTransformError
 from moe_autograd.wire.heads import Tensors
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _Mode: Any = torch._C._TorchDispatchModeKey
 # Modes that record operators, or make up results.
-_WITHOUT_NUMBERS = (_Mode.FAKE, _Mode.PROXY, _Mode.FUNCTIONAL)
+_WITHOUT_NUMBERS = (_Mode.FAKE, _Mode.FUNCTIONAL)
 
 
 def on_devices_of(inputs: Sequence[Tensor], results: Tensors) -> Tensors:
@@ -48,7 +48,8 @@ def wait_until_made(tensors: Iterable[Any]) -> None:
 
 def check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:
     """Refuse what cannot travel, and to be called where there are no numbers."""
-    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _WITHOUT_NUMBERS)):
+    has_modes = torch._C._len_torch_dispatch_stack()
+    if is_recorded() or (has_modes and any(map(torch._C._get_dispatch_mode, _WITHOUT_NUMBERS))):
         raise UnsupportedTransformError(
             f"expert {expert!r}: expected numbers, got torch.export, make_fx or a FakeTensorMode around it. Its server "
             "cannot take part, and what it answers would be a constant there: use a local expert."

@@ -71,6 +71,7 @@ def test_a_sparse_gradient_is_taken_as_a_dense_one(expert):
 RECORDERS = {
     "export": lambda expert, x: torch.export.export(nn.Sequential(expert), (x,)),
     "make_fx": lambda expert, x: make_fx(expert)(x),
+    "make_fx before dispatch": lambda expert, x: make_fx(expert, pre_dispatch=True)(x),
     "fake": lambda expert, x: _in_mode(FakeTensorMode(), expert),
     "functional": lambda expert, x: _in_mode(FunctionalTensorMode(), expert),
     "parallel": lambda expert, x: make_fx(lambda x: parallel_apply([expert, expert], [(x,), (x,)])[0])(x),
