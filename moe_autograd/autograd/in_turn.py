@@ -33,10 +33,9 @@ A call that raises ends them, as in the loop: hooks for saved tensors and modes 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,12 +59,17 @@ LEAST_LARGE = 1 << 30  # for each intra-op thread
 
 _WARN = frozenset([nn.LogSoftmax, nn.Softmax])  # of a missing `dim`, and of the line that called
 
-# What these call in `forward`, to see whether somebody has put something else there.
-_FORWARDS = {kind: cast(type[nn.Module], kind).forward for kind in ONLY_COMPUTE}
-_CALLED = {name for forward in _FORWARDS.values() for name in forward.__code__.co_names}
-_FUNCTIONAL = {name: function for name in _CALLED if callable(function := vars(F).get(name))}
-_WERE_REPLACED = not all(map(is_torchs_own, [*_FORWARDS.values(), *_FUNCTIONAL.values()]))
-_forward_of = operator.attrgetter("forward")
+# What these are, and what they call in `forward`, to see whether somebody has put something else there.
+_FORWARDS = {kind: kind.forward for kind in ONLY_COMPUTE}
+_FUNCTIONAL = {
+    kind: [(name, vars(F)[name]) for name in forward.__code__.co_names if callable(vars(F).get(name))]
+    for kind, forward in _FORWARDS.items()
+}
+_WERE_REPLACED = {
+    kind
+    for kind, forward in _FORWARDS.items()
+    if not all(map(is_torchs_own, [forward, *[function for _, function in _FUNCTIONAL[kind]]]))
+}
 
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
     module_globals._global_forward_hooks,
@@ -86,9 +90,10 @@ def call_in_turn(
 
     An error of a call gets a note with its name.
     """
-    if any(_HOOKS_OF_ALL) or not _compute_as_usual():
+    if any(_HOOKS_OF_ALL):
         return None
-    most, readings, draws = most_small(), dict[type, Reading | None](), _is_seen_by_others()
+    most, draws = most_small(), _is_seen_by_others()
+    readings, kinds = dict[type, Reading | None](), set[type[nn.Module]]()
     callees = Callees()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
         taken = (*own_args, *own_kwargs.values()) if own_kwargs else own_args
@@ -101,12 +106,14 @@ def call_in_turn(
         elif hasattr(type(module), "call_group") or "call_group" in module.__dict__:
             return None
         size = size_of(taken)
-        if size is None or (work := work_of(module, size, readings, callee)) is None:
+        if size is None or (work := work_of(module, size, readings, kinds, callee)) is None:
             return None
         if size.is_here and work.most > most and work.least < least_large():
             return None
         draws = draws or work.draws
-    compute = _computed if _are_called_as_usual() else _called
+    if not _compute_as_usual(kinds):
+        return None
+    compute = _computed if _are_called_as_usual(kinds) else _called
     streams = own_streams(CallSeeds()) if draws else nullcontext()
     returned: list[Any] = []
     try:
@@ -134,20 +141,22 @@ def _is_seen_by_others() -> bool:
     return bool(has_modes) or hooks is not None
 
 
-def _compute_as_usual() -> bool:
-    """Whether nobody has replaced what torch's modules do, or the functions by which they do it."""
-    are_own = all(map(operator.is_, map(_forward_of, _FORWARDS), _FORWARDS.values()))
-    return (
-        are_own
-        and all(map(operator.is_, map(vars(F).get, _FUNCTIONAL), _FUNCTIONAL.values()))
-        and not _WERE_REPLACED
-    )
+def _compute_as_usual(kinds: Iterable[type[nn.Module]]) -> bool:
+    """Whether nobody has replaced what these of torch's modules do, or the functions by which they do it."""
+    functional = vars(F)
+    for kind in kinds:
+        if kind.forward is not _FORWARDS[kind] or kind in _WERE_REPLACED:
+            return False
+        for name, function in _FUNCTIONAL[kind]:
+            if functional.get(name) is not function:
+                return False
+    return True
 
 
-def _are_called_as_usual() -> bool:
-    """Whether nobody has replaced what calls a module, or the parts of a `Sequential`; perhaps before our import."""
-    kinds = cast(Iterable[type[nn.Module]], ONLY_COMPUTE)
-    calls = {(kind.__call__, kind._call_impl, kind._compiled_call_impl) for kind in kinds}
+def _are_called_as_usual(kinds: Iterable[type[nn.Module]]) -> bool:
+    """Whether nobody has replaced what calls these, or the parts of a `Sequential`; perhaps before our import."""
+    called: list[type[nn.Module]] = [nn.Module, *kinds]
+    calls = {(kind.__call__, kind._call_impl, kind._compiled_call_impl) for kind in called}
     if len(calls) > 1 or not _is_of_torchs_modules(nn.Sequential.__iter__):
         return False
     (call, implementation, compiled), *_ = calls
@@ -178,9 +187,9 @@ def _computed(module: Any, x: Tensor) -> Any:
 
 def is_small(module: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a call, with one intra-op thread, takes less time than a thread costs, and can neither wait nor draw."""
-    size = None if any(_HOOKS_OF_ALL) or not _compute_as_usual() else size_of(args)
-    work = None if size is None else work_of(module, size, {})
-    return work is not None and work.most <= MOST_SMALL and not work.draws
+    size, kinds = None if any(_HOOKS_OF_ALL) else size_of(args), set[type[nn.Module]]()
+    work = None if size is None else work_of(module, size, {}, kinds)
+    return work is not None and work.most <= MOST_SMALL and not work.draws and _compute_as_usual(kinds)
 
 
 def is_watched(module: nn.Module) -> bool:

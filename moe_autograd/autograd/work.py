@@ -26,7 +26,7 @@ DROPOUTS = frozenset(
     [nn.AlphaDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout]
 )
 # Each with the number of its parameters; where one is missing, something else stands in its place.
-ONLY_COMPUTE: Mapping[type, int] = {
+ONLY_COMPUTE: Mapping[type[nn.Module], int] = {
     **dict.fromkeys([nn.Flatten, nn.Identity, nn.ModuleList, nn.Sequential, nn.Unflatten], 0),
     **dict.fromkeys([nn.GroupNorm, nn.LayerNorm, nn.Linear], 2),
     **dict.fromkeys([nn.PReLU, nn.RMSNorm], 1),
@@ -108,14 +108,19 @@ class Work(NamedTuple):
 
 
 def work_of(
-    module: Any, size: Size, readings: dict[type, Reading | None], callee: Callee | None = None
+    module: Any,
+    size: Size,
+    readings: dict[type, Reading | None],
+    kinds: set[type[nn.Module]],
+    callee: Callee | None = None,
 ) -> Work | None:
     """Return the work of a call that only computes (rules 1 and 2); `None` if it may do more than that.
 
     Of a function or a method `callee` says what it calls.
 
     Written out, hooks too: it is asked before each call, of all its parts, and is most of what a map in turn costs.
-    Each class is looked at once for all calls: `readings` keeps what was found.
+    Each class is looked at once for all calls: `readings` keeps what was found, and `kinds` those of torch's that the
+    caller is to look at.
     """
     num_parameters = num_elsewhere = num_in_buffers = num_read = 0
     num_times = 1
@@ -151,12 +156,16 @@ def work_of(
                 return None
             else:
                 takes_single_parts = True  # for all that is known
-        elif kind in DROPOUTS:
-            draws = draws or part.training
-        elif kind in SPATIAL:
-            if not makes_no_more_positions(part) or not all(map(_is_plain_buffer, part._buffers.values())):
-                return None
-            is_spatial = True
+        else:
+            kinds.add(kind)
+            if kind in DROPOUTS:
+                draws = draws or part.training
+            elif kind in SPATIAL:
+                if not makes_no_more_positions(part) or not all(
+                    map(_is_plain_buffer, part._buffers.values())
+                ):
+                    return None
+                is_spatial = True
         own = part.__dict__
         if "forward" in own or "_call_impl" in own or "_modules" not in own:
             return None
