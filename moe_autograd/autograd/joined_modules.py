@@ -47,7 +47,7 @@ from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.this_backward import keeps_graph
-from moe_autograd.autograd.turns import Turns
+from moe_autograd.autograd.turns import Turn, Turns, turns_of
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import looked_at
 from moe_autograd.autograd.uses import Known, lead_to_used, looks_of_this_backward
@@ -131,11 +131,12 @@ class JoinedModules(Joined):
             )
             token = looked_at.set(looks_of_this_backward(self.calls))
             try:
-                if torch.is_grad_enabled():
-                    grads = self._backward_with_graph(reached, grad_outputs, wanted)
-                else:
-                    with retained_grads_untouched(inputs), ended(wanted):
-                        grads = super().backward(saved_of, grad_outputs, wanted)
+                with retained_grads_untouched(inputs):
+                    if torch.is_grad_enabled():
+                        grads = self._backward_with_graph(reached, grad_outputs, wanted)
+                    else:
+                        with ended(wanted):
+                            grads = super().backward(saved_of, grad_outputs, wanted)
             finally:
                 looked_at.reset(token)
             self.entrance.move_hooks()
@@ -150,9 +151,18 @@ class JoinedModules(Joined):
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
+        for i, turn in self._turns(inputs, reached[::-1]).items():  # the last call begins first
+            self.calls[i].turn = turn
+
+    def _turns(self, inputs: Sequence[Tensor], places: Sequence[int]) -> dict[int, Turn]:
+        """Return the turns of calls, which begin in this order: no two add to the gradient of one tensor at a time."""
+        retaining = {id(tensor) for tensor in inputs if tensor.retains_grad}
+        taken = {
+            i: retaining.intersection(map(id, self.calls[i].tensors_at_ends())) for i in places if retaining
+        }
         if self.turns is not None:
-            for i, turn in self.turns.of(reversed(reached)).items():  # the last call begins first
-                self.calls[i].turn = turn
+            taken = {i: taken.get(i, set()).union(self.turns.taken[i]) for i in places}
+        return turns_of(taken, self.map.names)
 
     def flow_to(self, index: int, used: int, known: Known) -> Tensor | None:
         """See `uses`; with `create_graph=True` it is a map of its own (Rule 6)."""

@@ -6,7 +6,8 @@ Removing and restoring hooks would race with other threads; so each is wrapped, 
 nothing in an inner backward that ends at its tensor. (One that passes through a tensor, which a call has computed for a
 map of its own, is the one that the hook belongs to.) It tells an inner backward from one that the user starts inside a
 call by the engine's number for it, which the first node to run notes down. `Tensor.retain_grad` is such a hook in C++,
-which cannot be wrapped: what it adds is taken back.
+which cannot be wrapped: what it adds is taken back, and calls whose backwards end at such a tensor take turns, as
+two threads that set its `.grad` at once would crash.
 
 They also sleep where there is no gradient. The engine walks the leaves of every call that is tied to the same node,
 also of those that got none, which plain PyTorch would not reach; and a hook is written for tensors. But one of
@@ -193,10 +194,9 @@ def all_hooks_sleep(ends: Ends) -> Iterator[None]:
 @contextmanager
 def retained_grads_untouched(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put back the `.grad` of tensors that retain it: an inner backward adds its part, the outer one all."""
-    retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
-    grads = [None if grad is None else grad.clone() for _, grad in retained]
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
     try:
         yield
     finally:
-        for (tensor, _), grad in zip(retained, grads, strict=True):
+        for tensor, grad in before:
             tensor.grad = grad

@@ -6,7 +6,8 @@ when those before it that share such a module are over, whether they share it as
 modules, or through a closure. So do calls of a lazy module, whose first one makes its parameters, and calls that share
 a module which one of them changes while it runs (`named`), as `functional_call` does. Calls that share none do not
 wait, and look whether what else they share is as it was (`watched`). A backward changes statistics only where it runs
-the forward, or a checkpoint within it, again: there calls take turns as well, the last one first, as in a loop.
+the forward, or a checkpoint within it, again: there calls take turns as well, the last one first, as in a loop. So do
+backwards that end at one tensor that retains its gradient: PyTorch adds to it without a lock.
 
 Of a module with buffers that is not of torch's kinds nobody can tell before: if the calls that share it have changed
 its buffers, the map raises. A module may say it by an attribute `keeps_statistics`: `True`, and its calls take turns;
@@ -22,7 +23,7 @@ import collections
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +74,9 @@ class Turn:
         warnings.warn(
             f"parallel_apply: expected {other._name} to end, got none of its results in {WARN_AFTER_S:g} s; "
             f"{self._name} waits for it, as both have a module that keeps running statistics, or that one of them "
-            "changes while it runs. They run one after the other, and cannot wait for each other. Give each a module "
-            "of its own; one with statistics may be called in eval mode.",
+            "changes while it runs, or, in the backward, hold a tensor that retains its gradient. They run one after "
+            "the other, and cannot wait for each other. Give each a module of its own; one with statistics may be "
+            "called in eval mode.",
             stacklevel=2,
         )
 
@@ -86,6 +88,9 @@ class Turns:
         held: for each call what it reaches.
         names: of the calls.
         side_by_side: whether calls may run at the same time; else none has to look for changes by others.
+
+    Attributes:
+        taken: for each call the `id`s of the modules that no other may have at a time.
     """
 
     def __init__(self, held: Sequence[Held], names: Sequence[str], *, side_by_side: bool) -> None:
@@ -94,7 +99,7 @@ class Turns:
         modules = {id(part): part for own in shared for part in own}
         changed = {id(part): may_be_changed(part) for own in held if own.changes for part in own.parts}
         takers = {key for key, part in modules.items() if changed.get(key) or _keeps_statistics(part)}
-        self._taken = [[id(part) for part in own if id(part) in takers] for own in shared]
+        self.taken = [[id(part) for part in own if id(part) in takers] for own in shared]
         in_turn = _in_turn_anyway(shared, takers)
         at_once = {key: part for key, part in modules.items() if side_by_side and key not in in_turn}
         self._buffers = [
@@ -115,22 +120,11 @@ class Turns:
     @property
     def are_taken(self) -> bool:
         """Whether any calls have to take turns."""
-        return any(self._taken)
-
-    def of(self, calls: Iterable[int]) -> dict[int, Turn]:
-        """Return the turns of those among `calls`, which begin in this order, that have to take one, for one pass."""
-        last: dict[int, Turn] = {}
-        turns: dict[int, Turn] = {}
-        for i in calls:
-            if self._taken[i]:
-                before = {id(turn): turn for key in self._taken[i] if (turn := last.get(key)) is not None}
-                turns[i] = Turn(self._names[i], before.values())
-                last.update(dict.fromkeys(self._taken[i], turns[i]))
-        return turns
+        return any(self.taken)
 
     def wrap(self, called: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
         """Return the calls, where those that have to take turns do, and others look at what they share."""
-        turns = self.of(range(len(called)))
+        turns = turns_of(dict(enumerate(self.taken)), self._names)
         # Backwards may keep this object for its turns: it is not to keep the modules alive.
         watched, self._watched = self._watched, {}
         wrapped = list(called)
@@ -169,6 +163,23 @@ class Turns:
                     "do."
                 )
         return None
+
+
+def turns_of(taken: Mapping[int, Collection[int]], names: Sequence[str]) -> dict[int, Turn]:
+    """Return the turns of calls, which begin in this order, for one pass.
+
+    Args:
+        taken: for each the `id`s of what no two of them may have at a time; a call without any takes no turn.
+        names: of all calls.
+    """
+    last: dict[int, Turn] = {}
+    turns: dict[int, Turn] = {}
+    for i, own in taken.items():
+        if own:
+            before = {id(turn): turn for key in own if (turn := last.get(key)) is not None}
+            turns[i] = Turn(names[i], before.values())
+            last.update(dict.fromkeys(own, turns[i]))
+    return turns
 
 
 def shared_modules(modules: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -46,6 +47,15 @@ def retained(apply: Apply) -> Any:
         tensors[name].retain_grad()
     loss_of(results).backward()
     return [tensor.grad for tensor in tensors.values()]
+
+
+def retained_with_graph(apply: Apply) -> Any:
+    results, tensors = made(apply)
+    for name in "yz":
+        tensors[name].retain_grad()
+    loss_of(results).backward(create_graph=True)
+    grads = [tensor.grad for tensor in tensors.values()]
+    return grads, torch.autograd.grad(sum(grad.sin().sum() for grad in grads), [tensors["x"], tensors["w"]])
 
 
 def hooked(apply: Apply) -> Any:
@@ -115,6 +125,7 @@ def of_second_order(apply: Apply) -> Any:
     return torch.autograd.grad(sum(grad.sin().sum() for grad in grads), list(tensors.values()))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize(
     "options", [{}, {"max_concurrency": 1}, {"recompute": True}, {"defer_weight_grads": True}]
 )
@@ -122,7 +133,16 @@ def of_second_order(apply: Apply) -> Any:
     "program",
     [
         *(asked("y"), asked("z"), asked("xwyz"), asked("x"), asked("wz")),
-        *(retained, hooked, used_outside, freed, sparse, trained_on_the_way, of_second_order),
+        *(
+            retained,
+            retained_with_graph,
+            hooked,
+            used_outside,
+            freed,
+            sparse,
+            trained_on_the_way,
+            of_second_order,
+        ),
     ],
 )
 def test_gradients_of_each_of_them_are_those_of_a_loop(
@@ -132,6 +152,20 @@ def test_gradients_of_each_of_them_are_those_of_a_loop(
         return parallel_apply(calls, inputs, **options)
 
     assert_same(program(one_after_another), program(mapped), "", tolerance=1e-9)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("options", [{}, {"recompute": True}])
+def test_threads_add_to_one_retained_gradient_one_after_the_other(options: dict[str, Any]) -> None:
+    """PyTorch adds without a lock: two at once crash the process."""
+    expected, before = retained(one_after_another), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(150):
+            same = retained(lambda calls, inputs: parallel_apply(calls, inputs, **options))
+            assert_same(expected, same, tolerance=1e-9)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_second_derivatives_whose_first_a_new_thread_takes_are_those_of_a_loop() -> None:
