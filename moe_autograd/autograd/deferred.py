@@ -21,7 +21,8 @@ Rule 4. A promise may be kept at once. So it is where a backward cannot be in tw
         `create_graph`, among saved-tensor hooks and modes of torch's, with a graph that calls share or that reaches
         tensors with history; where a call's results have hooks or retain their gradients, or it may be left out;
         where an accelerator is in use, whose kernels wait in streams and not on the host; where only some of the
-        leaves are asked for; and where modules of this process are sharded by `fully_shard`.
+        leaves are asked for; and where modules of this process are sharded by `fully_shard`. Calls too small for a
+        thread do not come here (`in_turn`).
 Rule 5. One worker at a time takes from the backlog, and nobody waits for what has not begun, but runs it himself:
         second parts may hold maps that defer, and nothing waits in a circle.
 

@@ -85,10 +85,12 @@ def call_in_turn(
     args: Sequence[tuple[Any, ...]],
     kwargs: Sequence[dict[str, Any]],
     names: Sequence[str] | None = None,
+    *,
+    only_small: bool = False,
 ) -> list[Any] | None:
     """Return what the modules return, called in turn in the caller's graph; `None` where threads may gain something.
 
-    An error of a call gets a note with its name.
+    With `only_small`, large calls gain by something else. An error of a call gets a note with its name.
     """
     if any(_HOOKS_OF_ALL):
         return None
@@ -108,7 +110,7 @@ def call_in_turn(
         size = size_of(taken)
         if size is None or (work := work_of(module, size, readings, kinds, callee)) is None:
             return None
-        if size.is_here and work.most > most and work.least < least_large():
+        if size.is_here and work.most > most and (only_small or work.least < least_large()):
             return None
         draws = draws or work.draws
     if not _compute_as_usual(kinds):

@@ -229,9 +229,9 @@ def parallel_apply(
         recompute: keep only inputs, and run each forward again when its backward comes, with the same random
             numbers and autocast (`torch.utils.checkpoint`, without its `use_reentrant`). A `Recompute` says how.
         defer_weight_grads: let the backward go on upstream as soon as the gradients of the inputs are there; idle
-            workers compute those of the weights meanwhile, and all are there when the backward returns. Where a
-            backward cannot be in two parts (`deferred`, Rule 4), with `recompute` and on an accelerator, whose kernels
-            nobody waits for, nothing is deferred.
+            workers compute those of the weights meanwhile, and all are there when the backward returns. Where calls
+            are too small for a thread, or a backward cannot be in two parts (`deferred`, Rule 4), with `recompute` and
+            on an accelerator, whose kernels nobody waits for, nothing is deferred.
         names: for each call what errors and profiles are to call it; `None`: its place, and `expert_name` or class
             of its module.
 
@@ -283,8 +283,8 @@ def parallel_apply(
     refuse_transforms(value for value in taken if isinstance(value, Tensor))
     if not modules:
         return []
-    if _is_plain(how, defer_weight_grads) and not _is_observed():
-        returned = call_in_turn(modules, args, kwargs, names)
+    if _is_plain(how) and not _is_observed():
+        returned = call_in_turn(modules, args, kwargs, names, only_small=defer_weight_grads)
         if returned is not None:
             return returned
     if how is not None:
@@ -344,14 +344,12 @@ def _as_dict(kwargs: Any) -> dict[str, Any]:
     return dict(kwargs)
 
 
-def _is_plain(how: Recompute | None, defer_weight_grads: bool) -> bool:
-    """Whether the calls are those without options, as all are where gradients are not recorded.
+def _is_plain(how: Recompute | None) -> bool:
+    """Whether calls keep what they save, as all do where gradients are not recorded.
 
     A `Recompute` of one's own is seen there, too: its `context_fn` is called.
     """
-    if torch.is_grad_enabled():
-        return how is None and not defer_weight_grads
-    return how in (None, Recompute())
+    return how is None or (not torch.is_grad_enabled() and how == Recompute())
 
 
 def _is_observed() -> bool:

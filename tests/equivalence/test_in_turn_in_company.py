@@ -133,6 +133,25 @@ def dropouts() -> list[nn.Module]:
     return [nn.Sequential(expert(), nn.Dropout(0.5), nn.Linear(4, 4)) for _ in range(NUM_CALLS)]
 
 
+def is_joined(result: Tensor) -> bool:
+    return "Join" in type(result.grad_fn).__name__
+
+
+def test_small_calls_do_not_defer_and_large_ones_are_not_made_in_turn_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modules, x = dropouts(), torch.randn(3, 4)
+
+    def run(**options: bool) -> Tensor:
+        return parallel_apply(modules, [x] * NUM_CALLS, **options)[0]
+
+    assert not is_joined(run(defer_weight_grads=True))
+    monkeypatch.setattr(in_turn, "MOST_SMALL", -1)
+    monkeypatch.setattr(in_turn, "LEAST_LARGE", 0)
+    assert not is_joined(run())
+    assert is_joined(run(defer_weight_grads=True))
+
+
 @pytest.mark.parametrize("unrecorded", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_where_gradients_are_not_recorded_calls_with_options_are_those_without(
@@ -144,9 +163,10 @@ def test_where_gradients_are_not_recorded_calls_with_options_are_those_without(
         torch.manual_seed(1)
         return [*parallel_apply(modules, list(xs), **options), torch.rand(3)]
 
-    on_threads = run(**options)
-    assert on_threads[0].grad_fn is not None
-    assert "Join" in type(on_threads[0].grad_fn).__name__
+    with monkeypatch.context() as patched:
+        patched.setattr(in_turn, "MOST_SMALL", -1)
+        on_threads = run(**options)
+    assert is_joined(on_threads[0])
     monkeypatch.delattr(parallel, "run_units")
     with unrecorded():
         for mine, without, same in zip(run(**options), run(), on_threads, strict=True):
@@ -156,7 +176,7 @@ def test_where_gradients_are_not_recorded_calls_with_options_are_those_without(
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_both_runs_of_a_reentrant_checkpoint_draw_the_same(options: dict[str, bool]) -> None:
-    """Its first run records no gradients, and makes the calls in turn; its second one makes them on threads."""
+    """Its first run records no gradients, and makes calls that recompute in turn; its second has them on threads."""
 
     def run(is_checkpointed: bool) -> list[Any]:
         modules, x = dropouts(), torch.ones(3, 4, requires_grad=True)

@@ -67,8 +67,8 @@ AROUND_BACKWARDS: list[Context] = [contextlib.nullcontext, torch.no_grad, torch.
 
 
 @pytest.fixture(autouse=True)
-def _gradients_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of large weights are."""
+def _all_is_large(monkeypatch: pytest.MonkeyPatch, nothing_is_small: None) -> None:
+    """Gradients are added at once, as those of large weights are, and calls defer."""
     monkeypatch.setattr(accumulating, "LEAST_ADDED", 1)
 
 
