@@ -32,7 +32,7 @@ from moe_autograd.autograd.arithmetic import (
 )
 from moe_autograd.autograd.function_reading import is_function, read_callee
 from moe_autograd.autograd.known_arithmetic import IN_PLACE, RESHAPING
-from moe_autograd.autograd.readings import around_of, defaults_of
+from moe_autograd.autograd.readings import defaults_around, defaults_of, globals_around
 
 
 class Callee(NamedTuple):
@@ -67,6 +67,7 @@ class Callees:
 
     def __init__(self) -> None:
         self._known: dict[types.FunctionType, Callee | None] = {}
+        self._globals: dict[tuple[types.CodeType, int], frozenset[str]] = {}
         self._readings: dict[tuple[types.CodeType, int, frozenset[str]], Reading | None] = {}
 
     def callee(self, call: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> Callee | None:
@@ -99,17 +100,18 @@ class Callees:
         return callee if callee.defaults.isdisjoint(given) and callee.defaults.isdisjoint(kwargs) else None
 
     def _look_at(self, function: types.FunctionType) -> Callee | None:
-        names = around_of(function)
-        key = function.__code__, id(function.__globals__), names
+        file = function.__code__, id(function.__globals__)
+        if file not in self._globals:
+            self._globals[file] = globals_around(function)
+        names = self._globals[file] | defaults_around(function)
+        key = *file, names
         if key not in self._readings:
             self._readings[key] = _reading_of(function, names)
         reading = self._readings[key]
         around = None if reading is None else _what_is_around(function, names)
         if reading is None or around is None or not reading.fits(around):
             return None
-        used = {*reading.called, *reading.looped, *reading.listed, *reading.numbers}
-        used.update(name for name, _ in (*reading.asked, *reading.of_parts))
-        callee = _callee(reading, around)._replace(defaults=names & used)
+        callee = _callee(reading, around, _used_of(reading, names) if names else names)
         for name, method in reading.asked:
             asked = _of_part_or_method(around._modules.get(name), method)
             if asked is None:
@@ -176,22 +178,35 @@ def _what_is_around(function: types.FunctionType, names: frozenset[str]) -> Any:
 
     `None` if some of it is not there yet.
     """
-    values = {name: function.__globals__.get(name) for name in names}
-    values |= {name: value for name, value in defaults_of(function) if name in names}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            values[name] = cell.cell_contents
-        except ValueError:
-            return None
-    parts = {name: value for name, value in values.items() if issubclass(type(value), nn.Module)}
-    tensors = {name: value for name, value in values.items() if issubclass(type(value), Tensor)}
-    others = {name: values[name] for name in values.keys() - parts.keys() - tensors.keys()}
+    values: dict[str, Any] = {}
+    if names:
+        values = {name: function.__globals__.get(name) for name in names}
+        values |= {name: value for name, value in defaults_of(function) if name in names}
+    if function.__closure__:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+            try:
+                values[name] = cell.cell_contents
+            except ValueError:
+                return None
+    parts, tensors, others = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for name, value in values.items():
+        kind = type(value)
+        (parts if issubclass(kind, nn.Module) else tensors if issubclass(kind, Tensor) else others)[name] = (
+            value
+        )
     around = types.SimpleNamespace(**others)
     around._modules, around._parameters, around._buffers = parts, tensors, {}
     return around
 
 
-def _callee(reading: Reading, holder: Any) -> Callee:
+def _used_of(reading: Reading, names: frozenset[str]) -> frozenset[str]:
+    """Return those of the names that stand for what is called or asked."""
+    used = {*reading.called, *reading.looped, *reading.listed, *reading.numbers}
+    used.update(name for name, _ in (*reading.asked, *reading.of_parts))
+    return names & used
+
+
+def _callee(reading: Reading, holder: Any, defaults: frozenset[str] = frozenset()) -> Callee:
     """Return what is done by a method of `holder`, or by a function that takes it from around itself."""
     own, parts = holder.__dict__, holder._modules
     num_rounds, num_times = reading.rounds(holder) if reading.has_loops else (0, 1)
@@ -205,6 +220,7 @@ def _callee(reading: Reading, holder: Any) -> Callee:
         max(1, num_times),
         reading.draws,
         reading.reshapes,
+        defaults,
     )
 
 

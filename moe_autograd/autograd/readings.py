@@ -91,11 +91,22 @@ def takes_no_functions(function: types.FunctionType) -> bool:
 
 def around_of(function: types.FunctionType) -> frozenset[str]:
     """Return which arguments that need not be given, and which globals, are to be looked at as attributes."""
+    return globals_around(function) | defaults_around(function)
+
+
+def globals_around(function: types.FunctionType) -> frozenset[str]:
+    """Return the globals that are to be looked at as attributes: modules and tensors."""
     code, namespace = function.__code__, function.__globals__
     names = [name for name in code.co_names if name not in code.co_varnames]  # of attributes, too
     # By its class: `isinstance` asks a value, which may be a proxy that is not to be resolved.
-    found = [name for name in names if issubclass(type(namespace.get(name)), nn.Module | Tensor)]
-    return frozenset([*found, *(name for name, value in defaults_of(function) if type(value) not in PLAIN)])
+    return frozenset(name for name in names if issubclass(type(namespace.get(name)), nn.Module | Tensor))
+
+
+def defaults_around(function: types.FunctionType) -> frozenset[str]:
+    """Return the arguments that need not be given, and are to be looked at as attributes: those that are no numbers."""
+    if function.__defaults__ is None and function.__kwdefaults__ is None:  # mostly
+        return frozenset()
+    return frozenset(name for name, value in defaults_of(function) if type(value) not in PLAIN)
 
 
 def defaults_of(function: types.FunctionType) -> list[tuple[str, object]]:
