@@ -62,13 +62,18 @@ _WARN = frozenset([nn.LogSoftmax, nn.Softmax])  # of a missing `dim`, and of the
 # What these are, and what they call in `forward`, to see whether somebody has put something else there.
 _FORWARDS = {kind: kind.forward for kind in ONLY_COMPUTE}
 _FUNCTIONAL = {
-    kind: [(name, vars(F)[name]) for name in forward.__code__.co_names if callable(vars(F).get(name))]
+    kind: [
+        (vars(module), name, called)
+        for module in (F, torch)
+        for name in forward.__code__.co_names
+        if callable(called := vars(module).get(name)) and not isinstance(called, type)
+    ]
     for kind, forward in _FORWARDS.items()
 }
 _WERE_REPLACED = {
     kind
     for kind, forward in _FORWARDS.items()
-    if not all(map(is_torchs_own, [forward, *[function for _, function in _FUNCTIONAL[kind]]]))
+    if not all(map(is_torchs_own, [forward, *[function for *_, function in _FUNCTIONAL[kind]]]))
 }
 
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
@@ -145,12 +150,11 @@ def _is_seen_by_others() -> bool:
 
 def _compute_as_usual(kinds: Iterable[type[nn.Module]]) -> bool:
     """Whether nobody has replaced what these of torch's modules do, or the functions by which they do it."""
-    functional = vars(F)
     for kind in kinds:
         if kind.forward is not _FORWARDS[kind] or kind in _WERE_REPLACED:
             return False
-        for name, function in _FUNCTIONAL[kind]:
-            if functional.get(name) is not function:
+        for functions, name, function in _FUNCTIONAL[kind]:
+            if functions.get(name) is not function:
                 return False
     return True
 

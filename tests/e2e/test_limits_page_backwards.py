@@ -13,6 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import map_with_parallel_backward, parallel_apply
+from tests.support.functions_waiting import PATIENCE_S
 from tests.support.limits_page import Doubles, in_call, in_loop, leaf, of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -206,3 +207,44 @@ def test_reentrant_checkpoints() -> None:
     output = in_call(lambda x: checkpoint(torch.sin, x, use_reentrant=True), leaf())
     with pytest.raises(RuntimeError, match="you can either set use_reentrant=False"):
         output.sum().backward()
+
+
+@of("hooks run in the order in which results got their first one, in a loop those of the last result first")
+@pytest.mark.parametrize(("call", "expected"), [(parallel_apply, [0, 1, 2]), (in_loop, [2, 1, 0])])
+def test_the_order_of_hooks_on_several_results(call: Callable[..., Any], expected: list[int]) -> None:
+    seen: list[int] = []
+    results = call([torch.sin] * 3, [(leaf(),)] * 3)
+    for i, result in enumerate(results):
+        result.register_hook(lambda _, i=i: seen.append(i))
+    sum(result.sum() for result in results).backward()
+    assert seen == expected
+
+
+class MeetsInBackward(Doubles):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, barrier: threading.Barrier) -> Tensor:
+        ctx.barrier = barrier
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.barrier.wait()
+        return 2 * grad, None
+
+
+@of(
+    "take turns, as PyTorch adds to it without a lock, and cannot wait for each other. → Pass it as an argument."
+)
+def test_backwards_that_end_at_a_retained_gradient() -> None:
+    tensor = leaf() * 2
+    tensor.retain_grad()
+    meet, nobody_comes = threading.Barrier(2, timeout=PATIENCE_S), threading.Barrier(2, timeout=0.1)
+    total = sum(parallel_apply([lambda x: MeetsInBackward.apply(x, meet)] * 2, [(tensor,)] * 2))
+    total.sum().backward(retain_graph=True)
+    assert tensor.grad is not None
+    assert tensor.grad.tolist() == [4, 4]
+    total = sum(
+        parallel_apply([lambda x: MeetsInBackward.apply(tensor, nobody_comes) * x] * 2, [(leaf(),)] * 2)
+    )
+    with pytest.raises(threading.BrokenBarrierError):
+        total.sum().backward()
