@@ -112,6 +112,11 @@ def stays_as_it_is(value: object) -> bool:
     return all(not isinstance(leaf, Tensor) or not leaf.requires_grad for leaf in tree_leaves(value))
 
 
+def is_alias_of(node: Node | None, tensor: Tensor) -> bool:
+    """Whether a node is where an alias of a tensor enters; not of an alias, which a call within may hold."""
+    return is_entry(node) and node.hooks.tensor_if_alive() is tensor  # type: ignore[union-attr]
+
+
 class Entrance:
     """The aliases of the tensors that the calls of one map take.
 
@@ -202,6 +207,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         self._entrance = entrance  # the same for all aliases of one map; a token, which leads to nothing
         self._moving: list[tuple[int, _MovedHook]] = []
         self._is_closed = False
+        self.retains_grad = False  # the alias
 
     def __setitem__(self, key: int, hook: Hook) -> None:
         self._wait_for_callers_tensors(hook)
@@ -213,6 +219,7 @@ class _AliasHooks(collections.OrderedDict[int, Hook]):
         self._is_closed = True
         for key in self:
             super().__setitem__(key, _do_nothing)
+        self.retains_grad = retains_grad
         tensor = self._tensor()
         if retains_grad and tensor is not None:
             tensor.retain_grad()

@@ -47,7 +47,7 @@ from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
 from moe_autograd.autograd.this_backward import keeps_graph
-from moe_autograd.autograd.turns import Turn, Turns, turns_of
+from moe_autograd.autograd.turns import Turn, Turns, taken_turns, turns_of
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import looked_at
 from moe_autograd.autograd.uses import Known, lead_to_used, looks_of_this_backward
@@ -129,7 +129,8 @@ class JoinedModules(Joined):
             escaping = Escaping(
                 edge.node for call in self.calls for edge, _ in call.cuts if is_entry(edge.node)
             )
-            token = looked_at.set(looks_of_this_backward(self.calls))
+            own_turns = self._turns(reached[::-1])  # the last call begins first
+            looks, turns = looked_at.set(looks_of_this_backward(self.calls)), taken_turns.set(own_turns)
             try:
                 with retained_grads_untouched(inputs):
                     if torch.is_grad_enabled():
@@ -138,7 +139,8 @@ class JoinedModules(Joined):
                         with ended(wanted):
                             grads = super().backward(saved_of, grad_outputs, wanted)
             finally:
-                looked_at.reset(token)
+                taken_turns.reset(turns)
+                looked_at.reset(looks)
             self.entrance.move_hooks()
             if not (keeps_graph() or is_backward_compiled()):
                 escaping.refuse()
@@ -151,18 +153,13 @@ class JoinedModules(Joined):
             call.ends_with_hooks = let_hooks_sleep(call.tensors_at_ends())
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
-        for i, turn in self._turns(inputs, reached[::-1]).items():  # the last call begins first
-            self.calls[i].turn = turn
 
-    def _turns(self, inputs: Sequence[Tensor], places: Sequence[int]) -> dict[int, Turn]:
+    def _turns(self, places: Sequence[int]) -> dict[object, Turn]:
         """Return the turns of calls, which begin in this order: no two add to the gradient of one tensor at a time."""
-        retaining = {id(tensor) for tensor in inputs if tensor.retains_grad}
-        taken = {
-            i: retaining.intersection(map(id, self.calls[i].tensors_at_ends())) for i in places if retaining
-        }
+        taken = {i: self.calls[i].retaining_at_ends() for i in places}
         if self.turns is not None:
-            taken = {i: taken.get(i, set()).union(self.turns.taken[i]) for i in places}
-        return turns_of(taken, self.map.names)
+            taken = {i: own.union(self.turns.taken[i]) for i, own in taken.items()}
+        return {self.calls[i]: turn for i, turn in turns_of(taken, self.map.names).items()}
 
     def flow_to(self, index: int, used: int, known: Known) -> Tensor | None:
         """See `uses`; with `create_graph=True` it is a map of its own (Rule 6)."""

@@ -67,7 +67,7 @@ from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.computed_from import HAVE_USES
 from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.entry import Flat, is_entry, past
+from moe_autograd.autograd.entry import Flat, is_alias_of, is_entry, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
 from moe_autograd.autograd.module_results import changed_of, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
@@ -78,6 +78,7 @@ from moe_autograd.autograd.runs import is_under_mode_of_torch
 from moe_autograd.autograd.sleeping_hooks import Ends, sleeping_hooks
 from moe_autograd.autograd.split_backward import PendingWeightGradients, split_backward
 from moe_autograd.autograd.this_backward import on_this_thread
+from moe_autograd.autograd.turns import taken_turns
 from moe_autograd.autograd.upper_cuts import cuts_above, may_be_walked_again, without_what_is_passed_on
 from moe_autograd.autograd.used_results import UsedResults
 from moe_autograd.autograd.walks import Edge, leads, plain, walk
@@ -114,7 +115,6 @@ class ModuleCall(UsedResults):
     ends_with_hooks: Ends = frozenset()  # hooks that are to sleep in its backward
     boxes: Sequence[weakref.ref[Box]] = ()  # what it saved, where the caller has saved-tensor hooks
     shared_leaves: frozenset[int] = frozenset()  # the `id`s of leaves that several calls of the map reach
-    turn: AbstractContextManager[object] = _NO_TURN  # in which its backward runs
     may_defer = False  # whether the gradients of its leaves may come later than its backward returns
     # where the gradients of its cuts go, in a backward that makes a graph
     histories: Sequence[Node | None] = ()
@@ -280,7 +280,7 @@ class ModuleCall(UsedResults):
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
         if not self.may_defer or self._spent or self.leaves_out or self._has_waiting_hooks:
             return False
-        if self.turn is not _NO_TURN or self.looked_at():
+        if self in taken_turns.get() or self.looked_at():
             return False
         if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False
@@ -305,8 +305,22 @@ class ModuleCall(UsedResults):
         return grads
 
     def tensors_at_ends(self) -> list[Tensor]:
-        """Return the caller's tensors that its inner graph ends at; at an entry it ends at an alias."""
-        return [*self.leaves, *[tensor for edge, tensor in self.cuts if not is_entry(edge.node)]]
+        """Return the caller's tensors that its inner graph ends at; at others it ends at an alias."""
+        return [*self.leaves, *[tensor for edge, tensor in self.cuts if not is_alias_of(edge.node, tensor)]]
+
+    def retaining_at_ends(self) -> set[int]:
+        """Return, by `id`, what its backward would add to: tensors that retain gradients, aliases by their nodes.
+
+        Nobody can say which do in a history that it walks as well (`upper_cuts`): that stands for all of them.
+        """
+        found = {0} if self._upper else set()
+        for edge, tensor in self.cuts:
+            node: Any = edge.node
+            if is_entry(node) and node.hooks.retains_grad:
+                found.add(id(node))
+            if tensor.retains_grad and not is_alias_of(node, tensor):
+                found.add(id(tensor))
+        return found
 
     def keep_histories(self) -> None:
         """Keep the histories of inputs that it changed in place; they are about to lead to the join (a cycle)."""
@@ -348,7 +362,7 @@ class ModuleCall(UsedResults):
         self, grad_outputs: Tensors, wanted: Sequence[Wanted], *, keep_graph: bool, create_graph: bool = False
     ) -> Tensors:
         """Walk the inner graph backwards (Rule 4)."""
-        with self.turn:
+        with taken_turns.get().get(self, _NO_TURN):
             ends = [i for i, is_wanted in enumerate(wanted) if is_wanted]
             grads: list[Tensor | None] = [None] * len(wanted)
             if not ends:

@@ -24,6 +24,8 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +43,9 @@ from moe_autograd.autograd.reaching import Held
 from moe_autograd.autograd.watched import State, Watched
 
 WARN_AFTER_S = 60.0
+
+# Of calls, in the backward that runs: two at once may walk the same graph, each with turns of its own.
+taken_turns: ContextVar[Mapping[object, Turn]] = ContextVar("taken_turns", default=MappingProxyType({}))
 _Embeddings = nn.Embedding | nn.EmbeddingBag
 
 
