@@ -121,6 +121,7 @@ class ModuleCall(UsedResults):
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
     _meets_results = False  # whether its results lead to others of them
+    _walks_history = False  # whether its backward goes beyond a cut (`upper_cuts`)
     passed: Sequence[Passed] = ()  # results of the call whose backward it is, which are its last inputs
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
@@ -173,7 +174,7 @@ class ModuleCall(UsedResults):
             upper = cuts_above(plain([edge for edge, _ in self.cuts]), ends)
             if not upper:
                 break
-            self._shares_graph = True  # with the outer graph, which must find it unfreed
+            self._shares_graph = self._walks_history = True  # the outer graph must find it unfreed
             if may_be_walked_again(upper, ends):
                 self._upper = upper
                 break
@@ -313,7 +314,7 @@ class ModuleCall(UsedResults):
 
         Nobody can say which do in a history that it walks as well (`upper_cuts`): that stands for all of them.
         """
-        found = {0} if self._upper else set()
+        found = {0} if self._walks_history else set()
         for edge, tensor in self.cuts:
             node: Any = edge.node
             if is_entry(node) and node.hooks.retains_grad:

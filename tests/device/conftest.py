@@ -19,4 +19,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else calls of known modules would be made in turn, on the caller's stream."""
-    monkeypatch.setattr(parallel, "call_in_turn", lambda *_: None)
+    monkeypatch.setattr(parallel, "call_in_turn", lambda *_, **__: None)
