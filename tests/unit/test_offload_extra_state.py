@@ -38,6 +38,21 @@ class SumsUp(Counts):
         return {"sum": self.weight.sum().item(), **self.state}
 
 
+class Rescales(Counts):
+    """As its extra state is set, it computes one thing of its weights and changes them."""
+
+    top = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.top
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state({**state})
+        self.top = self.weight.detach().abs().max().item()
+        self.weight.data.mul_(2)
+        self.bias.data = self.bias.data + 1
+
+
 def build(folder: Path, part: type[nn.Module] = Counts) -> OffloadedExperts:
     experts = (nn.Sequential(nn.Linear(2, 2), part()) for _ in range(3))
     sgd = torch.optim.SGD
@@ -63,6 +78,18 @@ def test_it_comes_back_with_the_weights(tmp_path: Path, part: type[nn.Module]) -
             got = experts.state_dict(i)
             assert got.pop("1._extra_state") == want[i].pop("1._extra_state")
             assert all(torch.equal(got[name], value) for name, value in want[i].items())
+
+
+def test_parts_may_read_and_change_their_weights_as_it_is_set(tmp_path: Path) -> None:
+    """They had read NaN, without an error."""
+    with build(tmp_path, Rescales) as experts:
+        plain = nn.Sequential(nn.Linear(2, 2), Rescales())
+        train(experts)
+        plain.load_state_dict(experts.state_dict(0))
+        experts.checkpoint()
+        experts.restore()
+        assert torch.equal(experts[0](torch.ones(1, 2)), plain(torch.ones(1, 2)))
+        assert torch.equal(experts.state_dict(0)["1.bias"], plain.state_dict()["1.bias"])
 
 
 def test_tensors_in_it_are_copied_for_a_state_dict_and_refused_in_a_checkpoint(tmp_path: Path) -> None:

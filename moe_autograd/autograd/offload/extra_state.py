@@ -52,6 +52,6 @@ class ExtraState:
             )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Give the parts what a checkpoint has that was checked."""
+        """Give the parts what a checkpoint has that was checked, while the weights are held, which they may change."""
         for path, value in saved.items():
             self.parts[path].set_extra_state(value)

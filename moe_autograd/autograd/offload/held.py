@@ -123,9 +123,15 @@ class HeldExpert(HeldModule):
 
     def apply(self, function: Callable[[nn.Module], None]) -> None:
         """Call a function on the module and each of its parts, and keep what it changes of them."""
+        with self._changing():
+            self.module.apply(function)
+
+    @unwindable
+    def _changing(self) -> Iterator[None]:
+        """Hold weights and buffers, and keep what is changed of them inside, however that is done."""
         with self.in_memory(for_update=False):
             try:
-                self.module.apply(function)
+                yield
             finally:  # by `weight.data`, nobody would notice
                 self.residency.changed(self.weights)
                 self._keep_other_memory()
@@ -371,10 +377,12 @@ class HeldExpert(HeldModule):
         self.residency.adopt(
             self.weights, functools.partial(store.link, folder / f"{self.weights.name}.safetensors")
         )
-        self._extra_state.restore(options.get("extra_state", {}))
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
             self._optimizer.restore(folder, options, store)
+        if self._extra_state.parts:
+            with self._changing():
+                self._extra_state.restore(options["extra_state"])
 
 
 def _raise(error: Exception) -> None:
