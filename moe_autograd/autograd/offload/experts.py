@@ -77,7 +77,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
             begins with "~".
         TypeError: an expert is no module, or has a tensor that is sparse, or of a dtype that safetensors has not
             (complex128); `optimizer` is no function, but an optimizer, for one, or returns none, or one that wants a
-            closure or sparse gradients (LBFGS, SparseAdam); `store` is none; `beside` is something else.
+            closure or sparse gradients (LBFGS, SparseAdam), or has state that shares memory; `store` is none; `beside`
+            is something else.
         RuntimeError: other experts use the folder, in this process or another; or the system has no thread to give.
 
     Autograd: an expert is one node of the graph. What it saves goes to the caller's saved-tensor hooks, if there
@@ -258,6 +259,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
 
         Raises:
             ValueError: an expert's state, which its optimizer makes in its first step, exceeds the limit.
+            TypeError: a tensor of that state shares memory with another that the optimizer keeps.
             OSError: the store failed.
             RuntimeError: the experts are closed, or this process is a fork.
             Exception: whatever an optimizer, or a hook of its step, raises.

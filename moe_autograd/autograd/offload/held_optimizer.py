@@ -24,9 +24,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_autograd._contexts import contextmanager
+from moe_autograd.autograd.in_objects import tensors_in_objects
 from moe_autograd.autograd.offload.flat import Layout, is_same, lies_in
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
+from moe_autograd.autograd.offload.state_apart import check_apart
 from moe_autograd.autograd.offload.stores import FolderStore
 from moe_autograd.errors import CheckpointError
 
@@ -50,6 +52,7 @@ class HeldOptimizer:
         self.part: Part | None = None  # until there are tensors
         self._parameters, self._residency = parameters, residency
         self._put_aside: dict[str, Tensor] | None = None  # while no part has room for them
+        self._check_apart()
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # wrappers of others may have none
             optimizer.register_step_pre_hook(functools.partial(_refuse_own_step, parameters))
 
@@ -60,6 +63,7 @@ class HeldOptimizer:
         try:
             with self._counts_on_host():
                 self.optimizer.step()
+            self._check_apart()
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -81,6 +85,25 @@ class HeldOptimizer:
             counts = torch.stack([state["step"] for state in states]).to(self._residency.device)
             for state, place, count in zip(states, places, counts.unbind(), strict=True):
                 state["step"] = place.copy_(count)
+
+    def _check_apart(self) -> None:
+        """Raise `TypeError` if tensors that no part has yet share memory with others that the optimizer keeps.
+
+        Not with a weight, which may have lain there for a while (`weight.data = state["before"]`), nor where an
+        attribute of the optimizer is the tensor: it may be a table for all weights, which nobody changes.
+        """
+        tensors = self._tensors()
+        if self.part is not None and tensors.keys() == self.part.layout.fields.keys():
+            assert self.part.buffer is not None
+            if all(lies_in(tensor, self.part.buffer) for tensor in tensors.values()):
+                return
+        weights, of_state = (set(map(id, of.values())) for of in (self._parameters, tensors))
+        others: list[Tensor] = [p for p in self._parameters.values() if id(p) in of_state]
+        others += [one for _, one in tensors_in_objects([[*self._beside_tensors()]])]
+        others += [
+            one for _, one in tensors_in_objects([self.optimizer]) if id(one) not in weights | of_state
+        ]
+        check_apart(self.name, tensors, others)
 
     def _states_with_count(self) -> list[dict[str, Any]]:
         """Return the states in which torch has the number of steps on the host, as `Optimizer.load_state_dict` does."""
@@ -193,20 +216,12 @@ class HeldOptimizer:
         Raises:
             CheckpointError: it keeps something else, which neither JSON nor the part can hold.
         """
-        state, parameters = self.optimizer.state, {id(p) for p in self._parameters.values()}
-        numbers = {
-            name: {k: v for k, v in state.get(parameter, {}).items() if not _is_in_part(k, v)}
-            for name, parameter in self._parameters.items()
-        }
-        of_all = {key: value for key, value in state.items() if id(key) not in parameters}
+        numbers, of_all, groups = self._beside_tensors()
         for entries in (*numbers.values(), of_all):
             self._check_plain(
                 entries, "tensors of parameters and plain values, under texts, in the optimizer's state"
             )
-        groups = [
-            {k: tree_map(_as_plain, v) for k, v in g.items() if k != "params"}
-            for g in self.optimizer.param_groups
-        ]
+        groups = tree_map(_as_plain, groups)
         for options in groups:
             self._check_plain(options, "plain values, under texts, in the optimizer's groups")
         return {
@@ -217,6 +232,17 @@ class HeldOptimizer:
             "has_tensors": self.part is not None,
             "also_under": {name: others for name, (_, *others) in self._places().items() if others},
         }
+
+    def _beside_tensors(self) -> tuple[dict[str, dict[Any, Any]], dict[Any, Any], list[dict[str, Any]]]:
+        """Return what it keeps beside the part's tensors: of each parameter, of all, and the options of its groups."""
+        state, parameters = self.optimizer.state, {id(p) for p in self._parameters.values()}
+        numbers = {
+            name: {k: v for k, v in state.get(parameter, {}).items() if not _is_in_part(k, v)}
+            for name, parameter in self._parameters.items()
+        }
+        of_all = {key: value for key, value in state.items() if id(key) not in parameters}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return numbers, of_all, groups
 
     def _check_plain(self, entries: Mapping[Any, Any], expected: str) -> None:
         """Raise `CheckpointError` for what JSON would not give back."""
