@@ -51,6 +51,32 @@ def test_weights_saved_in_any_form_are_found_again(num_microbatches: int | None,
         assert_same_gradients(experts, plain)
 
 
+class ReadsAsOthers(nn.Module):
+    """Reads pairs of numbers as complex ones, and bytes as numbers; others of odd lengths come before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3))
+        self.turns = nn.Parameter(torch.randn(5, 2))
+        self.zeros: Tensor
+        self.packed: Tensor
+        self.register_buffer("zeros", torch.zeros(5, dtype=torch.uint8))
+        self.register_buffer("packed", torch.arange(16, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned: Tensor = x * torch.view_as_complex(self.turns).pow(2).abs().sum() + self.bias.sum()
+        return turned + self.packed.view(torch.int32).sum() * 1e-9
+
+
+def test_weights_and_buffers_may_be_read_as_wider_ones() -> None:
+    experts, plain = both(ReadsAsOthers)
+    with experts:
+        for modules in (experts, plain):
+            sum(module(torch.ones(2)) for module in modules).sum().backward()  # type: ignore[union-attr]
+        assert_same_gradients(experts, plain)
+        assert torch.equal(experts[0](torch.ones(2)), plain[0](torch.ones(2)))
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7, 100])
 def test_micro_batches_change_nothing(num_microbatches: int, store: str | Path) -> None:
     experts, plain = both(ffn, num_microbatches=num_microbatches, max_resident_bytes=15_000, store=store)

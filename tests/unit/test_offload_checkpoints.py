@@ -203,6 +203,25 @@ def test_files_are_plain_safetensors_of_the_plain_modules(tmp_path: Path) -> Non
     module.load_state_dict(safetensors.torch.load_file(path / "expert-00001.weights.safetensors"))
 
 
+def test_files_whose_tensors_lie_in_another_order_are_restored(tmp_path: Path) -> None:
+    """As those of versions before are, and of other writers."""
+    with build(tmp_path) as experts:
+        train(experts, range(2))
+        for path in experts.checkpoint().glob("*.safetensors"):
+            before = path.read_bytes()
+            tensors = safetensors.torch.load_file(path)
+            path.unlink()
+            safetensors.torch.save_file(tensors, path)
+            assert path.read_bytes() != before
+        want = states(experts)
+        train(experts, range(2, 4))
+        after = states(experts)
+        experts.restore()
+        assert_equal(states(experts), want)
+        train(experts, range(2, 4))
+        assert_equal(states(experts), after)
+
+
 def test_training_after_a_checkpoint_leaves_it_alone_and_the_next_replaces_it(tmp_path: Path) -> None:
     with build(tmp_path) as experts:
         first = experts.checkpoint()

@@ -61,7 +61,7 @@ def test_a_dtype_that_safetensors_has_not_is_refused() -> None:
         Layout.of({"w": torch.empty(1, dtype=torch.complex128)})
 
 
-@pytest.mark.parametrize("damage", ["cut", "grown", "no header", "lying header", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "grown", "no header", "lying header", "lying offsets", "missing"])
 def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
     store, layout = FolderStore(tmp_path), Layout.of({"x": torch.ones(100)})
     store.write("x", layout, torch.zeros(400, dtype=torch.uint8))
@@ -76,6 +76,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
                 "grown": content + b"x",
                 "no header": b"\xff" * 64,
                 "lying header": (2**62).to_bytes(8, "little") + content[8:],
+                "lying offsets": content.replace(b"[0,400]", b"[4,404]"),
             }[damage]
         )
     with pytest.raises(CheckpointError, match=r"x: expected"):

@@ -64,11 +64,14 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Lay out tensors: first those that keep the next one aligned to 64 bytes, then from wide to narrow."""
+        """Lay out tensors: each begins at a multiple of the largest power of two, up to 64, that divides its length.
 
-        def roughness(name: str) -> tuple[bool, int]:
-            tensor = tensors[name]
-            return tensor.nbytes % _ALIGNMENT != 0, -tensor.dtype.itemsize
+        So its bytes can be viewed as whatever they can be elsewhere, such as pairs of numbers as complex ones.
+        """
+
+        def roughness(name: str) -> int:
+            num_bytes = tensors[name].nbytes
+            return -min(num_bytes & -num_bytes or _ALIGNMENT, _ALIGNMENT)
 
         for name, tensor in tensors.items():
             _check_bytes(name, tensor)
@@ -84,6 +87,10 @@ class Layout:
             name: flat[field.start : field.start + field.num_bytes].view(field.dtype).view(field.shape)
             for name, field in self.fields.items()
         }
+
+    def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return what the tensors are, wherever they lie."""
+        return {name: (field.dtype, field.shape) for name, field in self.fields.items()}
 
     def name_at(self, position: int) -> str:
         """Return whose byte lies there."""
@@ -125,16 +132,29 @@ class Layout:
                 for name, entry in entries.items()
                 if name != "__metadata__"
             }
+            in_order = sorted(fields.values(), key=lambda field: (field.start, field.num_bytes))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
                 f"{path}: expected a safetensors file, got one without a readable header."
             ) from error
-        num_bytes = sum(field.num_bytes for field in fields.values())
+        num_bytes = 0
+        for field in in_order:
+            if field.start != num_bytes:
+                raise CheckpointError(
+                    f"{path}: expected a tensor at byte {num_bytes}, got the next at {field.start}."
+                )
+            num_bytes += field.num_bytes
         if path.stat().st_size != 8 + length + num_bytes:
             raise CheckpointError(
                 f"{path}: expected {8 + length + num_bytes} bytes, as its header says, got {path.stat().st_size}."
             )
         return cls(fields, num_bytes), 8 + length
+
+
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, in memory of their own."""
+    layout, begin = Layout.read(path)
+    return layout.views(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8, offset=begin))
 
 
 def _check_bytes(name: str, tensor: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from moe_autograd.autograd.hooks import at_end_of_backward
 from moe_autograd.autograd.notes import add_note
 from moe_autograd.autograd.offload.checks import check_hooks, check_optimizer, check_trained
 from moe_autograd.autograd.offload.extra_state import ExtraState
-from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of
+from moe_autograd.autograd.offload.flat import Layout, is_same, kind_of, tensors_in
 from moe_autograd.autograd.offload.held_module import HeldModule
 from moe_autograd.autograd.offload.held_optimizer import HeldOptimizer
 from moe_autograd.autograd.offload.owners import note_owner
@@ -351,7 +351,7 @@ class HeldExpert(HeldModule):
     def check_checkpoint(self, folder: Path, options: dict[str, Any]) -> None:
         """Raise `CheckpointError` unless a checkpoint fits and is whole; `ValueError` if it exceeds the limit."""
         layout, _ = Layout.read(folder / f"{self.weights.name}.safetensors")
-        if layout != self.weights.layout:
+        if layout.kinds() != self.weights.layout.kinds():
             raise CheckpointError(
                 f"{folder}: expected {self.name} with {_described(self.weights.layout)}, got {_described(layout)}."
             )
@@ -374,9 +374,13 @@ class HeldExpert(HeldModule):
 
     def restore(self, folder: Path, options: dict[str, Any], store: FolderStore) -> None:
         """Take weights and optimizer from a checkpoint that fits."""
-        self.residency.adopt(
-            self.weights, functools.partial(store.link, folder / f"{self.weights.name}.safetensors")
-        )
+        path = folder / f"{self.weights.name}.safetensors"
+        if Layout.read(path)[0] == self.weights.layout:
+            self.residency.adopt(self.weights, functools.partial(store.link, path))
+        else:  # somebody wrote them in another order, as versions before
+            with self._changing():
+                for name, tensor in tensors_in(path).items():
+                    self.tensors[name].data.copy_(tensor)
         self.num_updates += 1  # no backward of before fits any more
         if self._optimizer is not None:
             self._optimizer.restore(folder, options, store)
