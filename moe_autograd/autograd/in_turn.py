@@ -22,6 +22,8 @@ So a map is made as the loop that it means, if each of its calls is small, large
    (`_changes_its_own`);
 4. no group of the module's makes its calls (`grouping`).
 
+With `recompute=True` it is the loop of checkpoints, where nothing is drawn.
+
 What `Module.__call__` does, besides calling `forward`, is to look for hooks. That is done already (rule 2), so parts of
 torch's own classes are computed without it: of tiny experts a loop spends an eighth of its forward there. Where
 somebody has replaced how modules are called, to see them, each is called.
@@ -92,10 +94,20 @@ def call_in_turn(
     names: Sequence[str] | None = None,
     *,
     only_small: bool = False,
+    checkpointed: Callable[..., Any] | None = None,
 ) -> list[Any] | None:
     """Return what the modules return, called in turn in the caller's graph; `None` where threads may gain something.
 
-    With `only_small`, large calls gain by something else. An error of a call gets a note with its name.
+    An error of a call gets a note with its name.
+
+    Args:
+        modules: the callables.
+        args: of each its arguments.
+        kwargs: of each its keyword arguments.
+        names: of the calls.
+        only_small: whether large calls gain by something else.
+        checkpointed: makes a call that draws nothing, given its callable and arguments, and runs it again in the
+            backward.
     """
     if any(_HOOKS_OF_ALL):
         return None
@@ -118,6 +130,8 @@ def call_in_turn(
         if size.is_here and work.most > most and (only_small or work.least < least_large()):
             return None
         draws = draws or work.draws
+        if checkpointed is not None and (draws or not size.is_here):
+            return None
     if not _compute_as_usual(kinds):
         return None
     compute = _computed if _are_called_as_usual(kinds) else _called
@@ -128,7 +142,9 @@ def call_in_turn(
             for index, (module, own_args, own_kwargs) in enumerate(zip(modules, args, kwargs, strict=True)):
                 if draws:
                     running.index = index
-                if own_kwargs or len(own_args) != 1:
+                if checkpointed is not None:
+                    returned.append(checkpointed(module, *own_args, **own_kwargs))
+                elif own_kwargs or len(own_args) != 1:
                     returned.append(module(*own_args, **own_kwargs))
                 else:
                     returned.append(compute(module, own_args[0]))

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.nn import ModuleDict
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import noop_context_fn
 
 from moe_autograd._ambient import refuse_transforms
 from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
@@ -284,7 +285,15 @@ def parallel_apply(
     if not modules:
         return []
     if _is_plain(how) and not _is_observed():
-        returned = call_in_turn(modules, args, kwargs, names, only_small=defer_weight_grads)
+        is_noticed = torch.is_grad_enabled() or how != Recompute()
+        returned = call_in_turn(
+            modules,
+            args,
+            kwargs,
+            names,
+            only_small=defer_weight_grads,
+            checkpointed=how.without_draws if how is not None and is_noticed else None,
+        )
         if returned is not None:
             return returned
     if how is not None:
@@ -345,11 +354,8 @@ def _as_dict(kwargs: Any) -> dict[str, Any]:
 
 
 def _is_plain(how: Recompute | None) -> bool:
-    """Whether calls keep what they save, as all do where gradients are not recorded.
-
-    A `Recompute` of one's own is seen there, too: its `context_fn` is called.
-    """
-    return how is None or (not torch.is_grad_enabled() and how == Recompute())
+    """Whether calls run as they are, perhaps twice: what a `context_fn` of one's own does is its own business."""
+    return how is None or how.context_fn is noop_context_fn
 
 
 def _is_observed() -> bool:

@@ -61,14 +61,22 @@ class Recompute:
             torch.utils.checkpoint.CheckpointError: in the backward, if the second run saved other tensors; it lists
                 those of both.
         """
-        # As keywords of the call's own: `checkpoint` has some, too, which may have the same names.
+        return self._checkpoint(functools.partial(_run, call, kwargs), *args)
+
+    def without_draws(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Make a call that draws no random numbers, in the caller's own graph; see `__call__`."""
+        return self._checkpoint(functools.partial(call, **kwargs), *args, preserve_rng_state=False)
+
+    def _checkpoint(self, call: Callable[..., Any], *args: Any, **options: bool) -> Any:
+        # Keywords of the call's own are within it: `checkpoint` has some, too, which may have the same names.
         return checkpoint(
-            functools.partial(_run, call, kwargs),
+            call,
             *args,
             use_reentrant=False,
             context_fn=self.context_fn,
             determinism_check=self.determinism_check,
             early_stop=self.early_stop,
+            **options,
         )
 
 

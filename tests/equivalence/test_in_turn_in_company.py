@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn, parallel
 from moe_autograd.autograd.recompute import Recompute
+from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.timeline import record_timeline
-from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.comparison import MapFunction, Raised, assert_same, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
 from tests.support.made_in_turn import expert, is_made_in_turn
 from tests.support.operators import CountOperators
@@ -150,6 +151,43 @@ def test_small_calls_do_not_defer_and_large_ones_are_not_made_in_turn_for_it(
     monkeypatch.setattr(in_turn, "LEAST_LARGE", 0)
     assert not is_joined(run())
     assert is_joined(run(defer_weight_grads=True))
+
+
+@pytest.mark.parametrize("recompute", [True, Recompute(early_stop=False)])
+def test_small_calls_that_recompute_are_checkpointed_in_turn(recompute: Any) -> None:
+    modules = [expert() for _ in range(NUM_CALLS)]
+
+    def program(apply: MapFunction) -> Any:
+        x = torch.arange(12.0).view(3, 4).requires_grad_()
+        results = apply(modules, [(x,)] * NUM_CALLS)
+        assert is_checkpointed(results[0].grad_fn)
+        weights = [weight for module in modules for weight in module.parameters()]
+        return results, torch.autograd.grad(torch.stack(results).sin().sum(), [x, *weights])
+
+    def in_loop(modules: Any, inputs: Any) -> Any:
+        return [
+            checkpoint(module, *x, use_reentrant=False) for module, x in zip(modules, inputs, strict=True)
+        ]
+
+    def in_map(modules: Any, inputs: Any) -> Any:
+        results = parallel_apply(modules, inputs, recompute=recompute)
+        assert not any(map(is_joined, results))
+        return results
+
+    assert_same(program(in_loop), program(in_map))
+    with torch.no_grad():
+        assert_same(
+            one_after_another(modules, [torch.ones(3, 4)] * NUM_CALLS),
+            in_map(modules, [torch.ones(3, 4)] * NUM_CALLS),
+        )
+
+
+def test_a_policy_of_ones_own_or_a_dropout_is_recomputed_on_threads() -> None:
+    own = Recompute(context_fn=lambda: (nullcontext(), nullcontext()))
+    for modules, recompute in (([expert()] * NUM_CALLS, own), (dropouts(), True)):
+        assert all(
+            map(is_joined, parallel_apply(modules, [torch.ones(3, 4)] * NUM_CALLS, recompute=recompute))
+        )
 
 
 @pytest.mark.parametrize("unrecorded", [torch.no_grad, torch.inference_mode])
