@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,8 +34,33 @@ class Keeps(nn.Module):
         return torch.tanh(self.own(x)) @ self.kept(self)
 
 
+class Named(NamedTuple):
+    columns: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Box:
+    named: Any
+
+
+class Secretive(dict):
+    def values(self) -> Any:
+        raise AssertionError
+
+    __iter__ = items = keys = values
+
+
 def keep_in_a_dict(module: Any, weight: Tensor) -> None:
     module.memo["columns"] = weight.t()
+
+
+def keep_in_a_closure(module: Any, weight: Tensor) -> None:
+    columns = weight.t()
+    module.look_up = lambda: columns
+
+
+def keep_on_the_weight(module: Any, weight: Any) -> None:
+    weight.columns = weight.t()
 
 
 WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
@@ -45,6 +73,20 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = 
         lambda m, weight: setattr(m, "rows", [weight[:3], weight[3:]]),
         lambda m: torch.cat(m.rows),
     ),
+    "in an object": (
+        lambda m, weight: setattr(m, "box", Box(collections.deque([Named(weight.t())]))),
+        lambda m: m.box.named[0].columns,
+    ),
+    "in a list in a dict that runs code of its own": (
+        lambda m, weight: setattr(m, "memo", Secretive(columns=[weight.t()])),
+        lambda m: m.memo["columns"][0],
+    ),
+    "in a closure": (keep_in_a_closure, lambda m: m.look_up()),
+    "in a partial": (
+        lambda m, weight: setattr(m, "look_up", functools.partial(torch.clone, weight.t())),
+        lambda m: m.look_up(),
+    ),
+    "on the weight": (keep_on_the_weight, lambda m: m.own.weight.columns),
 }
 
 

@@ -5,15 +5,23 @@ Their part's buffer will hold other weights. So they leave it and are found agai
 
 from __future__ import annotations
 
+import gc
+import types
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
+from moe_autograd.autograd.in_objects import HOLDS_NOTHING
 from moe_autograd.autograd.offload.flat import Place, lies_in
+
+_NOT_LOOKED_INTO = (*HOLDS_NOTHING, nn.Module, Node)
+_MOST_LOOKED_INTO = 4096  # objects, of each part of the module; they may lead to a whole program
 
 
 class KeptViews:
-    """What a module keeps in attributes, also in lists, tuples and dicts there, while its part is absent.
+    """What a module keeps in attributes, and in containers, objects and closures there, while its part is absent.
 
     Args:
         module: the expert.
@@ -22,7 +30,7 @@ class KeptViews:
 
     def __init__(self, module: nn.Module, own: Collection[Tensor]) -> None:
         self._module, self._own = module, {id(tensor) for tensor in own}
-        self._kinds = {Tensor, *map(type, own)}
+        self._kinds = {Tensor, nn.Parameter, *map(type, own)}
         self._absent: list[tuple[Tensor, Place]] = []
 
     def take_out(self, flat: Tensor) -> list[Tensor]:
@@ -38,13 +46,26 @@ class KeptViews:
             tensor.data = place.find(flat)
 
     def _kept(self) -> Iterator[Tensor]:
+        """Yield each once. They are looked for as the garbage collector does: nobody's own code runs."""
+        seen = set[int]()
         for part in self._module.modules():
-            found = [*vars(part).values()]
-            for value in found[:]:  # no subclasses, whose own code would run
-                if type(value) is dict:
-                    found += value.values()
-                elif type(value) in (list, tuple):
-                    found += value
-            for value in found:
-                if type(value) in self._kinds and id(value) not in self._own:
-                    yield value
+            to_visit: list[object] = [vars(part)]
+            for holder in to_visit:  # grows
+                for held in _held_by(holder):
+                    if (
+                        not gc.is_tracked(held)
+                        or id(held) in seen
+                        or issubclass(type(held), _NOT_LOOKED_INTO)
+                    ):
+                        continue
+                    seen.add(id(held))
+                    if type(held) in self._kinds and id(held) not in self._own:
+                        yield held
+                    if len(to_visit) < _MOST_LOOKED_INTO:
+                        to_visit.append(held)
+
+
+def _held_by(holder: object) -> list[Any]:
+    if type(holder) is types.FunctionType:  # without the names of its file
+        return gc.get_referents(holder.__closure__, holder.__defaults__, holder.__kwdefaults__)
+    return gc.get_referents(holder)
