@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_autograd.autograd.offload import OffloadedExperts
 from tests.support.offloading import OPTIMIZERS, assert_same_weights, both
 
 ROOM_FOR_TWO = 2 * 72 * 4
@@ -138,3 +139,123 @@ def test_what_an_absent_expert_keeps_reads_as_nan_and_is_what_it_was_in_the_next
         assert kept.isnan().all()
         assert torch.equal(experts[0](X), plain[0](X))
         assert torch.equal(kept, plain[0].columns)
+
+
+class Remembers(nn.Module):
+    """Puts new tensors in the place of its buffers, and remembers what was there, or views of the new ones."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        for name in ("scale", "mean", "last"):
+            self.register_buffer(name, torch.zeros(8))
+        self.kept: list[Any] = []
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            seen = self.run(self, x)
+        return self.own(x) * (1 + seen) + self.mean
+
+
+def see_the_one_before(module: Any, x: Tensor) -> Tensor:
+    module.kept.append(module.mean)
+    module.mean = 0.5 * module.mean + x.mean(0)
+    return torch.stack(module.kept).sum(0)
+
+
+def see_a_view_of_the_first(module: Any, x: Tensor) -> Tensor:
+    module.kept = module.kept or [module.mean[:4], module.mean[4:]]
+    module.mean = module.mean + x.sum(0)
+    return torch.cat(module.kept)
+
+
+def see_a_view_of_a_new_one(module: Any, x: Tensor) -> Tensor:
+    if not module.kept:
+        module.mean = module.mean + x.sum(0)
+        module.kept = [module.mean[:1], module.mean]
+    module.mean.add_(1)
+    return module.kept[0] + module.kept[1]
+
+
+def see_what_a_new_one_is_part_of(module: Any, x: Tensor) -> Tensor:
+    module.kept = [torch.stack([x.mean(0), x.sum(0), module.mean])]
+    module.mean = module.kept[0][1]
+    return module.kept[0].sum(0)
+
+
+def see_two_that_move_on(module: Any, x: Tensor) -> Tensor:
+    module.kept.append(module.last)
+    module.last, module.mean = module.mean, x.mean(0) + module.mean
+    return module.last + torch.stack(module.kept).sum(0)
+
+
+SEEN = [
+    see_the_one_before,
+    see_a_view_of_the_first,
+    see_a_view_of_a_new_one,
+    see_what_a_new_one_is_part_of,
+    see_two_that_move_on,
+]
+
+
+@pytest.mark.parametrize("see", SEEN)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_what_an_expert_remembers_of_a_buffer_that_it_replaces_is_as_in_pytorch(
+    see: Callable[[Any, Tensor], Tensor], is_inference: bool
+) -> None:
+    experts, plain = both(lambda: Remembers(see), optimizer=None, max_resident_bytes=2 * 96 * 4)
+    with torch.inference_mode(is_inference):
+        for i in (0, 1, 2, 3, 4, 3, 0, 2, 0, 0, 4, 1):
+            x = X * (i + 1)
+            assert torch.equal(experts[i](x), plain[i](x)), i
+    assert_same_weights(experts, plain)
+
+
+@pytest.mark.parametrize("see", SEEN)
+def test_an_expert_that_remembers_a_buffer_trains_as_the_plain_module(
+    see: Callable[[Any, Tensor], Tensor],
+) -> None:
+    make = OPTIMIZERS["momentum"]
+    experts, plain = both(lambda: Remembers(see), optimizer=make)
+    optimizers = [make(module.parameters()) for module in plain]
+    for _ in range(3):
+        for modules in (experts, plain):
+            sum(module(X).square().mean() for module in modules).backward()
+        experts.step()
+        experts.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        assert_same_weights(experts, plain)
+
+
+def test_a_buffer_that_somebody_outside_has_keeps_what_it_was_when_another_takes_its_place() -> None:
+    seen: list[list[Tensor]] = []
+
+    def note(module: Any, x: Tensor) -> Tensor:
+        seen[-1].append(module.mean)
+        module.mean = module.mean + x.sum(0)
+        return module.mean
+
+    for modules in both(lambda: Remembers(note), optimizer=None):
+        seen.append([])
+        for i in (0, 1, 2, 0, 3, 4, 0, 1, 2, 3, 4):
+            modules[i](X)
+    assert all(map(torch.equal, *seen))
+
+
+def test_a_module_with_a_buffer_that_was_replaced_is_still_the_experts() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return x * self.count
+
+    experts, _ = both(Counts, optimizer=None, max_resident_bytes=64)
+    experts[0](X)
+    with pytest.raises(ValueError, match="got count, which is count of expert-00000"):
+        OffloadedExperts([experts[0].stands_for], None, max_resident_bytes=64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,8 +20,8 @@ from torch.nn.utils import parametrize
 from moe_autograd._contexts import contextmanager
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
 from moe_autograd.autograd.offload.flat import Layout, lies_in
-from moe_autograd.autograd.offload.kept_views import KeptViews
-from moe_autograd.autograd.offload.owners import check_own
+from moe_autograd.autograd.offload.kept_views import KeptViews, is_run_of_bytes
+from moe_autograd.autograd.offload.owners import check_own, note_successor
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
 
@@ -35,7 +36,7 @@ class HeldModule:
 
     Attributes:
         parameters: by name.
-        tensors: what comes and goes, whatever the module puts in their place.
+        tensors: what comes and goes, by name.
         saved_by_place: by the name of a tensor, what calls have saved of it for their backwards.
         weights: the part.
 
@@ -48,9 +49,10 @@ class HeldModule:
         tensors = self._tensors()
         check_values(name, tensors, residency.device)
         self.tensors = dict(tensors)
-        self._kept_views = KeptViews(module, tensors.values())
+        self._kept_views = KeptViews(module, self.tensors)
         # what calls have put into the cache of `parametrize.cached()`, by its keys there, if it has a graph
         self._in_cache: dict[object, weakref.ref[Tensor]] = {}
+        self._keeping_changes = threading.Lock()
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
         self.weights = Part(
             f"{name}.weights", Layout.of(tensors), self.attach, self._detach, self._own_versions
@@ -108,7 +110,8 @@ class HeldModule:
             yield
         finally:  # a second run ends early, by an exception
             if self._versions() != before:
-                self._keep_changes()
+                with self._keeping_changes, torch.inference_mode(False):
+                    self._keep_changes()
 
     def is_borrowed(self, tensor: Tensor) -> bool:
         """Whether a tensor lies, or may lie, in the weights' buffer, which is held now and will be used again."""
@@ -123,21 +126,40 @@ class HeldModule:
         return [_version_of(tensor) for tensor in self.tensors.values()]
 
     def _keep_changes(self) -> None:
-        """Copy what the module put in the place of a buffer into the part, and say that the part changed.
+        """Copy what the module put in the place of a tensor into the part, and say that the part changed.
 
         A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
+        So may the module: its views of the one follow it into the part, those of the other leave.
         """
         assert self.weights.buffer is not None
-        self.residency.changed(self.weights)
         tensors = self._tensors()
         self._check_shapes(tensors)
-        replaced = {n: t.detach().clone() for n, t in tensors.items() if t is not self.tensors[n]}
+        replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
+        values = {name: tensor.detach().clone() for name, tensor in replaced.items()}
         for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:
             saved.keep()
-        views = self.weights.layout.views(self.weights.buffer)
+        views, moves = self.weights.layout.views(self.weights.buffer), list[tuple[Tensor, Tensor]]()
         for name, tensor in replaced.items():
-            views[name].copy_(tensor)
+            if name not in self.parameters:
+                moves += self._succeed(name, tensor, views[name])
+            views[name].copy_(values[name])
             self._put_back(name)
+        self._kept_views.move(moves)
+        self.residency.changed(self.weights)
+
+    def _succeed(self, name: str, tensor: Tensor, view: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Let what was put in the place of a buffer come and go, and the buffer before it have memory of its own.
+
+        Returns:
+            From where to where views of the two move.
+        """
+        before, left = self.tensors[name], view.clone()
+        is_new = not self.is_borrowed(tensor) and is_run_of_bytes(tensor)
+        now = tensor.detach() if is_new and not tensor.is_inference() else before.data
+        before.data, now.data = left, view
+        self.tensors[name] = now
+        note_successor(before, now)
+        return [(view, left), *([(tensor.detach(), view)] if is_new else [])]
 
     def _put_back(self, name: str) -> None:
         """Let the module have the tensor again that comes and goes; none, where there was none."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -25,12 +26,12 @@ class KeptViews:
 
     Args:
         module: the expert.
-        own: its parameters and buffers, which come and go anyway.
+        own: its parameters and buffers of the moment, which come and go anyway.
     """
 
-    def __init__(self, module: nn.Module, own: Collection[Tensor]) -> None:
-        self._module, self._own = module, {id(tensor) for tensor in own}
-        self._kinds = {Tensor, nn.Parameter, *map(type, own)}
+    def __init__(self, module: nn.Module, own: Mapping[str, Tensor]) -> None:
+        self._module, self._own = module, own
+        self._kinds = {Tensor, nn.Parameter, *map(type, own.values())}
         self._absent: list[tuple[Tensor, Place]] = []
 
     def take_out(self, flat: Tensor) -> list[Tensor]:
@@ -45,9 +46,19 @@ class KeptViews:
         for tensor, place in absent:
             tensor.data = place.find(flat)
 
+    def move(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Point those that lie in the first of two runs of bytes to the same places in the second."""
+        for tensor in self._kept() if moves else ():
+            for before, after in moves:
+                if _lies_wholly_in(tensor, before):
+                    place, whole = Place.of(tensor, before), _whole_storage(after)
+                    start = place.start + after.data_ptr() - whole.data_ptr()
+                    tensor.data = place._replace(start=start).find(whole)
+                    break
+
     def _kept(self) -> Iterator[Tensor]:
         """Yield each once. They are looked for as the garbage collector does: nobody's own code runs."""
-        seen = set[int]()
+        own, seen = {id(tensor) for tensor in self._own.values()}, set[int]()
         for part in self._module.modules():
             to_visit: list[object] = [vars(part)]
             for holder in to_visit:  # grows
@@ -59,7 +70,7 @@ class KeptViews:
                     ):
                         continue
                     seen.add(id(held))
-                    if type(held) in self._kinds and id(held) not in self._own:
+                    if type(held) in self._kinds and id(held) not in own:
                         yield held
                     if len(to_visit) < _MOST_LOOKED_INTO:
                         to_visit.append(held)
@@ -69,3 +80,18 @@ def _held_by(holder: object) -> list[Any]:
     if type(holder) is types.FunctionType:  # without the names of its file
         return gc.get_referents(holder.__closure__, holder.__defaults__, holder.__kwdefaults__)
     return gc.get_referents(holder)
+
+
+def is_run_of_bytes(tensor: Tensor) -> bool:
+    """Whether a tensor is what lies in its memory, in that order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _lies_wholly_in(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is a part of another one, and not what that was cut from."""
+    run = other.view(-1).view(torch.uint8)
+    return lies_in(tensor, run) and lies_in(tensor.detach()[(-1,) * tensor.dim()], run)
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

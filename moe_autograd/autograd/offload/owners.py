@@ -43,3 +43,8 @@ def note_owner(name: str, tensors: Mapping[str, Tensor], lay: Mapping[str, Tenso
         before = lay[tensor_name]
         if before.numel():
             places.setdefault(before.untyped_storage(), {})[before.data_ptr()] = _owners[tensor]
+
+
+def note_successor(before: Tensor, now: Tensor) -> None:
+    """Remember that a tensor has taken the place of another one."""
+    _owners[now] = _owners.pop(before)
