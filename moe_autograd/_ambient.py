@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -94,10 +95,14 @@ def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
-def is_recorded() -> bool:
-    """Whether `make_fx` is around, also with `pre_dispatch=True`, which has a stack of its own."""
+def is_recorded(values: Iterable[object] = ()) -> bool:
+    """Whether `make_fx` is around, also with `pre_dispatch=True`, which has a stack of its own.
+
+    Or `symbolic_trace`, which passes others in the place of tensors, among `values`.
+    """
     is_in_stack = _C._len_torch_dispatch_stack() and _C._get_dispatch_mode(_PROXY)
-    return bool(is_in_stack or torch._ops._get_dispatch_mode_pre_dispatch(_PROXY))
+    is_around = is_in_stack or torch._ops._get_dispatch_mode_pre_dispatch(_PROXY)
+    return bool(is_around) or Proxy in map(type, values)
 
 
 def _flushes_denormals() -> bool:

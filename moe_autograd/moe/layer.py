@@ -150,8 +150,8 @@ class MixtureOfExperts(nn.Module):
 
         Raises:
             TypeError: `x` is no tensor, but a list, for one.
-            UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD, `torch.export` or
-                `make_fx`.
+            UnsupportedTransformError: inside `torch.func`, `torch.jit.trace`, forward-mode AD, `torch.export`,
+                `make_fx` or `symbolic_trace`.
         """
         if torch.compiler.is_exporting():
             raise UnsupportedTransformError(
@@ -159,9 +159,13 @@ class MixtureOfExperts(nn.Module):
                 "known only then. Export router and experts each for itself."
             )
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"MixtureOfExperts: expected a tensor of shape (..., d_model), got {type(x).__name__}. "
-                "Pass torch.as_tensor(x)."
+            raise (
+                _recorded()
+                if is_recorded([x])
+                else TypeError(
+                    f"MixtureOfExperts: expected a tensor of shape (..., d_model), got {type(x).__name__}. "
+                    "Pass torch.as_tensor(x)."
+                )
             )
         y, routing = self._through_experts(x, self.router(x))
         return (y, routing) if return_routing else y
@@ -170,10 +174,7 @@ class MixtureOfExperts(nn.Module):
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         refuse_transforms([x])  # dispatch would fail first, in words of its own
         if is_recorded():
-            raise UnsupportedTransformError(
-                "MixtureOfExperts: expected to be run, got make_fx around it. It would record where the tokens of one "
-                "input go, for all. Record router and experts each for itself."
-            )
+            raise _recorded()
         x_TD = x.reshape(-1, x.shape[-1])
         tokens_per_expert = checked_loads(routing, len(x_TD), len(self.experts))
         plan = plan_dispatch(routing.expert_index, tokens_per_expert)
@@ -295,3 +296,10 @@ def _as_module_list(experts: Experts) -> nn.ModuleList:
                 f"(expert_index={index}). Wrap a function in a module; of a class, pass an instance."
             )
     return nn.ModuleList(modules)
+
+
+def _recorded() -> UnsupportedTransformError:
+    return UnsupportedTransformError(
+        "MixtureOfExperts: expected to be run, got make_fx or symbolic_trace around it. It would record where the "
+        "tokens of one input go, for all. Record router and experts each for itself."
+    )

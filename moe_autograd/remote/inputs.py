@@ -49,10 +49,10 @@ def wait_until_made(tensors: Iterable[Any]) -> None:
 def check_tensors(expert: str, inputs: tuple[Any, ...]) -> None:
     """Refuse what cannot travel, and to be called where there are no numbers."""
     has_modes = torch._C._len_torch_dispatch_stack()
-    if is_recorded() or (has_modes and any(map(torch._C._get_dispatch_mode, _WITHOUT_NUMBERS))):
+    if is_recorded(inputs) or (has_modes and any(map(torch._C._get_dispatch_mode, _WITHOUT_NUMBERS))):
         raise UnsupportedTransformError(
-            f"expert {expert!r}: expected numbers, got torch.export, make_fx or a FakeTensorMode around it. Its server "
-            "cannot take part, and what it answers would be a constant there: use a local expert."
+            f"expert {expert!r}: expected numbers, got torch.export, make_fx, symbolic_trace or a FakeTensorMode "
+            "around it. Its server cannot take part, and what it answers would be a constant there: use a local expert."
         )
     if not inputs:
         raise InvalidCallError(f"expert {expert!r}: expected at least one tensor, got none. Pass its inputs.")

@@ -72,6 +72,7 @@ RECORDERS = {
     "export": lambda expert, x: torch.export.export(nn.Sequential(expert), (x,)),
     "make_fx": lambda expert, x: make_fx(expert)(x),
     "make_fx before dispatch": lambda expert, x: make_fx(expert, pre_dispatch=True)(x),
+    "symbolic_trace": lambda expert, x: torch.fx.symbolic_trace(nn.Sequential(expert)),
     "fake": lambda expert, x: _in_mode(FakeTensorMode(), expert),
     "functional": lambda expert, x: _in_mode(FunctionalTensorMode(), expert),
     "parallel": lambda expert, x: make_fx(lambda x: parallel_apply([expert, expert], [(x,), (x,)])[0])(x),

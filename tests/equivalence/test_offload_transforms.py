@@ -34,6 +34,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
     "export": lambda expert: torch.export.export(nn.Sequential(expert), (X,)),
     "make_fx": lambda expert: make_fx(expert)(X),
     "make_fx before dispatch": lambda expert: make_fx(expert, pre_dispatch=True)(X),
+    "symbolic_trace": lambda expert: torch.fx.symbolic_trace(nn.Sequential(expert)),
 }
 
 

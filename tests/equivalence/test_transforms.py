@@ -181,11 +181,12 @@ def test_a_map_is_not_exported(function: Callable[[Tensor], Tensor]) -> None:
         torch.export.export(Calls(), (torch.ones(3),), strict=False)
 
 
-def test_what_make_fx_records_of_a_layer_is_refused() -> None:
+@pytest.mark.parametrize("record", [lambda f: make_fx(f)(torch.ones(3, 4)), torch.fx.symbolic_trace])
+def test_what_is_recorded_of_a_layer_is_refused(record: Callable[[nn.Module], nn.Module]) -> None:
     """It would send the tokens of all inputs where those of this one go."""
     layer = MixtureOfExperts(TopKRouter(4, 2, top_k=1), [nn.Linear(4, 4), nn.Linear(4, 4)])
-    with pytest.raises(UnsupportedTransformError, match=r"expected to be run, got make_fx around it"):
-        make_fx(layer)(torch.ones(3, 4))
+    with pytest.raises(UnsupportedTransformError, match=r"expected to be run, got make_fx or symbolic_trace"):
+        record(layer)
 
 
 def test_a_layer_is_not_exported() -> None:

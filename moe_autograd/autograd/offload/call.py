@@ -110,7 +110,7 @@ class OffloadedCall:
         """
         leaves, spec = tree_flatten((tuple(args), kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        check_transforms(self._held.name, tensors)
+        check_transforms(self._held.name, leaves)
         self._shapes = [tensor.shape for tensor in tensors]
         num_rows = next((shape[0] for shape in self._shapes if shape), 0)
         self._microbatches = Microbatches(num_rows, self._num_microbatches or 1)

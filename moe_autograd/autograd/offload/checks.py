@@ -251,16 +251,17 @@ def check_trained(name: str, trained: Iterable[str], known: Collection[str]) -> 
             )
 
 
-def check_transforms(name: str, tensors: Iterable[Tensor]) -> None:
+def check_transforms(name: str, leaves: Sequence[object]) -> None:
     """Raise `UnsupportedTransformError` for what does not see into a call, or would record weights that leave."""
     try:
-        refuse_transforms(tensors)
-        if is_recorded():
-            raise UnsupportedTransformError("make_fx")
+        refuse_transforms(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if is_recorded(leaves):
+            raise UnsupportedTransformError("make_fx or symbolic_trace")
     except UnsupportedTransformError as error:
         raise UnsupportedTransformError(
-            f"{name}: expected no torch.func transform, torch.jit.trace, torch.export, make_fx or forward-mode "
-            "tangent, got one. It cannot take part, as its weights come and go: use the plain module there."
+            f"{name}: expected no torch.func transform, torch.jit.trace, torch.export, make_fx, symbolic_trace or "
+            "forward-mode tangent, got one. It cannot take part, as its weights come and go: use the plain module "
+            "there."
         ) from error
 
 
