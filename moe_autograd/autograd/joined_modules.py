@@ -154,12 +154,12 @@ class JoinedModules(Joined):
         for i in reached:
             unpack_ahead(self.calls[i].boxes)
 
-    def _turns(self, places: Sequence[int]) -> dict[object, Turn]:
+    def _turns(self, places: Sequence[int]) -> dict[int, Turn]:
         """Return the turns of calls, which begin in this order: no two add to the gradient of one tensor at a time."""
         taken = {i: self.calls[i].retaining_at_ends() for i in places}
         if self.turns is not None:
             taken = {i: own.union(self.turns.taken[i]) for i, own in taken.items()}
-        return {self.calls[i]: turn for i, turn in turns_of(taken, self.map.names).items()}
+        return {id(self.calls[i]): turn for i, turn in turns_of(taken, self.map.names).items()}
 
     def flow_to(self, index: int, used: int, known: Known) -> Tensor | None:
         """See `uses`; with `create_graph=True` it is a map of its own (Rule 6)."""

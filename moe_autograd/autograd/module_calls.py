@@ -281,7 +281,7 @@ class ModuleCall(UsedResults):
         """Whether its backward can be in two parts (`deferred`, Rule 4)."""
         if not self.may_defer or self._spent or self.leaves_out or self._has_waiting_hooks:
             return False
-        if self in taken_turns.get() or self.looked_at():
+        if id(self) in taken_turns.get() or self.looked_at():
             return False
         if is_under_mode_of_torch() or accelerator_in_use() is not None:
             return False
@@ -363,7 +363,7 @@ class ModuleCall(UsedResults):
         self, grad_outputs: Tensors, wanted: Sequence[Wanted], *, keep_graph: bool, create_graph: bool = False
     ) -> Tensors:
         """Walk the inner graph backwards (Rule 4)."""
-        with taken_turns.get().get(self, _NO_TURN):
+        with taken_turns.get().get(id(self), _NO_TURN):
             ends = [i for i, is_wanted in enumerate(wanted) if is_wanted]
             grads: list[Tensor | None] = [None] * len(wanted)
             if not ends:

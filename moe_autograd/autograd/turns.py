@@ -44,8 +44,9 @@ from moe_autograd.autograd.watched import State, Watched
 
 WARN_AFTER_S = 60.0
 
-# Of calls, in the backward that runs: two at once may walk the same graph, each with turns of its own.
-taken_turns: ContextVar[Mapping[object, Turn]] = ContextVar("taken_turns", default=MappingProxyType({}))
+# Of calls, by their `id`, in the backward that runs: two at once may walk the same graph, each with turns of its own.
+# As `looked_at`, it does not lead to the calls.
+taken_turns: ContextVar[Mapping[int, Turn]] = ContextVar("taken_turns", default=MappingProxyType({}))
 _Embeddings = nn.Embedding | nn.EmbeddingBag
 
 

@@ -39,10 +39,9 @@ from moe_autograd.autograd.upper_cuts import calls_within, only_computes
 from moe_autograd.autograd.walks import plain
 from moe_autograd.autograd.wrapped_hooks import of_several
 
-# In the backward of a map: for each call the places of used results at which somebody looks.
-looked_at: ContextVar[Mapping[UsedResults, Collection[int]]] = ContextVar(
-    "looked_at", default=MappingProxyType({})
-)
+# In the backward of a map: for each call, by its `id`, the places of used results at which somebody looks. Torch keeps
+# the context of a thread's last backward, so nothing here leads to the calls.
+looked_at: ContextVar[Mapping[int, Collection[int]]] = ContextVar("looked_at", default=MappingProxyType({}))
 
 
 def _goes_twice(node: Node) -> bool:
@@ -203,7 +202,7 @@ class UsedResults(CallResults):
 
     def looked_at(self) -> Collection[int]:
         """Return the places of used results whose gradients are whole in the backward that runs."""
-        return looked_at.get().get(self, ()) if self.next_above else ()
+        return looked_at.get().get(id(self), ()) if self.next_above else ()
 
     def arrived_with(
         self, grads: Sequence[Tensor | None], looked: Collection[int]

@@ -172,15 +172,15 @@ def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Seq
     return leading
 
 
-def looks_of_this_backward(calls: Sequence[UsedResults]) -> Mapping[UsedResults, Collection[int]]:
-    """Return for each call the places of used results whose gradients are whole; for the join, after all uses."""
+def looks_of_this_backward(calls: Sequence[UsedResults]) -> Mapping[int, Collection[int]]:
+    """Return for each call, by its `id`, the places of used results whose gradients are whole; for the join, after all uses."""
     if is_backward_compiled():
         return {}
-    looks: dict[UsedResults, Collection[int]] = {}
+    looks: dict[int, Collection[int]] = {}
     for call in calls:
         if call.next_above:
             known: Known | None = kept_by_this_backward((Known, call), lambda: None)
             if known is not None and known.looked:
                 known.grads.clear()
-                looks[call] = known.looked
+                looks[id(call)] = known.looked
     return looks
