@@ -173,7 +173,7 @@ def lead_to_used(flows: Flows, tied: Sequence[Sequence[Tensor]]) -> Sequence[Seq
 
 
 def looks_of_this_backward(calls: Sequence[UsedResults]) -> Mapping[int, Collection[int]]:
-    """Return for each call, by its `id`, the places of used results whose gradients are whole; for the join, after all uses."""
+    """Return the places of used results whose gradients are whole, by the `id` of their call; asked after all uses."""
     if is_backward_compiled():
         return {}
     looks: dict[int, Collection[int]] = {}
