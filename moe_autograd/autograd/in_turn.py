@@ -8,7 +8,8 @@ tell, but by the clock. And the clock is for it where a call is
   then, and each holds intermediate results: a quarter more memory with two;
 - *elsewhere*, on a GPU: there it is queued, in less time than a thread and a graph of its own take.
 
-So a map is made as the loop that it means, if each of its calls is small, large or elsewhere, and
+So a map is made as the loop that it means, if each of its calls is small, large or elsewhere, or no two of them may or
+can compute at once, and
 
 1. each module, with all of its parts, is of a class known to do nothing but arithmetic on its arguments, which are
    tensors, numbers and tuples of them: one of `ONLY_COMPUTE`, one with a method `only_computes()` of its own (not
@@ -93,6 +94,7 @@ def call_in_turn(
     kwargs: Sequence[dict[str, Any]],
     names: Sequence[str] | None = None,
     *,
+    max_concurrency: int | None = None,
     only_small: bool = False,
     checkpointed: Callable[..., Any] | None = None,
 ) -> list[Any] | None:
@@ -105,13 +107,14 @@ def call_in_turn(
         args: of each its arguments.
         kwargs: of each its keyword arguments.
         names: of the calls.
+        max_concurrency: how many may be made at once.
         only_small: whether large calls gain by something else.
         checkpointed: makes a call that draws nothing, given its callable and arguments, and runs it again in the
             backward.
     """
     if any(_HOOKS_OF_ALL):
         return None
-    most, draws = most_small(), _is_seen_by_others()
+    most, draws = most_small(max_concurrency), _is_seen_by_others()
     readings, kinds = dict[type, Reading | None](), set[type[nn.Module]]()
     callees = Callees()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
@@ -220,8 +223,10 @@ def is_watched(module: nn.Module) -> bool:
     return any(_HOOKS_OF_ALL) or "forward" in own or any(own[kind] for kind in _HOOKS)
 
 
-def most_small() -> int:
-    """Return how much work a small call is at most."""
+def most_small(max_concurrency: int | None = None) -> float:
+    """Return how much work a small call is at most; where no two could compute at once, all are small."""
+    if max_concurrency == 1 or num_cores() == 1:
+        return MOST_SMALL * math.inf
     return MOST_SMALL * (1 if torch.get_num_threads() == 1 else TEAM_SHARE)
 
 

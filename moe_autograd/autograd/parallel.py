@@ -291,6 +291,7 @@ def parallel_apply(
             args,
             kwargs,
             names,
+            max_concurrency=None if defer_weight_grads else max_concurrency,
             only_small=defer_weight_grads,
             checkpointed=how.without_draws if how is not None and is_noticed else None,
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, einsum, nn
 
+from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn
 from tests.support.made_in_turn import is_made_in_turn
 
@@ -249,3 +251,19 @@ def test_a_large_call_gets_no_thread_where_its_operators_keep_all_cores_busy(
     assert not is_made_in_turn(LooksUp(), large.abs().long() % 64)  # nor how much of a table a forward takes
     num_threads(1)
     assert not is_made_in_turn(module, large)
+
+
+def test_where_no_two_calls_can_compute_at_once_none_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_turn, "MOST_SMALL", 64)
+    modules, x = [nn.Linear(64, 64) for _ in range(2)], torch.randn(8, 64)
+
+    def is_joined(**options: Any) -> bool:
+        return "Join" in type(parallel_apply(modules, [x] * 2, **options)[0].grad_fn).__name__
+
+    assert is_joined()
+    assert not is_joined(max_concurrency=1)
+    assert is_joined(
+        max_concurrency=1, defer_weight_grads=True
+    )  # one worker computes while the backward waits upstream
+    monkeypatch.setattr(in_turn, "num_cores", lambda: 1)
+    assert not is_joined()
