@@ -24,6 +24,7 @@ from torch import nn
 
 from moe_autograd._random import running
 from moe_autograd.autograd.in_turn import is_watched
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import CallName, name_of_call, name_of_module
 from moe_autograd.autograd.uncompiled import uncompiled
 
@@ -228,3 +229,9 @@ def ungroup(units: Sequence[Unit], returned: Sequence[Any], num_modules: int) ->
         for position, own in zip(unit.positions, value if unit.is_group else (value,), strict=True):
             results[position] = own
     return results
+
+
+def recomputed_in_group(module: Any, how: Recompute) -> Any:
+    """Return the version of a group's module that is recomputed; itself, if it has none or is of no group."""
+    make = None if group_of(module) is None else getattr(module, "recomputed", None)
+    return module if make is None else make(how)

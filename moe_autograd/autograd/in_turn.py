@@ -51,6 +51,7 @@ from moe_autograd.autograd.arithmetic import Reading
 from moe_autograd.autograd.callees import Callees
 from moe_autograd.autograd.known_arithmetic import is_torchs_own
 from moe_autograd.autograd.notes import add_note
+from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.runs import name_of_call
 from moe_autograd.autograd.work import ONLY_COMPUTE, size_of, work_of
 
@@ -96,7 +97,7 @@ def call_in_turn(
     *,
     max_concurrency: int | None = None,
     only_small: bool = False,
-    checkpointed: Callable[..., Any] | None = None,
+    how: Recompute | None = None,
 ) -> list[Any] | None:
     """Return what the modules return, called in turn in the caller's graph; `None` where threads may gain something.
 
@@ -109,12 +110,11 @@ def call_in_turn(
         names: of the calls.
         max_concurrency: how many may be made at once.
         only_small: whether large calls gain by something else.
-        checkpointed: makes a call that draws nothing, given its callable and arguments, and runs it again in the
-            backward.
+        how: forwards run again in the backward; `None`: they do not.
     """
     if any(_HOOKS_OF_ALL):
         return None
-    most, draws = most_small(max_concurrency), _is_seen_by_others()
+    most, draws, are_read = most_small(max_concurrency), _is_seen_by_others(), True
     readings, kinds = dict[type, Reading | None](), set[type[nn.Module]]()
     callees = Callees()
     for module, own_args, own_kwargs in zip(modules, args, kwargs, strict=True):
@@ -132,8 +132,8 @@ def call_in_turn(
             return None
         if size.is_here and work.most > most and (only_small or work.least < least_large()):
             return None
-        draws = draws or work.draws
-        if checkpointed is not None and (draws or not size.is_here):
+        draws, are_read = draws or work.draws, are_read and work.is_read
+        if how is not None and (draws or not size.is_here):
             return None
     if not _compute_as_usual(kinds):
         return None
@@ -145,8 +145,9 @@ def call_in_turn(
             for index, (module, own_args, own_kwargs) in enumerate(zip(modules, args, kwargs, strict=True)):
                 if draws:
                     running.index = index
-                if checkpointed is not None:
-                    returned.append(checkpointed(module, *own_args, **own_kwargs))
+                if how is not None:
+                    run = how.without_draws if are_read else how
+                    returned.append(run(module, *own_args, **own_kwargs))
                 elif own_kwargs or len(own_args) != 1:
                     returned.append(module(*own_args, **own_kwargs))
                 else:

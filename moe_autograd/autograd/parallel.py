@@ -33,12 +33,12 @@ from moe_autograd.autograd.alone import apply_alone, run_alone
 from moe_autograd.autograd.changes import refuse_shared_changes
 from moe_autograd.autograd.emulated import check_is_function
 from moe_autograd.autograd.function_calls import FunctionCall, JoinedFunctions, applies_as_usual
-from moe_autograd.autograd.grouping import group_calls, ungroup
+from moe_autograd.autograd.grouping import group_calls, recomputed_in_group, ungroup
 from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.in_turn import call_in_turn
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.ordered_hooks import ordered_hooks
-from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
+from moe_autograd.autograd.recompute import Recompute, as_recompute
 from moe_autograd.autograd.runs import Map, run_calls
 from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.autograd.units import must_be_in_turn, run_units
@@ -293,7 +293,7 @@ def parallel_apply(
             names,
             max_concurrency=None if defer_weight_grads else max_concurrency,
             only_small=defer_weight_grads,
-            checkpointed=how.without_draws if how is not None and is_noticed else None,
+            how=how if is_noticed else None,
         )
         if returned is not None:
             return returned

@@ -22,7 +22,6 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from moe_autograd.autograd.entry import entered_again
-from moe_autograd.autograd.grouping import group_of
 from moe_autograd.autograd.sleeping_hooks import let_new_hooks_sleep
 from moe_autograd.autograd.uncompiled import uncompiled
 
@@ -98,9 +97,3 @@ def as_recompute(option: bool | Recompute) -> Recompute | None:
             "torch.utils.checkpoint go into Recompute(...)."
         )
     return Recompute() if option else None
-
-
-def recomputed_in_group(module: Any, how: Recompute) -> Any:
-    """Return the version of a group's module that is recomputed; itself, if it has none or is of no group."""
-    make = None if group_of(module) is None else getattr(module, "recomputed", None)
-    return module if make is None else make(how)

@@ -100,11 +100,19 @@ def size_of(taken: Sequence[Any]) -> Size | None:
 
 
 class Work(NamedTuple):
-    """How much work a call is, at least and at most, and whether it may draw random numbers."""
+    """How much work a call is.
+
+    Args:
+        least: at least.
+        most: at most.
+        draws: whether it may draw random numbers.
+        is_read: whether that is known of all its parts; a class that says `only_computes` is not read.
+    """
 
     least: int
     most: int
     draws: bool
+    is_read: bool
 
 
 def work_of(
@@ -125,6 +133,7 @@ def work_of(
     num_parameters = num_elsewhere = num_in_buffers = num_read = 0
     num_times = 1
     draws = is_spatial = reshapes = takes_single_parts = False
+    is_read = True
     in_place: list[Any] = []
     parts: list[Any] = [module]
     if callee is not None:
@@ -155,7 +164,7 @@ def work_of(
             elif type(says_so) is not FunctionType or not isinstance(part, nn.Module) or not says_so(part):
                 return None
             else:
-                takes_single_parts = True  # for all that is known
+                takes_single_parts, is_read = True, False  # for all that is known
         else:
             kinds.add(kind)
             if kind in DROPOUTS:
@@ -209,7 +218,7 @@ def work_of(
         widest = max(size.num_elements, size.width**2 if reshapes else 0)
         most = size.num_rows * max(num_parameters + num_in_buffers, widest * num_read)
         most = (multiplied + most) * num_times
-    return Work(least, most, draws)
+    return Work(least, most, draws, is_read)
 
 
 def _is_plain_buffer(buffer: Any) -> bool:

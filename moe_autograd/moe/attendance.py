@@ -16,9 +16,15 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from moe_autograd._contexts import contextmanager
-from moe_autograd.autograd.grouping import CallFailure, CallGroup, LenientCallGroup, group_of
+from moe_autograd.autograd.grouping import (
+    CallFailure,
+    CallGroup,
+    LenientCallGroup,
+    group_of,
+    recomputed_in_group,
+)
 from moe_autograd.autograd.parallel import parallel_apply
-from moe_autograd.autograd.recompute import Recompute, as_recompute, recomputed_in_group
+from moe_autograd.autograd.recompute import Recompute, as_recompute
 from moe_autograd.autograd.this_backward import kept_by_this_backward, this_backward
 from moe_autograd.autograd.uncompiled import uncompiled
 from moe_autograd.errors import StragglerError

@@ -182,6 +182,28 @@ def test_small_calls_that_recompute_are_checkpointed_in_turn(recompute: Any) -> 
         )
 
 
+class SaysSo(nn.Module):
+    """Says that it does only compute, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def only_computes(self) -> bool:
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x + self.bias, 0.5, self.training)
+
+
+def test_what_is_not_read_has_the_same_random_numbers_when_it_runs_again() -> None:
+    module, x = SaysSo(), torch.ones(3, 4)
+    (y,) = parallel_apply([module], [x], recompute=True)
+    y.sum().backward()
+    assert module.bias.grad is not None
+    assert torch.equal(module.bias.grad, y.detach().sum(0))
+
+
 def test_a_policy_of_ones_own_or_a_dropout_is_recomputed_on_threads() -> None:
     own = Recompute(context_fn=lambda: (nullcontext(), nullcontext()))
     for modules, recompute in (([expert()] * NUM_CALLS, own), (dropouts(), True)):

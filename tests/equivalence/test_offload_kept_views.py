@@ -64,6 +64,11 @@ def keep_on_the_weight(module: Any, weight: Any) -> None:
     weight.columns = weight.t()
 
 
+def keep_in_a_module_that_is_no_part(module: Any, weight: Tensor) -> None:
+    module.others = [nn.Identity()]
+    module.others[0].columns = weight.t()
+
+
 WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
     "an attribute": (lambda m, weight: setattr(m, "columns", weight.t()), lambda m: m.columns),
     "of a part": (lambda m, weight: setattr(m.own, "columns", weight.t()), lambda m: m.own.columns),
@@ -87,6 +92,7 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = 
         lambda m, weight: setattr(m, "look_up", functools.partial(torch.clone, weight.t())),
         lambda m: m.look_up(),
     ),
+    "in a module that is no part": (keep_in_a_module_that_is_no_part, lambda m: m.others[0].columns),
     "on the weight": (keep_on_the_weight, lambda m: m.own.weight.columns),
 }
 

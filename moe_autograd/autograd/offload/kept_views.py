@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from moe_autograd.autograd.in_objects import HOLDS_NOTHING
 from moe_autograd.autograd.offload.flat import Place, lies_in
 
-_NOT_LOOKED_INTO = (*HOLDS_NOTHING, nn.Module, Node)
+_NOT_LOOKED_INTO = (*HOLDS_NOTHING, Node)
 _MOST_LOOKED_INTO = 4096  # objects, of each part of the module; they may lead to a whole program
 
 
@@ -58,8 +58,9 @@ class KeptViews:
 
     def _kept(self) -> Iterator[Tensor]:
         """Yield each once. They are looked for as the garbage collector does: nobody's own code runs."""
-        own, seen = {id(tensor) for tensor in self._own.values()}, set[int]()
-        for part in self._module.modules():
+        own, parts = {id(tensor) for tensor in self._own.values()}, [*self._module.modules()]
+        seen = {*map(id, parts)}
+        for part in parts:
             to_visit: list[object] = [vars(part)]
             for holder in to_visit:  # grows
                 for held in _held_by(holder):
