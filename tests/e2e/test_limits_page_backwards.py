@@ -220,18 +220,6 @@ def test_the_order_of_hooks_on_several_results(call: Callable[..., Any], expecte
     assert seen == expected
 
 
-class MeetsInBackward(Doubles):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, barrier: threading.Barrier) -> Tensor:
-        ctx.barrier = barrier
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.barrier.wait()
-        return 2 * grad, None
-
-
 @of(
     "take turns, as PyTorch adds to it without a lock, and cannot wait for each other. → Pass it as an argument."
 )
@@ -239,12 +227,10 @@ def test_backwards_that_end_at_a_retained_gradient() -> None:
     tensor = leaf() * 2
     tensor.retain_grad()
     meet, nobody_comes = threading.Barrier(2, timeout=PATIENCE_S), threading.Barrier(2, timeout=0.1)
-    total = sum(parallel_apply([lambda x: MeetsInBackward.apply(x, meet)] * 2, [(tensor,)] * 2))
+    total = sum(parallel_apply([lambda x: Waits.apply(x, meet)] * 2, [(tensor,)] * 2))
     total.sum().backward(retain_graph=True)
     assert tensor.grad is not None
     assert tensor.grad.tolist() == [4, 4]
-    total = sum(
-        parallel_apply([lambda x: MeetsInBackward.apply(tensor, nobody_comes) * x] * 2, [(leaf(),)] * 2)
-    )
+    total = sum(parallel_apply([lambda x: Waits.apply(tensor, nobody_comes) * x] * 2, [(leaf(),)] * 2))
     with pytest.raises(threading.BrokenBarrierError):
         total.sum().backward()

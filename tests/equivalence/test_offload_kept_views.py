@@ -97,6 +97,17 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = 
 }
 
 
+def assert_train_as(plain: list[nn.Module], experts: OffloadedExperts, make: Callable[..., Any]) -> None:
+    optimizers = [make(module.parameters()) for module in plain]
+    for _ in range(3):
+        for modules in (experts, plain):
+            sum(module(X).square().mean() for module in modules).backward()
+        for one in (experts, *optimizers):
+            one.step()
+            one.zero_grad()
+        assert_same_weights(experts, plain)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_view_that_is_kept_is_of_the_experts_own_weight_in_any_order(way: str) -> None:
     experts, plain = both(lambda: Keeps(*WAYS[way]), optimizer=None, max_resident_bytes=ROOM_FOR_TWO)
@@ -120,17 +131,8 @@ def test_an_expert_that_keeps_a_view_trains_as_the_plain_module(
         num_microbatches=num_microbatches,
         store=store,
     )
-    optimizers = [make(module.parameters()) for module in plain]
     with experts:
-        for _ in range(3):
-            for modules in (experts, plain):
-                sum(module(X).square().mean() for module in modules).backward()
-            experts.step()
-            experts.zero_grad()
-            for one in optimizers:
-                one.step()
-                one.zero_grad()
-            assert_same_weights(experts, plain)
+        assert_train_as(plain, experts, make)
 
 
 def test_what_an_absent_expert_keeps_reads_as_nan_and_is_what_it_was_in_the_next_call() -> None:
@@ -224,16 +226,7 @@ def test_an_expert_that_remembers_a_buffer_trains_as_the_plain_module(
 ) -> None:
     make = OPTIMIZERS["momentum"]
     experts, plain = both(lambda: Remembers(see), optimizer=make)
-    optimizers = [make(module.parameters()) for module in plain]
-    for _ in range(3):
-        for modules in (experts, plain):
-            sum(module(X).square().mean() for module in modules).backward()
-        experts.step()
-        experts.zero_grad()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-        assert_same_weights(experts, plain)
+    assert_train_as(plain, experts, make)
 
 
 def test_a_buffer_that_somebody_outside_has_keeps_what_it_was_when_another_takes_its_place() -> None:
