@@ -191,9 +191,8 @@ def _what_is_around(function: types.FunctionType, names: frozenset[str]) -> Any:
     parts, tensors, others = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, value in values.items():
         kind = type(value)
-        (parts if issubclass(kind, nn.Module) else tensors if issubclass(kind, Tensor) else others)[name] = (
-            value
-        )
+        alike = parts if issubclass(kind, nn.Module) else tensors if issubclass(kind, Tensor) else others
+        alike[name] = value
     around = types.SimpleNamespace(**others)
     around._modules, around._parameters, around._buffers = parts, tensors, {}
     return around

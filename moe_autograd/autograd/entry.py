@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from moe_autograd._contexts import contextmanager
@@ -115,6 +115,18 @@ def stays_as_it_is(value: object) -> bool:
 def is_alias_of(node: Node | None, tensor: Tensor) -> bool:
     """Whether a node is where an alias of a tensor enters; not of an alias, which a call within may hold."""
     return is_entry(node) and node.hooks.tensor_if_alive() is tensor  # type: ignore[union-attr]
+
+
+def retaining(cuts: Iterable[tuple[GradientEdge, Tensor]]) -> set[int]:
+    """Return by `id` what a backward that ends at cuts adds to: tensors that retain gradients, aliases by nodes."""
+    found = set[int]()
+    for edge, tensor in cuts:
+        node: Any = edge.node
+        if is_entry(node) and node.hooks.retains_grad:
+            found.add(id(node))
+        if tensor.retains_grad and not is_alias_of(node, tensor):
+            found.add(id(tensor))
+    return found
 
 
 class Entrance:

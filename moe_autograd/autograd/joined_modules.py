@@ -31,7 +31,7 @@ from moe_autograd.autograd.changes import (
 )
 from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import meet
-from moe_autograd.autograd.entry import Entrance, flatten, is_entry
+from moe_autograd.autograd.entry import Entrance, flatten, is_entry, retaining
 from moe_autograd.autograd.escaped import Escaping, refuse_escaped
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
@@ -156,9 +156,12 @@ class JoinedModules(Joined):
 
     def _turns(self, places: Sequence[int]) -> dict[int, Turn]:
         """Return the turns of calls, which begin in this order: no two add to the gradient of one tensor at a time."""
-        taken = {i: self.calls[i].retaining_at_ends() for i in places}
-        if self.turns is not None:
-            taken = {i: own.union(self.turns.taken[i]) for i, own in taken.items()}
+        taken = {i: retaining(self.calls[i].cuts) for i in places}
+        for i, own in taken.items():
+            if self.calls[i].walks_history:  # where nobody can say which tensors retain theirs
+                own.add(0)
+            if self.turns is not None:
+                own.update(self.turns.taken[i])
         return {id(self.calls[i]): turn for i, turn in turns_of(taken, self.map.names).items()}
 
     def flow_to(self, index: int, used: int, known: Known) -> Tensor | None:

@@ -67,7 +67,7 @@ from moe_autograd.autograd.changes import follows
 from moe_autograd.autograd.computed_from import HAVE_USES
 from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
-from moe_autograd.autograd.entry import Flat, is_alias_of, is_entry, past
+from moe_autograd.autograd.entry import Flat, is_alias_of, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
 from moe_autograd.autograd.module_results import changed_of, edge_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
@@ -121,7 +121,7 @@ class ModuleCall(UsedResults):
     pasts: Sequence[Tensor] = ()  # in the places of inputs that it changed
     _pending: PendingWeightGradients | None = None  # of its leaves
     _meets_results = False  # whether its results lead to others of them
-    _walks_history = False  # whether its backward goes beyond a cut (`upper_cuts`)
+    walks_history = False  # whether its backward goes beyond a cut (`upper_cuts`)
     passed: Sequence[Passed] = ()  # results of the call whose backward it is, which are its last inputs
 
     def __init__(self, planned: Planned, aliases: dict[int, Tensor], shares_graph: bool) -> None:
@@ -174,7 +174,7 @@ class ModuleCall(UsedResults):
             upper = cuts_above(plain([edge for edge, _ in self.cuts]), ends)
             if not upper:
                 break
-            self._shares_graph = self._walks_history = True  # the outer graph must find it unfreed
+            self._shares_graph = self.walks_history = True  # the outer graph must find it unfreed
             if may_be_walked_again(upper, ends):
                 self._upper = upper
                 break
@@ -308,20 +308,6 @@ class ModuleCall(UsedResults):
     def tensors_at_ends(self) -> list[Tensor]:
         """Return the caller's tensors that its inner graph ends at; at others it ends at an alias."""
         return [*self.leaves, *[tensor for edge, tensor in self.cuts if not is_alias_of(edge.node, tensor)]]
-
-    def retaining_at_ends(self) -> set[int]:
-        """Return, by `id`, what its backward would add to: tensors that retain gradients, aliases by their nodes.
-
-        Nobody can say which do in a history that it walks as well (`upper_cuts`): that stands for all of them.
-        """
-        found = {0} if self._walks_history else set()
-        for edge, tensor in self.cuts:
-            node: Any = edge.node
-            if is_entry(node) and node.hooks.retains_grad:
-                found.add(id(node))
-            if tensor.retains_grad and not is_alias_of(node, tensor):
-                found.add(id(tensor))
-        return found
 
     def keep_histories(self) -> None:
         """Keep the histories of inputs that it changed in place; they are about to lead to the join (a cycle)."""

@@ -159,14 +159,7 @@ class MixtureOfExperts(nn.Module):
                 "known only then. Export router and experts each for itself."
             )
         if not isinstance(x, Tensor):
-            raise (
-                _recorded()
-                if is_recorded([x])
-                else TypeError(
-                    f"MixtureOfExperts: expected a tensor of shape (..., d_model), got {type(x).__name__}. "
-                    "Pass torch.as_tensor(x)."
-                )
-            )
+            raise _no_tensor(x)
         y, routing = self._through_experts(x, self.router(x))
         return (y, routing) if return_routing else y
 
@@ -296,6 +289,15 @@ def _as_module_list(experts: Experts) -> nn.ModuleList:
                 f"(expert_index={index}). Wrap a function in a module; of a class, pass an instance."
             )
     return nn.ModuleList(modules)
+
+
+def _no_tensor(x: object) -> Exception:
+    if is_recorded([x]):
+        return _recorded()
+    return TypeError(
+        f"MixtureOfExperts: expected a tensor of shape (..., d_model), got {type(x).__name__}. "
+        "Pass torch.as_tensor(x)."
+    )
 
 
 def _recorded() -> UnsupportedTransformError:

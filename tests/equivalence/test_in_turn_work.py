@@ -262,8 +262,7 @@ def test_where_no_two_calls_can_compute_at_once_none_is_too_large(monkeypatch: p
 
     assert is_joined()
     assert not is_joined(max_concurrency=1)
-    assert is_joined(
-        max_concurrency=1, defer_weight_grads=True
-    )  # one worker computes while the backward waits upstream
+    # a worker computes while the backward waits upstream
+    assert is_joined(max_concurrency=1, defer_weight_grads=True)
     monkeypatch.setattr(in_turn, "num_cores", lambda: 1)
     assert not is_joined()
