@@ -1,6 +1,7 @@
 # `make demo`   train a small mixture of experts through a real expert server
 # `make test`   the whole test suite
 # `make check`  what CI runs: format, lint, types, generated code, tests, examples
+# `make races`  the tests, with threads that take turns 250 times as often as they do by themselves
 # `make bench`  every benchmark, each printing its table
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := .venv/bin
 # Of tests at once: many wait for a server, a signal or a clock, so two would leave two cores idle.
 JOBS ?= 3
 
-.PHONY: setup demo test check lint types proto proto-check examples bench soak clean
+.PHONY: setup demo test races check lint types proto proto-check examples bench soak clean
 .DEFAULT_GOAL := test
 
 # The stamp is written last: an interrupted set-up is done again.
@@ -33,6 +34,9 @@ FROZEN := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 test: setup .venv-triton/.ready
 	[ ! -e .venv-triton/.ready ] || export TRITONCLIENT_PYTHON=$(CURDIR)/.venv-triton/bin/python; \
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(FROZEN)
+
+races: setup
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(FROZEN) --switch-interval 2e-5
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -31,8 +31,9 @@ _num_modules = 0  # at the last search for garbage in them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let `make soak` say how long it has."""
+    """Let `make soak` say how long it has, and `make races` how often threads take turns."""
     parser.addoption("--soak-minutes", type=float, default=0.5, help="how long the soak tests run")
+    parser.addoption("--switch-interval", type=float, help="s after which another thread goes on; shows races")
 
 
 @pytest.fixture
@@ -85,8 +86,14 @@ def no_lingering() -> Iterator[None]:
         yield
 
 
-def pytest_configure() -> None:
-    """Hear Ctrl-C, which a shell tells its background jobs to ignore: our children would inherit that."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Switch threads as often as asked, and hear Ctrl-C.
+
+    A shell tells its background jobs to ignore that, and our children would inherit it.
+    """
+    interval_s: float | None = config.getoption("--switch-interval")
+    if interval_s is not None:
+        sys.setswitchinterval(interval_s)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

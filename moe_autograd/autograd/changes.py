@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.entry import is_entry
 from moe_autograd.autograd.reaching import Cut
+from moe_autograd.autograd.walks import edge_of
 
 Memory = tuple[Tensor, Node | None]  # a tensor that is no view, and what its history is
 
@@ -112,6 +113,12 @@ def without_changed(
     tensors = {id(cut[1]) for cut, is_gone in zip(before, gone, strict=True) if is_gone}
     left = [cut for cut in cuts if id(cut[1]) not in tensors or is_entry(cut[0].node)]
     return left, [memory for memory, is_gone in zip(held, gone, strict=True) if not is_gone]
+
+
+def renewed(cuts: Sequence[Cut]) -> list[Cut]:
+    """Return further cuts: held views of what a call has changed meanwhile have another history by now."""
+    views = [(edge, view, edge_of(view)) for edge, view in cuts if follows(view)]
+    return [(now, view) for edge, view, now in views if now.node is not edge.node]
 
 
 def renew_views(bases: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:

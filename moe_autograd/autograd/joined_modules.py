@@ -1,12 +1,10 @@
-"""The module calls of one map: their forwards, the join that ties them, and their backwards.
+"""The module calls of one map: the join that ties them, and their backwards.
 
 The rules, and the words, are those of `module_calls`, which is about one of the calls.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
@@ -17,32 +15,22 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_autograd._contexts import contextmanager
-from moe_autograd._streams import accelerator_in_use, are_elsewhere, use_here
 from moe_autograd.autograd.accumulating import AtOnce, Wanted, ended, may_add_at_once
 from moe_autograd.autograd.batched import Batches
 from moe_autograd.autograd.boxed import Grads
-from moe_autograd.autograd.changes import (
-    base_of,
-    memory_held,
-    refuse_changed_closures,
-    refuse_shared_changes,
-    renew_views,
-    without_changed,
-)
-from moe_autograd.autograd.closures import LooseCut
 from moe_autograd.autograd.compiled import meet
 from moe_autograd.autograd.entry import Entrance, flatten, is_entry, retaining
 from moe_autograd.autograd.escaped import Escaping, refuse_escaped
 from moe_autograd.autograd.grouping import around
 from moe_autograd.autograd.hooks import nested_backwards
-from moe_autograd.autograd.in_objects import with_tensors_in_objects
 from moe_autograd.autograd.join import join
 from moe_autograd.autograd.joined import Joined, Tensors, has_any, split, which_are_wanted
 from moe_autograd.autograd.module_calls import ModuleCall, Planned
-from moe_autograd.autograd.ordered_hooks import ordered_hooks, unpack_ahead
+from moe_autograd.autograd.module_forwards import ModuleForwards
+from moe_autograd.autograd.ordered_hooks import unpack_ahead
 from moe_autograd.autograd.passed import want_by_name
 from moe_autograd.autograd.result_hooks import Arrived, See
-from moe_autograd.autograd.runs import Map, name_guilty, run_calls
+from moe_autograd.autograd.runs import Map, name_guilty
 from moe_autograd.autograd.saved_tensors import is_checkpointed
 from moe_autograd.autograd.sleeping_hooks import let_hooks_sleep, retained_grads_untouched
 from moe_autograd.autograd.split_backward import is_in_first_part
@@ -51,8 +39,6 @@ from moe_autograd.autograd.turns import Turn, Turns, taken_turns, turns_of
 from moe_autograd.autograd.uncompiled import is_backward_compiled
 from moe_autograd.autograd.used_results import looked_at
 from moe_autograd.autograd.uses import Known, lead_to_used, looks_of_this_backward
-
-_NO_HOOKS = contextlib.nullcontext()
 
 
 class JoinedModules(Joined):
@@ -240,99 +226,6 @@ def _second_order_flow(
     )
 
 
-class _Forwards:
-    """The forwards of one map's module calls (step 1 of `parallel`), and what they have done to what they share.
-
-    Args:
-        planned: the calls.
-        the_map: whose they are.
-        shares_graph: whether these are calls of a backward that makes a graph (Rule 6).
-
-    Attributes:
-        calls: when they have run.
-        entrance: where the callers' tensors enter them.
-        changed: what they have changed in place, by its `id`.
-    """
-
-    def __init__(self, planned: Sequence[Planned], the_map: Map, shares_graph: bool) -> None:
-        self._planned, self._map, self._shares_graph = planned, the_map, shares_graph
-        self.calls: list[ModuleCall] = [None] * len(planned)  # type: ignore[list-item]  # each is set by its forward
-        self.entrance = Entrance([one.flat[0] for one in planned], the_map)
-        self.changed: dict[int, Tensor] = {}
-        self._held = memory_held([one.cuts for one in planned])
-        self._owners: dict[Node, ModuleCall] = {}
-        self._hooks = ordered_hooks(len(planned))
-        self._has_streams = accelerator_in_use() is not None
-
-    def run(self) -> list[ModuleCall]:
-        """Run all of them; return the calls.
-
-        Raises:
-            RuntimeError: they have changed what others take, or where an input is (`changes`).
-            BaseException: of the lowest failing call.
-        """
-        try:
-            computes_elsewhere = self._has_streams and any(
-                are_elsewhere(one.flat[0]) for one in self._planned
-            )
-            run_calls(
-                self._run_one,
-                self._map,
-                "forward",
-                is_backward=self._shares_graph,  # Rule 6
-                computes_elsewhere=computes_elsewhere,
-            )
-            self._refuse_changes()
-        finally:
-            self._owners.clear()
-            self.entrance.close()
-        self._note_shared_leaves()
-        return self.calls
-
-    def _run_one(self, i: int) -> None:
-        planned = self._planned[i]
-        if self._has_streams:
-            use_here(with_tensors_in_objects(planned.flat[0]))
-        with _NO_HOOKS if self._hooks is None else self._hooks.of(i):
-            call = self.calls[i] = ModuleCall(planned, self.entrance.aliases, self._shares_graph)
-        if self._hooks is not None:
-            call.boxes = self._hooks.boxes(i)
-        if any(type(cut) is LooseCut for cut in planned.cuts):
-            call.cuts, self._held[i] = without_changed(call.cuts, planned.cuts, self._held[i])
-        call.find_leaves(self._owners)
-
-    def _refuse_changes(self) -> None:
-        title, names = self._map.title, self._map.names
-        if not self._shares_graph:
-            refuse_changed_closures(title, names, self._held)
-        self.entrance.refuse_replaced(title)
-        self.changed = {id(base): base for call in self.calls for base in map(base_of, call.changed)}
-        if self.changed:  # Rule 7
-            taken = [self._taken_by(call) for call in self.calls]
-            refuse_shared_changes(title, names, [call.changed for call in self.calls], taken)
-        for call, name in zip(self.calls, names, strict=True):
-            call.refuse_changed_results(name)
-
-    def _taken_by(self, call: ModuleCall) -> list[Tensor]:
-        reached = [base for base in self.changed.values() if base.requires_grad and call.leads_to(base)]
-        return [*[tensor for _, tensor in call.cuts], *reached]
-
-    def _note_shared_leaves(self) -> None:
-        counts = collections.Counter([id(leaf) for call in self.calls for leaf in call.leaves])
-        shared = frozenset(leaf for leaf, count in counts.items() if count > 1)
-        for call in self.calls if shared else ():
-            call.shared_leaves = shared
-
-    def renew_views(self) -> None:
-        """Renew the callers' views of what was changed in place, once that is tied."""
-        if self.changed:
-            outer = [
-                *[tensor for one in self._planned for _, tensor in one.cuts],
-                *[value for one in self._planned for value in one.flat[0]],
-            ]
-            renew_views(self.changed.values(), [value for value in outer if isinstance(value, Tensor)])
-
-
 def run_module_calls(
     planned: Sequence[Planned],
     the_map: Map,
@@ -360,7 +253,7 @@ def run_module_calls(
         may_compile = meet(compiled, [one.flat[0] for one in planned])
         if may_compile:
             forwards_map = the_map._replace(max_concurrency=1)  # rule 1
-    forwards = _Forwards(planned, forwards_map, shares_graph)
+    forwards = ModuleForwards(planned, forwards_map, shares_graph)
     calls = forwards.run()
     if turns is not None and not (recomputes or (turns.are_taken and any(map(_runs_again, calls)))):
         turns = None

@@ -63,13 +63,13 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd.autograd.accumulating import Wanted, add_where_possible
-from moe_autograd.autograd.changes import follows
+from moe_autograd.autograd.changes import renewed
 from moe_autograd.autograd.computed_from import HAVE_USES
 from moe_autograd.autograd.deep import note_seen
 from moe_autograd.autograd.emulated import BACKWARD_TWICE
 from moe_autograd.autograd.entry import Flat, is_alias_of, past
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
-from moe_autograd.autograd.module_results import changed_of, edge_of, refuse_lost
+from moe_autograd.autograd.module_results import changed_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.passed import Passed, results_of, seen_outside
 from moe_autograd.autograd.reaching import Cut
@@ -81,7 +81,7 @@ from moe_autograd.autograd.this_backward import on_this_thread
 from moe_autograd.autograd.turns import taken_turns
 from moe_autograd.autograd.upper_cuts import cuts_above, may_be_walked_again, without_what_is_passed_on
 from moe_autograd.autograd.used_results import UsedResults
-from moe_autograd.autograd.walks import Edge, leads, plain, walk
+from moe_autograd.autograd.walks import Edge, edge_of, leads, plain, walk
 
 _NO_TURN = _NOBODY = contextlib.nullcontext()
 
@@ -144,7 +144,7 @@ class ModuleCall(UsedResults):
 
         # A call of a backward (Rule 6) ends at the histories of then, whatever these tensors have become since.
         if not shares_graph:
-            self.cuts += _renewed(cuts)
+            self.cuts += renewed(cuts)
         outer_of = {id(alias): tensor for tensor, alias in entered}
         outer_of |= {id(tensor): tensor for _, tensor in cuts}
         changed = changed_of(
@@ -393,9 +393,3 @@ class ModuleCall(UsedResults):
         """Return which of its inputs are results that its graph goes through, in the order of `passed`."""
         before = len(self.cuts) + len(self.leaves)
         return range(before, before + len(self.passed))
-
-
-def _renewed(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return further cuts: held views of what a call has changed meanwhile have another history by now."""
-    views = [(edge, view, edge_of(view)) for edge, view in cuts if follows(view)]
-    return [(now, view) for edge, view, now in views if now.node is not edge.node]

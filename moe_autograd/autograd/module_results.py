@@ -29,14 +29,8 @@ from moe_autograd.autograd.in_objects import InObjects, holder_in, notes_on, put
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
 from moe_autograd.autograd.reaching import Cut, has_history
 from moe_autograd.autograd.result_hooks import RetainWithin, See, Within, begun_with, joined_by
-from moe_autograd.autograd.walks import gradient_edge, leads, plain, walk
+from moe_autograd.autograd.walks import edge_of, gradient_edge, leads, plain, walk
 from moe_autograd.autograd.wrapped_hooks import waited_for
-
-
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """Return where the gradient of `tensor` goes; torch's own function also holds on to it."""
-    node = tensor.grad_fn
-    return gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
 def refuse_lost(values: Iterable[Any], known: Collection[int]) -> None:

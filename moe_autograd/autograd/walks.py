@@ -20,6 +20,12 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
         return get_gradient_edge(tensor)
 
 
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Return where the gradient of `tensor` goes; torch's own function also holds on to it."""
+    node = tensor.grad_fn
+    return gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
 def plain(edges: Iterable[GradientEdge]) -> list[Edge]:
     """Return edges as nodes have them, in `next_functions`."""
     return [edge[:2] for edge in edges]
