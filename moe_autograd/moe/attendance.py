@@ -198,6 +198,10 @@ class _LocalCall(nn.Module):
         finally:
             wait.settle(self._position, is_answered=self._position not in self._attendance.lost)
 
+    def only_computes(self) -> bool:
+        """Tell that beside its expert nothing here waits, so that small ones may be called in turn; see `in_turn`."""
+        return self._recompute is None
+
     def leaves_out(self, error: Exception) -> bool:
         """Tell whether a backward that failed so is left out, and note it; see `grouping`."""
         if not may_be_left_out(error):

@@ -21,6 +21,8 @@ from moe_autograd import parallel_apply
 from moe_autograd.autograd import in_turn, parallel
 from moe_autograd.autograd.recompute import Recompute
 from moe_autograd.autograd.saved_tensors import is_checkpointed
+from moe_autograd.moe.layer import MixtureOfExperts
+from moe_autograd.moe.routers import TopKRouter
 from moe_autograd.timeline import record_timeline
 from tests.support.comparison import MapFunction, Raised, assert_same, assert_same_program, one_after_another
 from tests.support.functions_waiting import PATIENCE_S
@@ -210,6 +212,26 @@ def test_a_policy_of_ones_own_or_a_dropout_is_recomputed_on_threads() -> None:
         assert all(
             map(is_joined, parallel_apply(modules, [torch.ones(3, 4)] * NUM_CALLS, recompute=recompute))
         )
+
+
+@pytest.mark.parametrize("timeout_s", [None, PATIENCE_S])
+def test_a_layer_that_drops_experts_calls_small_ones_in_turn_as_one_that_raises(
+    timeout_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, experts = TopKRouter(4, num_experts=NUM_CALLS, top_k=2), dropouts()
+    x = torch.randn(6, 4, requires_grad=True)
+
+    def run(**options: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        layer = MixtureOfExperts(router, experts, **options)
+        y = layer(x)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]), torch.rand(3)]
+
+    strict = run()
+    monkeypatch.delattr(parallel, "run_units")
+    assert_same(strict, run(on_failure="drop", timeout_after_min_s=timeout_s))
+    with pytest.raises(NameError, match="run_units"):
+        run(on_failure="drop", recompute=True)
 
 
 @pytest.mark.parametrize("unrecorded", [torch.no_grad, torch.inference_mode])
