@@ -18,13 +18,14 @@ current CUDA device             only where CUDA is in use; the streams are `_str
 multithreaded backward          `torch.autograd.set_multithreading_enabled`
 view replay                     `torch.autograd._force_original_view_tracking`
 flush-denormal                  a processor flag; read by trying, since torch offers no getter
+`torch.func` transforms         their stack, for backwards that `torch.vmap` is around
 `contextvars`                   each worker runs in a copy of the caller's context
 ==============================  =====================================================================
 
 Settings of the whole process (default dtype, deterministic algorithms, matmul precision, anomaly mode) need no
-carrying. Three things cannot be carried, because C++ alone may push their state: `torch.func` transforms,
-forward-mode AD and `torch.jit.trace`. A worker inside them computes a wrong number in silence, so `refuse_transforms`
-raises before any worker starts.
+carrying. Two things cannot be carried, because C++ alone may push their state: forward-mode AD and `torch.jit.trace`.
+A worker inside them computes a wrong number in silence, so `refuse_transforms` raises before any worker starts; also
+within `torch.func` transforms, whose layers would have to pass the cuts between the calls' graphs.
 
 Threads: the caller makes an `Ambient`, which may be reinstated on any number of threads at once.
 """
@@ -37,6 +38,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack,
+    temporarily_restore_interpreter_stack,
+)
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.overrides import _get_current_function_mode_stack
@@ -172,6 +177,7 @@ class Ambient:
         "_recording",
         "_saved_tensor_hooks",
         "_settings",
+        "_transforms",
     )
 
     def __init__(self) -> None:
@@ -185,8 +191,14 @@ class Ambient:
         self._function_modes = tuple(_get_current_function_mode_stack())
         self._dispatch_modes = tuple(_get_current_dispatch_mode_stack())
         self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        beside_settings = (self._cuda_device, self._hooks_disabled, self._saved_tensor_hooks)
-        self._has_more = bool(self._function_modes or self._dispatch_modes) or beside_settings != (None,) * 3
+        self._transforms = _transforms() if _C._are_functorch_transforms_active() else None
+        beside_settings = (
+            self._cuda_device,
+            self._hooks_disabled,
+            self._saved_tensor_hooks,
+            self._transforms,
+        )
+        self._has_more = bool(self._function_modes or self._dispatch_modes) or beside_settings != (None,) * 4
 
     def run(self, function: Callable[[], R]) -> R:
         """Call `function` in this world, on the current thread, and put the thread's own world back."""
@@ -240,6 +252,8 @@ class Ambient:
         if (own_state := _C._get_torch_function_state()) != self._function_state:
             at_end(_C._set_torch_function_state, own_state)
             _C._set_torch_function_state(self._function_state)
+        if self._transforms is not None:
+            enter(temporarily_restore_interpreter_stack(self._transforms))
         # Modes are pushed as they are: `with mode` would run their `__enter__`, which may count or record.
         for mode in self._function_modes:
             _C._push_on_torch_function_stack(mode)
@@ -247,6 +261,12 @@ class Ambient:
         for mode in self._dispatch_modes:
             _push_mode(mode)
             at_end(_pop_mode, getattr(mode, "_mode_key", None))
+
+
+def _transforms() -> list[Any]:
+    """Return the stack of `torch.func`'s transforms, which nobody may look at without taking it apart."""
+    with temporarily_clear_interpreter_stack() as transforms:
+        return transforms
 
 
 def _set_recording(wanted: tuple[bool, bool]) -> None:

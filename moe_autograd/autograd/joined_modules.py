@@ -170,7 +170,8 @@ class JoinedModules(Joined):
                 call.cuts_with_histories(self.map.names[index]),
                 of=call,
             )
-            (found,) = run_module_calls([planned], self._of_backward([index]), shares_graph=True)
+            with batches.beyond_transforms():
+                (found,) = run_module_calls([planned], self._of_backward([index]), shares_graph=True)
             (flow,) = batches.together(found)
             return flow
 
@@ -195,7 +196,8 @@ class JoinedModules(Joined):
             )
             for i in reached
         ]
-        found = run_module_calls(planned, self._of_backward(reached), shares_graph=True)
+        with batches.beyond_transforms():
+            found = run_module_calls(planned, self._of_backward(reached), shares_graph=True)
         by_call = {i: batches.together(own) for i, own in zip(reached, found, strict=True)}
         return [grad for i, count in enumerate(self.num_inputs) for grad in by_call.get(i, (None,) * count)]
 
@@ -204,8 +206,9 @@ def _second_order(
     batches: Batches, wanted: Sequence[Wanted], call: ModuleCall, *many: Tensor | None
 ) -> Tensors:
     try:
-        grad_outputs = batches.together(many)
-        return batches.apart(call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True))
+        with batches.within_transforms():
+            grad_outputs = batches.together(many)
+            return batches.apart(call.differentiate(grad_outputs, wanted, keep_graph=True, create_graph=True))
     except Exception as error:
         if call.leaves_out is None or not call.leaves_out(error):
             raise
@@ -220,10 +223,11 @@ def _second_order_flow(
     looked: Collection[int],
     *many: Tensor,
 ) -> Tensors:
-    grads: Any = batches.together(many)
-    return batches.apart(
-        [call.flow_to(used, dict(zip(places, grads, strict=True)), looked, create_graph=True)]
-    )
+    with batches.within_transforms():
+        grads: Any = batches.together(many)
+        return batches.apart(
+            [call.flow_to(used, dict(zip(places, grads, strict=True)), looked, create_graph=True)]
+        )
 
 
 def run_module_calls(

@@ -1,8 +1,12 @@
-"""Gradients of many backwards at once, and of these: `is_grads_batched=True`, `vectorize=True`, as in a loop."""
+"""Gradients of many backwards at once, and of these, as in a loop.
+
+Made by `is_grads_batched=True`, by `vectorize=True`, and by `torch.vmap` around a backward.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.functional import hessian, jacobian
+from torch.utils.checkpoint import checkpoint
 
 from moe_autograd import MixtureOfExperts, TopKRouter, parallel_apply
 from moe_autograd.autograd.batched import Batches
+from moe_autograd.errors import UnsupportedTransformError
 from tests.support.comparison import MapFunction, Raised, assert_same_program, one_after_another
+from tests.support.functions_waiting import PATIENCE_S
 from tests.support.readable import wait
 
 PARTS = 1e-10  # sums of parts in another order
@@ -49,45 +56,52 @@ def weights_of(modules: list[nn.Module]) -> list[nn.Parameter]:
     return [weight for module in modules for weight in module.parameters()]
 
 
-def penalty_on_a_jacobian(apply: MapFunction) -> Any:
+Gradients = Callable[..., Any]
+
+
+def at_once(y: Any, wanted: Any, basis: Tensor) -> Any:
+    return torch.autograd.grad(y, wanted, basis, is_grads_batched=True, create_graph=True)
+
+
+def by_vmap(y: Any, wanted: Any, basis: Tensor) -> Any:
+    def of_one(grad: Tensor) -> Any:
+        return torch.autograd.grad(y, wanted, grad, retain_graph=True, create_graph=True)
+
+    return torch.vmap(of_one)(basis)
+
+
+def penalty_on_a_jacobian(apply: MapFunction, gradients: Gradients) -> Any:
     modules, x = seeded()
     y = sum(apply(modules, [(x,)] * 2))
-    basis = torch.eye(3, dtype=torch.float64)
-    (found,) = torch.autograd.grad(y, x, basis, is_grads_batched=True, create_graph=True)
+    (found,) = gradients(y, x, torch.eye(3, dtype=torch.float64))
     (found.square().sum() + y.sum()).backward()
     return values(found, x.grad, *[weight.grad for weight in weights_of(modules)])
 
 
-def third_order(apply: MapFunction) -> Any:
+def third_order(apply: MapFunction, gradients: Gradients) -> Any:
     modules, x = seeded()
     y = sum(apply(modules, [(x,)] * 2))
     (grad,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-    basis = torch.eye(3, dtype=torch.float64)
     wanted = [x, *weights_of(modules)]
-    second = torch.autograd.grad(grad, wanted, basis, is_grads_batched=True, create_graph=True)
+    second = gradients(grad, wanted, torch.eye(3, dtype=torch.float64))
     third = torch.autograd.grad(sum(one.sin().sum() for one in second), wanted)
     return values(*second, *third)
 
 
-def by_name(apply: MapFunction) -> Any:
+def by_name(apply: MapFunction, gradients: Gradients) -> Any:
     modules, x = seeded(Features)
     (features, results), (_, others) = apply(modules, [(x,)] * 2)
-    basis = torch.eye(3, dtype=torch.float64)
-    y = results * others
-    wanted = [features, x]
-    found = torch.autograd.grad(y, wanted, basis, is_grads_batched=True, create_graph=True)
+    found = gradients(results * others, wanted := [features, x], torch.eye(3, dtype=torch.float64))
     further = torch.autograd.grad(sum(one.sin().sum() for one in found), [*wanted, *weights_of(modules)])
     return values(*found, *further)
 
 
-def some_of_many(apply: MapFunction) -> Any:
+def some_of_many(apply: MapFunction, gradients: Gradients) -> Any:
     """Of two results one gets many gradients, and the other a part of them that is the same for all."""
     modules, x = seeded()
     first, last = apply(modules, [(x,)] * 2)
     y = first * 2 + last.sum()
-    (found,) = torch.autograd.grad(
-        y, x, torch.eye(3, dtype=torch.float64), is_grads_batched=True, create_graph=True
-    )
+    (found,) = gradients(y, x, torch.eye(3, dtype=torch.float64))
     return values(found, *torch.autograd.grad(found.sin().sum(), [x, *weights_of(modules)]))
 
 
@@ -110,11 +124,27 @@ def one_within_the_other(apply: MapFunction) -> Any:
     return values(found, *torch.autograd.grad(found.sin().sum(), [x, *weights_of(modules)]))
 
 
+def one_vmap_within_the_other(apply: MapFunction) -> Any:
+    """The gradients of the outer one are the weights of the inner."""
+    modules, x = seeded()
+    y, z = apply(modules, [(x,)] * 2)
+
+    def of_row(row: Tensor) -> Any:
+        (many,) = by_vmap(y, [x], torch.eye(3, dtype=torch.float64) * row)
+        (one,) = torch.autograd.grad(z, x, row, retain_graph=True, create_graph=True)
+        return many.sin() + one
+
+    found = torch.vmap(of_row, in_dims=1, out_dims=2)(torch.arange(6.0).view(3, 2).double())
+    return values(found, *torch.autograd.grad(found.sin().sum(), [x, *weights_of(modules)]))
+
+
 PROGRAMS = [
-    penalty_on_a_jacobian,
-    third_order,
-    by_name,
-    some_of_many,
+    *[
+        functools.partial(program, gradients=gradients)
+        for program in (penalty_on_a_jacobian, third_order, by_name, some_of_many)
+        for gradients in (at_once, by_vmap)
+    ],
+    one_vmap_within_the_other,
     functools.partial(of_torch_functional, compute=jacobian),
     functools.partial(of_torch_functional, compute=hessian),
     one_within_the_other,
@@ -125,14 +155,75 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_they_are_as_in_a_loop(program: Callable[..., Any], options: dict[str, Any]) -> None:
     mapped = functools.partial(parallel_apply, **options)
-    if program is by_name and "recompute" in options:
-        with pytest.raises(
-            RuntimeError, match="expected a result that is asked for by name to lead to others"
-        ):
+    refusal = _refusal(program, options)
+    if refusal is not None:
+        with pytest.raises(RuntimeError, match=refusal):
             program(mapped)
         return
     said = assert_same_program(program, native_apply=one_after_another, mapped_apply=mapped, tolerance=PARTS)
     assert not isinstance(said, Raised), said
+
+
+def _refusal(program: Any, options: dict[str, Any]) -> str | None:
+    if "recompute" not in options:
+        return None
+    own = getattr(program, "keywords", {})
+    if getattr(program, "func", None) is by_name:
+        return "expected a result that is asked for by name to lead to others"
+    if program is one_vmap_within_the_other or own.get("gradients") is by_vmap:
+        return "Recomputed values for the following tensors have different metadata"  # PyTorch's own
+    return None
+
+
+def test_pytorchs_checkpoint_refuses_to_run_again_under_vmap_as_well() -> None:
+    def checkpointed(modules: Any, inputs: Any) -> Any:
+        return [
+            checkpoint(module, *x, use_reentrant=False) for module, x in zip(modules, inputs, strict=True)
+        ]
+
+    with pytest.raises(RuntimeError, match="have different metadata"):
+        penalty_on_a_jacobian(checkpointed, by_vmap)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_backwards_under_vmap_wait_for_each_other(create_graph: bool) -> None:
+    """So they are on threads, each of which is in the transform."""
+    barrier = threading.Barrier(2)
+
+    class Meets(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Keep nothing."""
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            barrier.wait(PATIENCE_S)
+            return grad.clone()
+
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    y = sum(parallel_apply([lambda x: Meets.apply(x).exp()] * 2, [x] * 2))
+    found = torch.vmap(
+        lambda grad: torch.autograd.grad(y, x, grad, retain_graph=True, create_graph=create_graph)[0]
+    )(torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.diag(2 * x.exp()))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.vmap(torch.func.grad(f))])
+def test_other_transforms_are_refused_by_name(transform: Any) -> None:
+    modules, x = seeded()
+    y = sum(parallel_apply(modules, [(x,)] * 2))
+
+    def of_one(grad: Tensor) -> Any:
+        return torch.autograd.grad(y, x, grad, retain_graph=True, create_graph=True)[0].sum()
+
+    with pytest.raises(UnsupportedTransformError, match="of another transform"):
+        transform(of_one)(torch.ones((2, 3)[transform is torch.func.grad :], dtype=torch.float64))
 
 
 def test_a_layers_jacobian_has_gradients() -> None:

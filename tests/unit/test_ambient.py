@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import VmapInterpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -61,6 +63,17 @@ def inference_on_several_threads() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def transforms(*levels: tuple[int, str]) -> Iterator[None]:
+    for level in levels:
+        _functorch._vmap_increment_nesting(*level)
+    try:
+        yield
+    finally:
+        for _ in levels:
+            _functorch._vmap_decrement_nesting()
+
+
 World = Callable[[], AbstractContextManager[Any]]
 SETTINGS: dict[str, World] = {
     "no gradients": torch.no_grad,
@@ -83,6 +96,8 @@ WORLDS: dict[str, World] = {
     "dispatch mode": DispatchMode,
     "default device": lambda: torch.device("meta"),
     "no gradients in a mode": without_gradients_in_a_mode,
+    "vmap": lambda: transforms((2, "error")),
+    "vmap in vmap": lambda: transforms((2, "same"), (3, "different")),
 }
 
 
@@ -103,6 +118,10 @@ def world() -> list[Any]:
         None if hooks else of_torch._autograd._top_saved_tensors_default_hooks(True),
         *(of_torch._is_torch_function_enabled(), of_torch._is_torch_function_all_disabled()),
         *(_get_current_function_mode_stack(), _get_current_dispatch_mode_stack()),
+        [
+            (one.level(), VmapInterpreter(one).batch_size())
+            for one in _functorch.get_interpreter_stack() or ()
+        ],
     ]
 
 
