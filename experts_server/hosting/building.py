@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from experts_server.configuration.config import ExpertConfig, OptimizerConfig, ScheduleConfig, UpdateMode
-from experts_server.hosting.checks import check_calls, check_weights
+from experts_server.hosting.checks import check_calls, check_parts, check_weights
 from experts_server.hosting.modules import IdentityExpert, TransformerExpert
 from experts_server.hosting.training import Training
 from moe_autograd.errors import ConfigError
@@ -84,9 +84,12 @@ def build_training(
     """Return how the expert is trained; `None` if it is not, or has nothing to train.
 
     Raises:
-        ConfigError: the optimizer or schedule does not exist, does not take these arguments, or cannot work here.
+        ConfigError: the optimizer or schedule does not exist, does not take these arguments, or cannot work here; or
+            a part of the module is trained elsewhere.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
+    if config is not None:
+        check_parts(f"config, expert {name!r}", module)
     if config is None or not parameters:
         return None
     place = f"config, expert {name!r}, key 'optimizer"
@@ -119,11 +122,18 @@ def check_training(name: str, module: nn.Module, config: OptimizerConfig | None)
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    name: str, module: nn.Module, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer | None:
-    """Return `make(parameters)`; `None` without a maker or without anything to train."""
-    wanted = [p for p in parameters if p.requires_grad]
-    return None if make is None or not wanted else make(wanted)
+    """Return what `make` makes of an expert's parameters; `None` without a maker or without anything to train.
+
+    Raises:
+        ConfigError: a part of the module is trained elsewhere.
+    """
+    if make is None:
+        return None
+    check_parts(f"expert {name!r}", module)
+    wanted = [p for p in module.parameters() if p.requires_grad]
+    return make(wanted) if wanted else None
 
 
 def why_it_cannot_step(optimizer: torch.optim.Optimizer) -> str | None:

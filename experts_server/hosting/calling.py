@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experts_server.hosting.calls import Outputs
-from experts_server.hosting.checks import check_calls, check_weights
+from experts_server.hosting.checks import check_calls, check_reached, check_weights
 from experts_server.hosting.gradients import GraphWeigher
 from experts_server.hosting.kept import SAVED_BYTES
 from experts_server.hosting.randomness import RandomStream
@@ -43,12 +43,16 @@ class ModuleCaller:
         name: the expert's, for errors.
         module: set to training or evaluation as each call wants it.
         eval_only: it always evaluates, whatever a call wants.
+        is_trained: whether its weights get gradients.
 
     Threads: one at a time, as the expert itself.
     """
 
-    def __init__(self, name: str, module: nn.Module, *, eval_only: bool = False) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, *, eval_only: bool = False, is_trained: bool = False
+    ) -> None:
         self.name = name
+        self._is_trained = is_trained
         self.eval_only = eval_only
         self.module = module
         check_calls(f"expert {name!r}", module)
@@ -87,13 +91,18 @@ class ModuleCaller:
     def uses_of(self, outputs: Outputs, inputs: Sequence[Tensor], evaluate: bool) -> tuple[int, ...]:
         """Return which outputs were computed from which others, as `Outputs` has it.
 
-        Without a graph: as the first call with such inputs has shown.
+        Without a graph: as the first call with such inputs has shown. That one is also checked.
+
+        Raises:
+            ExpertFailedError: its graph leads to experts that are trained elsewhere.
         """
         if self._has_one_output:
             return ()
         kind = _kind_of_call(inputs, evaluate)
         edges = [gradient_edge(y)[:2] if y.requires_grad else None for y in outputs.tensors]
         if any(edges):
+            if self._is_trained and kind not in self._uses:
+                check_reached(f"expert {self.name!r}, forward", [edge for edge in edges if edge])
             if len(self._uses) >= MAX_KNOWN_SHAPES:
                 self._uses.clear()
             pairs = [(place, used) for place, below in uses_of(edges).items() for used in below]

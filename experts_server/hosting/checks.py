@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -10,8 +10,12 @@ from torch import nn
 from experts_server.hosting.calls import BackwardCall, ForwardCall
 from experts_server.hosting.gradients import Gradients, are_surely_finite, is_finite
 from experts_server.spec import InputSpec
+from moe_autograd.autograd.anchors import lead_to_anchors, trained_elsewhere
 from moe_autograd.autograd.offload.flat import is_made_of_others
+from moe_autograd.autograd.walks import Edge
 from moe_autograd.errors import ConfigError, ExpertFailedError, ExpertNotFoundError, InvalidCallError
+
+_INSTEAD = "Let clients call it, beside this one, or freeze it: requires_grad_(False)."
 
 
 def check_calls(place: str, module: nn.Module) -> None:
@@ -48,6 +52,24 @@ def check_weights(place: str, module: nn.Module) -> None:
                 f"{place}: expected weights with memory of their own, got {type(tensor).__name__}, which is "
                 f"made of other tensors (key={key!r}). Host the module as it was before these came into it."
             )
+
+
+def check_parts(place: str, module: nn.Module) -> None:
+    """Raise `ConfigError` for a module, to be trained, in which there are experts that are trained elsewhere."""
+    for name in trained_elsewhere(module):
+        raise ConfigError(
+            f"{place}: expected a module that is trained here as a whole, got {f'a part {name!r}' if name else 'one'} "
+            f"that is on a server or offloaded, whose weights would get no gradient. {_INSTEAD}"
+        )
+
+
+def check_reached(place: str, results: Iterable[Edge]) -> None:
+    """Raise `ExpertFailedError` if a call's graph leads to experts that are trained elsewhere."""
+    if lead_to_anchors(results):
+        raise ExpertFailedError(
+            f"{place}: expected its module to compute with weights of its own, got a call of an expert on a server or "
+            f"offloaded, whose weights would get no gradient. {_INSTEAD}"
+        )
 
 
 def check_inputs(expert: str, spec: InputSpec, call: ForwardCall | BackwardCall) -> None:

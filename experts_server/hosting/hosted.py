@@ -93,7 +93,7 @@ class HostedExpert:
         self.replica = secrets.randbits(63) | 1  # which of those of its name; goes with its state
         self.module = module
         self.failures = failures or FailureLog()
-        self.caller = ModuleCaller(name, module, eval_only=eval_only)
+        self.caller = ModuleCaller(name, module, eval_only=eval_only, is_trained=training is not None)
         self.spec = self.caller.spec
         self.joiner = Joiner(self.caller, training, can_join=can_join)
         self._differentiator = Differentiator(self.caller, self.joiner)
@@ -247,11 +247,11 @@ class HostedExpert:
         else:
             outputs, graph_bytes = self.caller.call_and_weigh(leaves, call.evaluate, seed)
             kept = KeptForward(leaves, outputs.tensors, outputs.shapes, call.evaluate, seed, 0, graph_bytes)
-        if knew == self.caller.changes_inputs:  # else there are none to keep, and they will be sent again
-            self._keep(call, kept)
         answer = outputs.detached()
         answer.has_drawn = self.caller.random.has_drawn
         answer.uses = self.caller.uses_of(outputs, leaves, call.evaluate)
+        if knew == self.caller.changes_inputs:  # else there are none to keep, and they will be sent again
+            self._keep(call, kept)
         return answer
 
     def _forward_joined(self, calls: Sequence[ForwardCall]) -> list[Outputs]:

@@ -41,8 +41,9 @@ class ExpertsServer:
             as `{"checkpoint_dir": "checkpoints", "memory": {"recompute": True}}`. What is given above wins.
 
     Raises:
-        ConfigError: an option or a name is not allowed, or an optimizer wants more than gradients for a step; on
-            entry, if the address is in use, or an expert uses a weight that another one trains.
+        ConfigError: an option or a name is not allowed, an optimizer wants more than gradients for a step, or an
+            expert that it is to train has parts that are trained elsewhere; on entry, if the address is in use, or an
+            expert uses a weight that another one trains.
         CheckpointError: on entry, no checkpoint in the folder is whole or fits; at the end, the last save failed.
         TypeError: `experts` are not modules by name, or `optimizer` makes no optimizers.
 
@@ -79,7 +80,7 @@ class ExpertsServer:
         _check_types(experts, optimizer)
         self._experts: dict[str, Hosting] = {}
         for name, module in experts.items():
-            made = _checked_optimizer(name, build_optimizer(module.parameters(), optimizer))
+            made = _checked_optimizer(name, build_optimizer(name, module, optimizer))
             training = None if made is None else Training(made, update, samples_per_update or 1)
             self._experts[_checked(name)] = Hosting(module, training, saving=self._config.memory)
         self._renew_lock()

@@ -128,13 +128,18 @@ class Unit:
         return self.call(*self.args, **self.kwargs)
 
 
+def has_group(module: Any) -> bool:
+    """Whether a module, or what stands for one, says which group makes its calls; that may be `None`."""
+    return hasattr(type(module), "call_group") or "call_group" in getattr(module, "__dict__", ())
+
+
 def group_of(module: Any) -> Any:
     """Return the group that makes a module's calls; `None`: the module itself is called.
 
     A group calls no module, so hooks on it would not run. What has a module's attributes and stands for it, as
     `torch.compile` returns, is none of the group's.
     """
-    if not hasattr(type(module), "call_group") and "call_group" not in getattr(module, "__dict__", ()):
+    if not has_group(module):
         return None
     group: CallGroup | None = module.call_group
     return None if group is not None and isinstance(module, nn.Module) and is_watched(module) else group

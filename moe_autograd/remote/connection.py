@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moe_autograd._interrupts import unwinding
 from moe_autograd._random import seeds_elsewhere
+from moe_autograd.autograd.anchors import new_anchor
 from moe_autograd.autograd.grouping import Failures
 from moe_autograd.errors import CorruptDataError, RemoteError
 from moe_autograd.remote.calls import Outcome
@@ -65,7 +65,7 @@ class Connection:
 
     def __init__(self, servers: Servers, settings: Settings) -> None:
         self.numbering = Numbering()
-        self.anchor = torch.empty(0, requires_grad=True, device="cpu")  # `nodes`, rule 1
+        self.anchor = new_anchor()  # `nodes`, rule 1
         self._finding = Finding(servers, int.from_bytes(self.numbering.client_id[:4], "little"))
         self._delivery = Delivery(self._finding, settings)
         self._expectations = Expectations(self._delivery.expect)

@@ -9,7 +9,8 @@ One node stands for all calls of one group in one pass::
 Rules:
 
 1. The *anchor* is a tensor without elements that requires grad. It stands for the experts' weights, which are
-   not here: with it the outputs require grad even if no input does. It never gets a gradient.
+   not here: with it the outputs require grad even if no input does. It never gets a gradient. Where all experts of
+   a pass are frozen, the pass does not lead to it.
 2. An input's gradient is asked for only if the engine wants it now; the weights' gradients are gathered only if
    the engine goes to the anchor, of experts that are not frozen by then: torch's weights, too, take none while
    they are. So `torch.autograd.grad(loss, x)` changes nothing on any server.
@@ -75,7 +76,8 @@ def call_experts(
     flat: Sequence[Any]
     if any(call.keep_graph for call in calls):
         apply: Any = _RemoteCalls.apply
-        anchor = connection.anchor.view_as(connection.anchor)
+        own = connection.anchor
+        anchor = own.view_as(own) if any(call.is_trained for call in calls) else own.detach()
         flat = apply(connection, calls, failures, anchor, *(x for args in inputs for x in args))
         connection.prepare_backward([call for call in calls if call.keep_graph], flat)
     else:
@@ -165,5 +167,6 @@ class _RemoteCalls(torch.autograd.Function):
         grads = [grad for call in calls for grad in grads_of.get(call.call_id, [None] * call.num_inputs)]
         if not is_backward_compiled():
             return (None, None, None, None, *grads)
-        nothing = torch.zeros_like(ctx.connection.anchor)  # to be added up, where there are several passes
+        # to be added up, where there are several passes
+        nothing = None if anchor_node is None else torch.zeros_like(ctx.connection.anchor)
         return filled(ctx.next_functions, (None, None, None, nothing, *grads))

@@ -183,6 +183,34 @@ def test_counters_around_offloaded_experts() -> None:
     assert [forward.get_total_flops(), backward.get_total_flops()] == [24, 48]
 
 
+@of(
+    "**A hosted expert that calls another one**, on a server or offloaded, which is trained there, is refused"
+)
+@of("where a later one goes another way, or the hosted expert has no weights of its own")
+def test_experts_within_hosted_ones() -> None:
+    class Calls(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(inner[0](x) if x.sum() > 0 else x)
+
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return inner[0](x)
+
+    inner = OffloadedExperts([nn.Linear(2, 2)], sgd, max_resident_bytes=10**6, store="ram")
+    before = inner.state_dict(0)["weight"].clone()
+    with (
+        ExpertsServer({"calls": Calls(2, 2), "bare": Bare()}, optimizer=sgd) as server,
+        connect(server.address) as experts,
+    ):
+        with pytest.raises(ExpertFailedError, match="would get no gradient"):
+            experts["calls"](torch.ones(1, 2))
+        for sign in (-1, 1):
+            experts["calls"](sign * torch.ones(1, 2)).sum().backward()
+        experts["bare"](torch.ones(1, 2, requires_grad=True)).sum().backward()
+        inner.step()
+        assert torch.equal(inner.state_dict(0)["weight"], before)
+
+
 @of("**A server that is further away than 0.8 s**, there and back: who is silent for 0.9 s counts as gone")
 def test_servers_that_are_far_away() -> None:
     """The system says nothing to who connects where as many wait already as may."""

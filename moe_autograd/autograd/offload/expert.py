@@ -30,6 +30,12 @@ class OffloadedExpert(nn.Module):
         """The module, for those who ask whether calls share buffers."""
         return self._held.module
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether calls give the weights, or some of them, gradients."""
+        parameters = self._held.parameters.values()
+        return self._held.optimizer is not None and any(p.requires_grad for p in parameters)
+
     def recomputed(self, how: Recompute) -> OffloadedExpert:
         """Return the same expert, for calls that keep only inputs; its weights are read once for both in a backward."""
         return OffloadedExpert(self._owner, self._held, how)

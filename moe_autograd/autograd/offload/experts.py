@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from moe_autograd._interrupts import unwinding
 from moe_autograd._random import running, take_places
+from moe_autograd.autograd.anchors import new_anchor
 from moe_autograd.autograd.hooks import before_backward
 from moe_autograd.autograd.offload.call import OffloadedCall
 from moe_autograd.autograd.offload.checks import (
@@ -123,7 +124,7 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
                 f"{type(beside).__name__}. Of a layer that is made of them, pass those."
             )
         self._num_microbatches = num_microbatches
-        self._anchor = torch.empty(0, requires_grad=True, device="cpu") if optimizer else None
+        self._anchor = new_anchor() if optimizer else None
         modules = (module if device is None else module.to(device) for module in each_module(experts))
         first = next(modules, None)
         if first is None:
@@ -229,7 +230,8 @@ class OffloadedExperts(Sequence[OffloadedExpert]):
                     expert._recompute,
                     drawing_of(indices[i]),
                 )
-                results.append(call.apply(inputs[i], kwargs[i], self._anchor))
+                anchor = self._anchor if expert.is_trained else None
+                results.append(call.apply(inputs[i], kwargs[i], anchor))
         finally:
             running.index = own_index
         self._last_called = called
