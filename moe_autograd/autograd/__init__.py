@@ -6,7 +6,7 @@ Begin with `parallel`, which draws the three steps of a map. The first line of e
     what only computes      arithmetic, callees, known_arithmetic, work, spatial
     how functions are read  function_reading, readings, bytecode, bytecode_loops
     a call of a function    emulated, isolated, function_calls, unrecorded
-    a call of a module      module_calls, module_results, module_forwards, joined_modules, upper_cuts, entry
+    a call of a module      module_calls, module_results, module_forwards, joined_modules, upper_cuts, entry, per_sample
     results from results    computed_from, used_results, uses, used_elsewhere
     gradients of gradients  passed, batched
     one node for all calls  join, joined, left, histories, this_backward, boxed, grad_dtypes, accumulating, sums

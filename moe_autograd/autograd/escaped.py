@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, Node
 from moe_autograd.autograd.entry import ESCAPED, is_entry
 from moe_autograd.autograd.inlet import inlet_at
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Joined
+from moe_autograd.autograd.per_sample import stand_in_for
 from moe_autograd.autograd.result_hooks import joined_by
 from moe_autograd.autograd.this_backward import (
     asked_for_by_name,
@@ -150,7 +151,7 @@ def _entries_among(edges: Iterable[Edge]) -> set[Node]:
 def _is_anchor(node: Node) -> bool:
     """Whether it is of a leaf without elements, such as calls lead to by way of another map's entry."""
     leaf = _leaf_at(node)
-    return leaf is not None and leaf.numel() == 0
+    return leaf is not None and stand_in_for(leaf).numel() == 0
 
 
 def _within_calls(nodes: Iterable[Node | None]) -> set[Node]:

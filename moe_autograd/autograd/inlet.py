@@ -17,6 +17,7 @@ from moe_autograd.autograd.entry import ESCAPED
 from moe_autograd.autograd.grad_dtypes import grad_dtype_of
 from moe_autograd.autograd.in_objects import notes_on, put_on
 from moe_autograd.autograd.joined import ACCUMULATE_GRAD
+from moe_autograd.autograd.per_sample import stand_in_for
 from moe_autograd.autograd.walks import Edge
 from moe_autograd.autograd.wrapped_hooks import innermost
 
@@ -59,5 +60,5 @@ def inlet_at(node: Node | None) -> Inlet | None:
     """Return that of the leaf whose gradient a node accumulates, if it has one."""
     if type(node) is not ACCUMULATE_GRAD:
         return None
-    hooks: Any = cast(Any, node).variable._post_accumulate_grad_hooks or {}
+    hooks: Any = stand_in_for(cast(Any, node).variable)._post_accumulate_grad_hooks or {}
     return next((own for hook in hooks.values() if isinstance(own := innermost(hook), Inlet)), None)

@@ -72,6 +72,7 @@ from moe_autograd.autograd.joined import ACCUMULATE_GRAD, Tensors, has_missing
 from moe_autograd.autograd.module_results import changed_of, refuse_lost
 from moe_autograd.autograd.ordered_hooks import Box
 from moe_autograd.autograd.passed import Passed, results_of, seen_outside
+from moe_autograd.autograd.per_sample import PLAIN, may_have_gradients, stand_in_for
 from moe_autograd.autograd.reaching import Cut
 from moe_autograd.autograd.result_hooks import begun_with
 from moe_autograd.autograd.runs import is_under_mode_of_torch
@@ -180,7 +181,8 @@ class ModuleCall(UsedResults):
                 break
             self.cuts = [cut for cut in self.cuts if cut[0][:2] not in upper]
             met, leaf_nodes, passed = self._walk(owners, of_first)
-        self.leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
+        leaves = [node.variable for node in leaf_nodes]  # type: ignore[attr-defined]
+        self.leaves = [leaf if type(leaf) in PLAIN else stand_in_for(leaf) for leaf in leaves]
         if len(met) < len(self.cuts):
             changed = {id(tensor) for tensor in self.dirty}
             self.cuts = [cut for cut in self.cuts if cut[0][:2] in met or id(cut[1]) in changed]
@@ -220,9 +222,9 @@ class ModuleCall(UsedResults):
                 continue
             seen.add(node)
             if type(node) is ACCUMULATE_GRAD:
-                leaf = node.variable  # type: ignore[attr-defined]
                 # One that was frozen counts (`_thawed`), if it was not made whole numbers (quantized) as well.
-                if leaf.requires_grad or leaf.is_floating_point() or leaf.is_complex():
+                leaf = node.variable  # type: ignore[attr-defined]
+                if (type(leaf) in PLAIN and leaf.requires_grad) or may_have_gradients(leaf):
                     leaf_nodes.append(node)
                 continue
             if (owner := owners.setdefault(node, self)) is not self:

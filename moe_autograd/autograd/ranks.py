@@ -5,8 +5,8 @@ order, another one on each rank: at best sizes differ and all is over, at worst 
 numbers. So a map with a call that is known to talk makes its calls one after the other, forwards and backwards, in the
 order of their index. Known are
 
-1. weights and inputs that are `DTensor`s (tensor parallelism; `FakeTensor`s, which talk with nobody, cannot have
-   several threads either);
+1. weights and inputs that are `DTensor`s (tensor parallelism; `FakeTensor`s and the weights of `per_sample`, which talk
+   with nobody, cannot have several threads either);
 2. modules that `DistributedDataParallel` or `FullyShardedDataParallel` has wrapped, and `SyncBatchNorm`;
 3. modules with a hook of `torch.distributed` on their forward (`replicate`, `PrepareModuleInput`);
 4. callables that name a collective, as far as `named` sees it (its rule 3).
@@ -26,6 +26,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_autograd.autograd.per_sample import are_per_sample
+
 _DTENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
 _USUAL = {torch.Tensor, nn.Parameter, type(None)}
 _REPLICATE = "torch.distributed._composable.replicate"
@@ -37,12 +39,12 @@ def has_other_ranks() -> bool:
 
 
 def are_for_one_call(values: Iterable[Any]) -> bool:
-    """Whether one of `values` is a tensor with parts on other ranks; or a fake one, whose mode serves one thread."""
+    """Whether one of `values` is a tensor with parts on other ranks; or one that serves one thread (rule 1)."""
     kinds = {*map(type, values)} - _USUAL
     if not kinds:  # mostly
         return False
     of_ranks = getattr(sys.modules.get(_DTENSORS), "DTensor", FakeTensor)  # somebody may be just importing it
-    return any(issubclass(kind, (FakeTensor, of_ranks)) for kind in kinds)
+    return any(issubclass(kind, (FakeTensor, of_ranks)) for kind in kinds) or are_per_sample(kinds)
 
 
 def modules_that_talk() -> tuple[type, ...]:
