@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moe_autograd.autograd.offload.flat import Layout
+from moe_autograd.autograd.offload.guard import Guard
 from moe_autograd.autograd.offload.holders import Holders
 from moe_autograd.autograd.offload.parts import Part
 from moe_autograd.autograd.offload.residency import Residency
@@ -97,6 +98,65 @@ def test_threads_that_all_hold_and_wait_are_told_instead_of_waiting_forever(resi
     (told,) = [outcome for outcome in outcomes if outcome != "got it"]
     assert "expected 200 more bytes" in told
     assert "held by calls that all wait for more" in told
+
+
+def test_who_was_told_of_room_and_has_not_looked_yet_does_not_count_as_waiting(
+    residency: Residency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds something, and is late to wake. Whoever then asks for more than there is waits for it."""
+    a, b, c, d = (
+        part_of(residency, "x" * n, num_bytes) for n, num_bytes in ((1, 100), (2, 200), (3, 200), (4, 300))
+    )
+    waits, may_look, lock, wait = threading.Event(), threading.Event(), residency._lock, residency._lock.wait
+
+    def wait_and_be_late(timeout_s: float) -> bool:
+        if threading.current_thread() is not late:
+            may_look.set()
+            return wait(timeout_s)
+        waits.set()
+        wait(timeout_s)
+        lock.__exit__()
+        may_look.wait(timeout=60)
+        lock.__enter__()
+        return True
+
+    def hold_more() -> None:
+        with residency.hold([a]), residency.hold([b]):
+            outcomes.append("got it")
+
+    outcomes: list[str] = []
+    monkeypatch.setattr(lock, "wait", wait_and_be_late)
+    late = threading.Thread(target=hold_more)
+    with residency.hold([c]):
+        late.start()
+        assert waits.wait(timeout=60)
+    try:
+        with residency.hold([d]):
+            assert outcomes == ["got it"]
+    finally:
+        may_look.set()
+        late.join()
+
+
+def test_news_between_a_wait_that_is_over_in_vain_and_the_lock_are_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guard = Guard()
+    take_again = guard._condition._acquire_restore  # type: ignore[attr-defined]
+
+    def tell() -> None:
+        with guard:
+            guard.notify_all()
+
+    def be_late(*args: Any) -> None:
+        teller = threading.Thread(target=tell)
+        teller.start()
+        teller.join()
+        take_again(*args)
+
+    monkeypatch.setattr(guard._condition, "_acquire_restore", be_late)
+    with guard:
+        assert guard.wait(0)
 
 
 def test_who_waits_for_the_room_of_a_part_that_is_being_read_gets_it(
@@ -293,14 +353,15 @@ def test_what_is_no_longer_changed_is_not_written() -> None:
 
 def test_all_wait_when_whoever_holds_something_waits_as_often_as_it_holds() -> None:
     holders = Holders()
-    with holders.waiting():
-        assert not holders.all_wait, "nobody holds anything"
+    with holders.waiting(7):
+        assert not holders.all_wait(7), "nobody holds anything"
         holders.begin()
         holders.begin()
-        assert holders.all_wait
+        assert holders.all_wait(7)
+        assert not holders.all_wait(8), "it looks again"
         other = threading.Thread(target=holders.begin)
         other.start()
         other.join()
-        assert not holders.all_wait, "the other may let go"
+        assert not holders.all_wait(7), "the other may let go"
         holders.end()
-    assert not holders.all_wait
+    assert not holders.all_wait(7)

@@ -11,6 +11,9 @@ from moe_autograd._interrupts import uninterrupted
 class Guard:
     """A lock, and whoever waits for news of what it guards. Not reentrant.
 
+    Attributes:
+        num_news: how often there were any.
+
     Raises:
         RuntimeError: it is entered in a fork, which has none of the threads, and would write over its parent's files.
             Nobody waits there: who had the lock at the fork does not let go of it.
@@ -20,6 +23,7 @@ class Guard:
         self._process = os.getpid()
         self._condition = threading.Condition(threading.Lock())
         self._section = uninterrupted()  # of who has it
+        self.num_news = 0
 
     @property
     def is_in_fork(self) -> bool:
@@ -54,12 +58,14 @@ class Guard:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for news, the lock released meanwhile; return whether there are any."""
-        section = self._section
+        section, num_news = self._section, self.num_news
         try:
-            return self._condition.wait(timeout_s)
+            # there may be some between a wait that is over in vain and the lock
+            return self._condition.wait(timeout_s) or self.num_news != num_news
         finally:
             self._section = section  # others have had the lock
 
     def notify_all(self) -> None:
         """Tell all who wait that there are news."""
+        self.num_news += 1
         self._condition.notify_all()

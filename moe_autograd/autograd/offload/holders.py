@@ -17,7 +17,7 @@ class Holders:
 
     def __init__(self) -> None:
         self._num_holds: Counter[int] = Counter()  # by thread: one may hold several times
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, int] = {}  # by thread: how many news it knows
 
     def begin(self) -> None:
         """Say that the current thread holds something, once more."""
@@ -31,16 +31,18 @@ class Holders:
             del self._num_holds[me]
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, the current thread waits for room."""
+    def waiting(self, num_news: int) -> Iterator[None]:
+        """Inside, the current thread waits for room: with so many news there was none."""
         me = threading.get_ident()
-        self._waiting.add(me)
+        self._waiting[me] = num_news
         try:
             yield
         finally:
-            self._waiting.discard(me)
+            del self._waiting[me]
 
-    @property
-    def all_wait(self) -> bool:
-        """Whether there are threads that hold something, and each of them waits: none will let go."""
-        return bool(self._num_holds) and self._num_holds.keys() <= self._waiting
+    def all_wait(self, num_news: int) -> bool:
+        """Whether there are threads that hold something, and each of them waits: none will let go.
+
+        Who has been told of news since is about to look again, and may go on. The last to wait again sees all others.
+        """
+        return bool(self._num_holds) and all(self._waiting.get(one) == num_news for one in self._num_holds)

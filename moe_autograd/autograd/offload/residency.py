@@ -301,7 +301,7 @@ class Residency:
             while not self._try_to_take(parts):
                 self._check_is_open()
                 self._transfers.raise_error(since)
-                with self._holders.waiting():
+                with self._holders.waiting(self._lock.num_news):
                     self._check_for_deadlock(parts)
                     wait(self._lock.wait)
             self._holders.begin()
@@ -319,7 +319,7 @@ class Residency:
 
     def _check_for_deadlock(self, parts: Sequence[Part]) -> None:
         """Rule 2's exception."""
-        if not self._transfers.is_moving and self._holders.all_wait:
+        if not self._transfers.is_moving and self._holders.all_wait(self._lock.num_news):
             needed = sum(part.layout.num_bytes for part in parts if part.buffer is None)
             held = sum(part.layout.num_bytes for part in self._resident if part.num_holders)
             raise RuntimeError(
