@@ -17,7 +17,6 @@ less.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moe_autograd._ambient import autocast_state
+from moe_autograd._imported import imported
 from moe_autograd.autograd.lookups import in_closure
 
 MOST_KINDS, MOST_SHAPES = 256, 4096
@@ -150,5 +150,5 @@ def _shapes_of(leaves: Sequence[Any]) -> Hashable:
 
 def _num_graphs() -> int:
     """Return how many graphs dynamo has compiled in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
+    counters = imported("torch._dynamo.utils", "counters")
+    return 0 if counters is None else counters["stats"]["unique_graphs"]

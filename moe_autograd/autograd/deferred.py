@@ -33,7 +33,6 @@ to whoever has taken it off the backlog.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -46,6 +45,7 @@ from torch.autograd.function import Function
 from torch.autograd.graph import Node
 
 from moe_autograd._ambient import Ambient
+from moe_autograd._imported import imported
 from moe_autograd._random import CallSeeds
 from moe_autograd._streams import accelerator_in_use
 from moe_autograd._threads import start_soon
@@ -66,8 +66,9 @@ from moe_autograd.autograd.uncompiled import left_alone
 def may_defer() -> bool:
     """Whether gradients of weights may come later than those of inputs (Rule 4)."""
     # Of `fully_shard`: it knows the modules of this process, and reduces what is there when a backward has passed them.
-    states: Any = sys.modules.get("torch.distributed._composable_state")
-    return accelerator_in_use() is None and not (states and states._module_state_mapping)
+    return accelerator_in_use() is None and not imported(
+        "torch.distributed._composable_state", "_module_state_mapping"
+    )
 
 
 class DeferringModules(JoinedModules):

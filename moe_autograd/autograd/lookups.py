@@ -59,8 +59,8 @@ def value_of(function: types.FunctionType, name: str) -> object:
         with contextlib.suppress(ValueError):  # nothing is in the cell yet
             return cells[name].cell_contents
     for there in (function.__globals__, vars(builtins), sys.modules):
-        if name in there:
-            return there[name]
+        if (value := there.get(name, NotYet)) is not NotYet:  # others may change them meanwhile
+            return value
     return NotYet
 
 

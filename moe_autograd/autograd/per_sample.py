@@ -11,12 +11,13 @@ a gradient. Its class refuses to be asked anything, `requires_grad` too. So
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from moe_autograd._imported import imported
 
 _HOME = "torch.nn.utils._expanded_weights.expanded_weights_impl"
 PLAIN: frozenset[type] = frozenset([Tensor, nn.Parameter])  # mostly, and may be asked anything
@@ -24,7 +25,7 @@ PLAIN: frozenset[type] = frozenset([Tensor, nn.Parameter])  # mostly, and may be
 
 def are_per_sample(kinds: Iterable[type]) -> bool:
     """Whether one of these classes is that of such weights; nobody has one before its module is imported."""
-    expanded = getattr(sys.modules.get(_HOME), "ExpandedWeight", None)
+    expanded = imported(_HOME, "ExpandedWeight")
     return expanded is not None and any(issubclass(kind, expanded) for kind in kinds)
 
 

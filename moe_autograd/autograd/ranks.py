@@ -16,7 +16,6 @@ Whoever calls collectives by other means has to say so, by `max_concurrency=1`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_autograd._imported import imported
 from moe_autograd.autograd.per_sample import are_per_sample
 
 _DTENSORS, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
@@ -43,16 +43,14 @@ def are_for_one_call(values: Iterable[Any]) -> bool:
     kinds = {*map(type, values)} - _USUAL
     if not kinds:  # mostly
         return False
-    of_ranks = getattr(sys.modules.get(_DTENSORS), "DTensor", FakeTensor)  # somebody may be just importing it
+    of_ranks = imported(_DTENSORS, "DTensor", FakeTensor)
     return any(issubclass(kind, (FakeTensor, of_ranks)) for kind in kinds) or are_per_sample(kinds)
 
 
 def modules_that_talk() -> tuple[type, ...]:
     """Return the classes of modules that run collectives, as far as somebody has imported them."""
     always = nn.SyncBatchNorm, DistributedDataParallel
-    if _FSDP not in sys.modules:
-        return always
-    return *always, *filter(None, [getattr(sys.modules[_FSDP], "FullyShardedDataParallel", None)])
+    return *always, *filter(None, [imported(_FSDP, "FullyShardedDataParallel")])
 
 
 def has_hooks_of_torch(attributes: dict[str, Any]) -> bool:
@@ -88,6 +86,7 @@ def refuse_reducing(module: nn.Module) -> None:
 def _has_static_graph(module: nn.Module) -> bool:
     if isinstance(module, DistributedDataParallel):
         return module.static_graph
-    if _REPLICATE not in sys.modules or not (state := sys.modules[_REPLICATE].replicate.state(module)):
+    replicate = imported(_REPLICATE, "replicate")
+    if replicate is None or not (state := replicate.state(module)):
         return False
     return bool(state._ddp.static_graph if state.has_initialized else state._init_kwargs.get("static_graph"))

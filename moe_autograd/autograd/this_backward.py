@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from moe_autograd._frames import on_each_thread
+from moe_autograd._imported import imported
 
 T = TypeVar("T")
 _ROOM = __name__.rpartition(".")[0] + "."
@@ -111,10 +112,10 @@ def is_first_part_of_a_schedule() -> bool:
     It asks for the gradients of a stage's inputs; in the second part for those of its parameters, with which a node
     whose weights are elsewhere has nothing to do. So all that such a node ever computes, it computes now.
     """
-    schedules: Any = sys.modules.get("torch.distributed.pipelining._backward")
-    if schedules is None or this_backward() < 0:
+    backward_input = imported("torch.distributed.pipelining._backward", "stage_backward_input")
+    if backward_input is None or this_backward() < 0:
         return False
-    first_part = schedules.stage_backward_input.__code__
+    first_part = backward_input.__code__
     return kept_by_this_backward(first_part, lambda: _runs_beneath(first_part))
 
 

@@ -6,13 +6,13 @@ And what a node of ours owes to compiled autograd, which adds up the gradients t
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe_autograd._imported import imported
 from moe_autograd.autograd.tracebacks import empty_our_frames
 from moe_autograd.autograd.walks import Edge
 
@@ -57,8 +57,7 @@ def left_alone(function: Callable[P, T]) -> Callable[P, T]:
 
 def is_backward_compiled() -> bool:
     """Whether compiled autograd runs, whose graph adds up what nodes return: no gradient may be missing there."""
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled is not None and compiled.in_compiled_autograd_region
+    return bool(imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region"))
 
 
 def filled(edges: Sequence[Edge], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
