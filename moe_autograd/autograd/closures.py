@@ -116,7 +116,7 @@ def _held_by(value: object, of_all: Held) -> Iterable[object]:
     if isinstance(value, types.FunctionType):
         return (*around_function(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     if (iterate := _ITERATE.get(type(value))) is not None:
-        return first(iterate(value))
-    items = [iterate(value) for kind, iterate in _ITERATE.items() if issubclass(type(value), kind)]
+        return first(iterate, value)
+    ways = [iterate for kind, iterate in _ITERATE.items() if issubclass(type(value), kind)]
     attributes = [place.value for place in attributes_of(value)]
-    return (*(first(items[0]) if items else ()), *attributes)
+    return (*(first(ways[0], value) if ways else ()), *attributes)

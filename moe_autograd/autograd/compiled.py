@@ -110,7 +110,7 @@ def _modes_of(compiled: Any) -> Iterator[Hashable]:
     for module in around:
         for part in module.modules() if isinstance(module, nn.Module) else ():
             yield part.training
-            yield from [(p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None]
+            yield from [(p.dtype, p.requires_grad) for p in [*part._parameters.values()] if p is not None]
 
 
 def _kind_of_argument(value: Any) -> Any:

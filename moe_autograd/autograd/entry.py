@@ -107,7 +107,7 @@ def stays_as_it_is(value: object) -> bool:
     if isinstance(value, Tensor):
         return not value.requires_grad
     if kind is dict or kind is tuple or kind is list:
-        values: Any = value.values() if kind is dict else value  # type: ignore[attr-defined]
+        values: Any = [*value.values()] if kind is dict else value  # type: ignore[attr-defined]
         return all(map(stays_as_it_is, values))
     return all(not isinstance(leaf, Tensor) or not leaf.requires_grad for leaf in tree_leaves(value))
 

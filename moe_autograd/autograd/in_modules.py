@@ -57,7 +57,8 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         own = attributes if "_modules" in attributes else _of_script(part)
         parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
         around = _in_attributes(attributes, found, of_all)
-        found += _with_history((*parameters.values(), *buffers.values()))
+        weights = [*parameters.values()]  # at once, as other threads may add some
+        found += _with_history((*weights, *buffers.values()))
         around += _around_forward(part, of_all)
         if of_all.changes:  # what `functional_call` runs is often hidden from `modules()`, in a list
             add(_modules_in(attributes))
@@ -65,11 +66,7 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
             around = [held.get(None) if isinstance(held, contextvars.ContextVar) else held for held in around]
             found += within(around)
             add(held for held in around if isinstance(held, torch.nn.Module))
-        if (
-            isinstance(part, talking)
-            or are_for_one_call(parameters.values())
-            or has_hooks_of_torch(attributes)
-        ):
+        if isinstance(part, talking) or are_for_one_call(weights) or has_hooks_of_torch(attributes):
             refuse_reducing(part)
             of_all.talks = True
         if is_compiled(part):
@@ -80,7 +77,7 @@ def _look_through(module: torch.nn.Module, of_all: Held) -> list[Tensor]:
         if children:
             if parametrize._cache_enabled and "parametrizations" in children:
                 found += _computed_for_all(part, children)
-            add(children.values())
+            add([*children.values()])
     of_all.parts.extend(parts)
     return found
 
@@ -122,7 +119,7 @@ def _computed_for_all(part: torch.nn.Module, children: dict[str, Any]) -> list[T
 
 def _modules_in(attributes: dict[str, Any]) -> list[torch.nn.Module]:
     """Return the modules that stand as attributes and in lists of them, as they may do unregistered."""
-    own = [attributes[name] for name in sorted(attributes.keys() - _OF_TORCH)]
+    own = [attributes.get(name) for name in sorted(attributes.keys() - _OF_TORCH)]
     return [value for value in flattened(own) if isinstance(value, torch.nn.Module)]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, is_structseq_class, tree_flatten
 
-from moe_autograd.autograd.reaching import has_history
+from moe_autograd.autograd.reaching import at_once, has_history
 
 HOLDS_NOTHING = (
     bool,
@@ -48,9 +48,11 @@ _NOT_LOOKED_INTO = (
 )
 # Read at once, as other threads may change them meanwhile.
 _ITEMS: dict[Any, Callable[[Any], Iterable[tuple[Any, Any]]]] = {
-    dict: lambda held: _with_more_than_plain(tuple(dict.items(held))),
+    dict: lambda held: _with_more_than_plain(at_once(dict.items, held)),
     list: lambda held: _with_more_than_plain(enumerate(tuple(list.__iter__(held)))),
-    collections.deque: lambda held: _with_more_than_plain(enumerate(tuple(collections.deque.__iter__(held)))),
+    collections.deque: lambda held: _with_more_than_plain(
+        enumerate(at_once(collections.deque.__iter__, held))
+    ),
 }
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _OF_PYTHON = (types.GetSetDescriptorType, types.MemberDescriptorType)  # descriptors

@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 import itertools
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -88,15 +88,32 @@ def flattened(container: Any) -> Iterator[Any]:
     """Yield what is in nested lists, tuples and dictionaries, these included."""
     containers = [container]
     for held in containers:  # grows
-        for value in first(held.values() if type(held) is dict else held):
+        for value in first(dict.values if type(held) is dict else iter, held):
             if type(value) in CONTAINERS and len(containers) < MOST_LOOKED_AT:
                 containers.append(value)
             yield value
 
 
-def first(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the first of them, at once: other threads may change the container meanwhile."""
-    return tuple(itertools.islice(values, MOST_LOOKED_AT))
+def first(iterate: Callable[[Any], Iterable[Any]], container: Any) -> tuple[Any, ...]:
+    """Return the first of what `iterate` finds in a container, as `at_once`."""
+    return at_once(iterate, container, MOST_LOOKED_AT)
+
+
+def at_once(
+    iterate: Callable[[Any], Iterable[Any]], container: Any, most: int | None = None
+) -> tuple[Any, ...]:
+    """Return what `iterate`, one of Python's own, finds in a container, though other threads change that meanwhile.
+
+    Its iterator raises where the container has changed since it was made. They may come between these two steps, which
+    are seldom the same twice: so it is asked again.
+    """
+    while True:
+        try:
+            return tuple(itertools.islice(iterate(container), most))
+        except RecursionError:
+            raise
+        except RuntimeError:
+            continue
 
 
 def around_all(function: Any, of_all: Held) -> list[Any]:

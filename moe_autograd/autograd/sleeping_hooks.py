@@ -108,7 +108,7 @@ def let_hooks_sleep(tensors: Iterable[Tensor]) -> Ends:
         late_hooks: Any = tensor._post_accumulate_grad_hooks
         if late_hooks:
             before = _Before(tensor.grad)
-            for key, hook in late_hooks.items():
+            for key, hook in [*late_hooks.items()]:  # at once, as other threads may register some
                 if not isinstance(hook, _LateSleeper):
                     late_hooks[key] = hook = _LateSleeper(hook)
                 hook.before = before
@@ -119,7 +119,7 @@ def let_these_sleep(hooks: Any) -> Ends:
     """Wrap the hooks of one tensor, if it has any."""
     if not hooks:
         return frozenset()
-    for key, hook in hooks.items():
+    for key, hook in [*hooks.items()]:
         if not isinstance(hook, _Sleeper):
             # not `hooks[key] =`: dictionaries of ours take that for a hook that a user registers
             collections.OrderedDict.__setitem__(hooks, key, _Sleeper(hook, id(hooks)))

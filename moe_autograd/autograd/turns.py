@@ -112,7 +112,7 @@ class Turns:
             (part, name, buffer, _version_of(buffer))
             for part in at_once.values()
             if part._buffers and not _is_settled(part)
-            for name, buffer in part._buffers.items()
+            for name, buffer in [*part._buffers.items()]  # at once, as other threads may add some
             if buffer is not None
         ]
         watched = {key for key, part in at_once.items() if key not in changed and _is_watched(part)}
@@ -256,7 +256,7 @@ def _is_settled(module: nn.Module) -> bool:
 
 def _normalizes_spectrum(module: nn.Module) -> bool:
     """Whether a module is a parametrization by the spectral norm, or has one of the older kind, a hook."""
-    hooks = module._forward_pre_hooks.values()
+    hooks = [*module._forward_pre_hooks.values()]
     return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 

@@ -47,7 +47,7 @@ class State:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._owns = [module.__dict__ for module in modules]
         self._parts = self._parts_now()
-        parameters = [one for one in _all_in(map(_PARAMETERS, self._owns)) if one is not None]
+        parameters = [one for one in [*_all_in(map(_PARAMETERS, self._owns))] if one is not None]
         with torch._C.DisableTorchFunction():  # neither modes nor classes of parameters see it
             self._counting = [one for one in parameters if not one.is_inference()]
         self._facts = self._facts_now()

@@ -157,7 +157,7 @@ def work_of(
                     num_rounds, num_uses = reading.rounds(part)
                     num_read += num_rounds
                     num_times *= max(1, num_uses)
-                for buffer in part._buffers.values():
+                for buffer in [*part._buffers.values()]:  # at once, as other threads may add some
                     if not _is_plain_buffer(buffer):
                         return None
                     num_in_buffers += 0 if buffer is None else buffer.numel()
@@ -171,7 +171,7 @@ def work_of(
                 draws = draws or part.training
             elif kind in SPATIAL:
                 if not makes_no_more_positions(part) or not all(
-                    map(_is_plain_buffer, part._buffers.values())
+                    map(_is_plain_buffer, [*part._buffers.values()])
                 ):
                     return None
                 is_spatial = True
@@ -192,7 +192,7 @@ def work_of(
                 return None
             if count is None:
                 num_elsewhere -= num_parameters
-            for parameter in parameters.values():
+            for parameter in [*parameters.values()]:
                 if type(parameter) is nn.Parameter:
                     num_parameters += parameter.numel()
                 elif parameter is not None:
@@ -235,7 +235,7 @@ def _changes_its_own(parts: Sequence[Any], in_place: Sequence[Any]) -> bool:
         return False
     for parent in parts:
         is_its_own = False
-        for part in parent._modules.values():
+        for part in [*parent._modules.values()]:
             kind = type(part)
             if id(part) in changing:
                 if type(parent) is not nn.Sequential or not is_its_own:
