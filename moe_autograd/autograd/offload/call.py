@@ -270,10 +270,9 @@ class OffloadedCall:
         num_uses = collections.Counter(_storage_of(tensor) for tensor in (*inputs, *returned))
 
         def own(tensor: Tensor) -> Tensor:
-            detached = tensor.detach()
-            if self._held.is_borrowed(tensor):
-                detached = detached.clone()
-            elif tensor.requires_grad and num_uses[_storage_of(tensor)] > 1:
+            detached = self._held.owned(tensor)
+            is_copy = _storage_of(detached) != _storage_of(tensor)
+            if not is_copy and tensor.requires_grad and num_uses[_storage_of(tensor)] > 1:
                 detached = detached.view_as(tensor)
             put_on(detached, notes_on(tensor))
             return detached

@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moe_autograd._contexts import contextmanager
+from moe_autograd._interrupts import uninterrupted, unwindable
 from moe_autograd.autograd.offload.checks import check_not_cached, check_values
 from moe_autograd.autograd.offload.flat import Layout, lies_in
 from moe_autograd.autograd.offload.kept_views import KeptViews, is_run_of_bytes
@@ -52,7 +53,9 @@ class HeldModule:
         self._kept_views = KeptViews(module, self.tensors)
         # what calls have put into the cache of `parametrize.cached()`, by its keys there, if it has a graph
         self._in_cache: dict[object, weakref.ref[Tensor]] = {}
-        self._keeping_changes = threading.Lock()
+        self._keeping_changes = threading.Lock()  # guards the next two
+        self._num_inside = 0  # of `noticing_changes`: calls and backwards
+        self._is_changed = False  # by those who have left since nobody was inside
         self.saved_by_place: dict[str, weakref.WeakSet[Any]] = {name: weakref.WeakSet() for name in tensors}
         self.weights = Part(
             f"{name}.weights", Layout.of(tensors), self.attach, self._detach, self._own_versions
@@ -102,16 +105,46 @@ class HeldModule:
                 elif value.requires_grad:
                     self._in_cache[key] = weakref.ref(value)
 
-    @contextmanager
+    @unwindable
     def noticing_changes(self) -> Iterator[None]:
-        """Run the module inside, or its backward; notice if that changes what is held (batch norm's statistics)."""
+        """Run the module inside, or its backward; notice if that changes what is held (batch norm's statistics).
+
+        Other threads inside may still read a buffer that the module replaces, or be about to save its place. So nothing
+        is put there before the last of them leaves; until then the module has the new one as in a plain call.
+        """
         before = self._versions()
-        try:
-            yield
-        finally:  # a second run ends early, by an exception
-            if self._versions() != before:
-                with self._keeping_changes, torch.inference_mode(False):
-                    self._keep_changes()
+        with uninterrupted() as section:
+            with self._keeping_changes:
+                self._num_inside += 1
+            try:
+                with section.opened():
+                    yield
+            finally:  # a second run ends early, by an exception
+                self._leave(before)
+
+    def _leave(self, before: Sequence[tuple[int, int]]) -> None:
+        with self._keeping_changes:
+            self._num_inside -= 1
+            if (
+                self._num_inside
+            ):  # the last may put others in the place of what was used, on a stream of its own
+                self.residency.finish_kernels()
+            has_changed = self._versions() != before
+            self._is_changed = self._is_changed or has_changed
+            if not self._is_changed:
+                return
+            with torch.inference_mode(False):
+                tensors = self._tensors()
+                if has_changed:
+                    self._check_shapes(tensors)
+                if not self._num_inside:
+                    self._is_changed = False
+                    self._keep_changes(tensors)
+
+    def owned(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without history; a copy, if it is borrowed. Until then nobody puts another in its place."""
+        with self._keeping_changes:
+            return tensor.detach().clone() if self.is_borrowed(tensor) else tensor.detach()
 
     def is_borrowed(self, tensor: Tensor) -> bool:
         """Whether a tensor lies, or may lie, in the weights' buffer, which is held now and will be used again."""
@@ -125,15 +158,13 @@ class HeldModule:
         """Return what tells of changes in place, by anybody, of what comes and goes."""
         return [_version_of(tensor) for tensor in self.tensors.values()]
 
-    def _keep_changes(self) -> None:
+    def _keep_changes(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy what the module put in the place of a tensor into the part, and say that the part changed.
 
         A graph may have what was put there, and what was there before: the one stays as it is, the other is copied.
         So may the module: its views of the one follow it into the part, those of the other leave.
         """
         assert self.weights.buffer is not None
-        tensors = self._tensors()
-        self._check_shapes(tensors)
         replaced = {n: t for n, t in tensors.items() if t is not self.tensors[n]}
         values = {name: tensor.detach().clone() for name, tensor in replaced.items()}
         for saved in [saved for name in replaced for saved in self.saved_by_place[name]]:

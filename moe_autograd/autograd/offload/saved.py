@@ -5,7 +5,8 @@ expert and the backward would read that one's. Saved-tensor hooks are told of ev
 
 1. A tensor that lies in the buffer of the weights is remembered by its place, and found again in whatever buffer
    holds them during the backward. If the weights were changed in between, that raises, as PyTorch does. A buffer that
-   the module replaces by another is copied first: the graph of a plain module would still have the old one.
+   the module replaces by another is copied, before that one takes its place when no call runs any more: the graph of a
+   plain module would still have the old one.
 2. If the caller has saved-tensor hooks (`save_on_cpu`, a checkpoint), they get every other tensor.
 3. Otherwise it is kept, together with its version: PyTorch looks at versions only where there are no hooks.
 4. Or, in micro-batches, it moves: when the micro-batch's forward is done its tensors are copied into one part,
