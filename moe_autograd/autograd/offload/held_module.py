@@ -125,9 +125,8 @@ class HeldModule:
     def _leave(self, before: Sequence[tuple[int, int]]) -> None:
         with self._keeping_changes:
             self._num_inside -= 1
-            if (
-                self._num_inside
-            ):  # the last may put others in the place of what was used, on a stream of its own
+            if self._num_inside:
+                # the last may put others in the place of what was used, on a stream of its own
                 self.residency.finish_kernels()
             has_changed = self._versions() != before
             self._is_changed = self._is_changed or has_changed
